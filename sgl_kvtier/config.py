@@ -157,9 +157,10 @@ class RemoteConfig:
     )
     write: str = setting(
         "all",
-        "which pages are sent: all, second-hit = those written or read here twice, off = none, "
-        "others' pages are read all the same",
-        choices=("all", "second-hit", "off"),
+        "which pages are sent: all, second-hit = those written or read here twice, on-evict = "
+        "those used longest ago once the local disk is nine tenths full, off = none, others' "
+        "pages are read all the same",
+        choices=("all", "second-hit", "on-evict", "off"),
     )
 
 

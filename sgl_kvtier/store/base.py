@@ -105,7 +105,7 @@ class Urgency(enum.IntEnum):
     AHEAD = 2
     """No request needs them yet."""
     LAST = 3
-    """When nothing else is to be read."""
+    """When nothing else is to be read. It is no use of a page: it leaves as soon as without it."""
 
 
 class ReadJob(Protocol):

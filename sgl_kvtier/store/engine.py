@@ -26,6 +26,7 @@ from sgl_kvtier.store.base import (
     ReadJob,
     ReadOutcome,
     StoreStats,
+    Urgency,
 )
 from sgl_kvtier.store.disk import forks
 from sgl_kvtier.store.disk.env import Env
@@ -216,7 +217,7 @@ class DiskStore:
         columns = columns_of(pages)
         names = pool_names(columns)
         with self._core.lock:
-            located = self._locate(columns, names)
+            located = self._locate(columns, names, used=priority < Urgency.LAST)
         try:
             return self._io_threads.read(
                 columns, located, priority, deadline, on_page, self._settle
@@ -353,8 +354,10 @@ class DiskStore:
     def _mover(self) -> Mover:
         return Mover(self._core.env, self._core.io, self._core.config.verify_reads)
 
-    def _locate(self, asked: Columns, names: NDArray[np.bytes_]) -> Located:
-        """Locked. Where pages of the given length are. Their rows are pinned until `_settle`."""
+    def _locate(self, asked: Columns, names: NDArray[np.bytes_], used: bool) -> Located:
+        """Locked. Where pages of the given length are. Their rows are pinned until `_settle`, and
+        with `used` are the last to be evicted.
+        """
         table = self._core.table
         if not len(table.state):
             return Located.nothing(self._core.identity, len(asked.lengths))
@@ -371,7 +374,8 @@ class DiskStore:
             self._core.identity, rows, table.keys[any_row], names, table.sequence[any_row], lengths,
             *self._room.slots_of(any_row, segment, hit),
         )  # fmt: skip
-        table.touch(found)
+        if used:
+            table.touch(found)
         # Pinned last: if an exception came before, there is nothing to unpin.
         table.pin(found)
         return located

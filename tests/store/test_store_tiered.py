@@ -266,6 +266,32 @@ def test_pages_seen_once_are_not_sent_with_second_hit(start):
     assert set(a.remote.shared.pages) == {(KV, key(1)), (KV, key(2))}
 
 
+def test_with_on_evict_pages_are_sent_when_the_disk_is_full_and_before_they_leave_it(start):
+    a = start("on-evict")
+    count = 2 * (64 << 20) // (2 * 4096)  # a slot is of whole blocks
+    for low in range(0, count, 100):
+        a.write(*range(low, low + 100))
+        a.settled()
+        if low < count // 4:
+            assert a.remote.shared.pages == {}
+    here = a.here(*range(count))
+    assert not here[0] and here[-1]
+    sent = a.remote.shared.pages.keys()
+    assert [n for n in range(count) if not here[n] and (KV, key(n)) not in sent] == []
+    assert (KV, key(count - 1)) not in sent
+
+
+def test_with_on_evict_what_was_used_just_now_stays_and_names_beyond_the_limit_go_early(start):
+    a = start("on-evict")
+    uploader = Uploader(a.local, a.remote, "off", lambda: False, lambda: False, most_names=2)
+    uploader._policy = "on-evict"
+    names = [Name(key(n), KV, SIZE) for n in range(3)]
+    uploader.written(names[:2])
+    uploader.read(names[:1])
+    uploader.written(names[2:])
+    assert list(uploader._waiting) == [(key(1), KV)]
+
+
 def test_nothing_is_sent_with_off_and_pages_of_others_are_read(start):
     a, b = start(), start("off")
     a.write(1)

@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 OnPage = Callable[[int, ReadOutcome], None]
 _ROW_S = 0.01
 """A write that follows another within this time is one of a row."""
+_FULL = 0.9
+"""Share of the local store's capacity from which on pages are about to leave it, and then of its
+pages that are not sent yet (on-evict).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,12 @@ class TieredStore:
         self._wrote_at = -math.inf
         self._keeper = Keeper(local)
         self._uploader = Uploader(
-            local, remote, write, lambda: self._remote_pages > 0, self._writing
+            local,
+            remote,
+            write,
+            lambda: self._remote_pages > 0,
+            self._writing,
+            most_unsent=self._most_unsent,
         )
 
     @property
@@ -190,6 +199,12 @@ class TieredStore:
         self._remote.close()
         self._keeper.close()
         self._local.close()
+
+    def _most_unsent(self) -> float:
+        """Of a full disk a tenth is sent, so that what leaves it next has been."""
+        stats = self._local.stats()
+        full = stats.bytes_on_disk >= _FULL * stats.capacity_bytes
+        return _FULL * stats.pages if full else math.inf
 
     def _writing(self) -> bool:
         return self._writes > 0 or time.monotonic() < self._wrote_at + _ROW_S

@@ -7,6 +7,7 @@ come. What is there already is found out 128 names at a time and not sent.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -27,7 +28,7 @@ from sgl_kvtier.types import Lookup, PageKey
 logger = logging.getLogger(__name__)
 
 MOST_NAMES = 100_000
-"""Names that wait; beyond that the oldest is dropped."""
+"""Names that wait; beyond that the oldest is dropped. As many are known that are not sent yet."""
 _ASKED = 128
 """Names that are asked for together."""
 _SENT_BYTES = 4 << 20
@@ -54,7 +55,8 @@ class Name(NamedTuple):
 
 class Uploader:
     """A thread that sends pages. `reading` says whether pages are being read from the remote store,
-    `writing` whether the local one is being written: they go first.
+    `writing` whether the local one is being written: they go first. `most_unsent` is how many of
+    the local store's pages may be unsent with on-evict.
     """
 
     def __init__(
@@ -65,8 +67,11 @@ class Uploader:
         reading: Callable[[], bool],
         writing: Callable[[], bool],
         most_names: int = MOST_NAMES,
+        most_unsent: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """`policy`: all, second-hit (pages that were written or read here twice) or off."""
+        """`policy`: all, second-hit (pages that were written or read here twice), on-evict (those
+        used longest ago, once the local store is full) or off.
+        """
         self.sent = 0
         """Pages the remote store took."""
         self.there = 0
@@ -79,9 +84,11 @@ class Uploader:
         self._policy = policy
         self._reading = reading
         self._writing = writing
+        self._most_unsent = most_unsent
         self._most_names = most_names
         self._waiting: OrderedDict[tuple[PageKey, str], int] = OrderedDict()
-        self._once: OrderedDict[tuple[PageKey, str], None] = OrderedDict()
+        self._once: OrderedDict[tuple[PageKey, str], int] = OrderedDict()
+        """Names that are not to be sent yet, with their bytes, those used longest ago first."""
         self._busy = False
         self._wanted = True
         self._closing = False
@@ -97,11 +104,16 @@ class Uploader:
 
     def written(self, names: Iterable[Name]) -> None:
         """Pages that the local store has, new ones and others. Any thread; does not block."""
-        self._note(names, again=self._policy == "all")
+        if self._policy == "on-evict":
+            self._age(names)
+        else:
+            self._note(names, again=self._policy == "all")
 
     def read(self, names: Iterable[Name]) -> None:
         """Pages that are read from the local store. Any thread; does not block."""
-        if self._policy == "second-hit":
+        if self._policy == "on-evict":
+            self._age(names)
+        elif self._policy == "second-hit":
             self._note(names, again=False)
 
     def settle(self, timeout_s: float) -> bool:
@@ -142,16 +154,31 @@ class Uploader:
             for key, pool, nbytes in names:
                 name = (key, pool)
                 if not again and name not in self._once:
-                    self._once[name] = None
+                    self._once[name] = nbytes
                     if len(self._once) > self._most_names:
                         self._once.popitem(last=False)
                     continue
                 self._once.pop(name, None)
-                self._waiting[name] = nbytes
-                if len(self._waiting) > self._most_names:
-                    self._waiting.popitem(last=False)
-                    self.dropped += 1
+                self._queue(name, nbytes)
             self._changed.notify_all()
+
+    def _age(self, names: Iterable[Name]) -> None:
+        """Pages were used just now. Those used longest ago are queued where too many are unsent."""
+        most = min(self._most_unsent(), self._most_names)
+        with self._changed:
+            for key, pool, nbytes in names:
+                self._once[key, pool] = nbytes
+                self._once.move_to_end((key, pool))
+            while len(self._once) > most:
+                self._queue(*self._once.popitem(last=False))
+            self._changed.notify_all()
+
+    def _queue(self, name: tuple[PageKey, str], nbytes: int) -> None:
+        """Locked."""
+        self._waiting[name] = nbytes
+        if len(self._waiting) > self._most_names:
+            self._waiting.popitem(last=False)
+            self.dropped += 1
 
     def _run(self) -> None:
         while True:
