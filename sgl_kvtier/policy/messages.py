@@ -63,9 +63,9 @@ class Mode(enum.Enum):
 # --- facts: what happened -------------------------------------------------------------------------
 
 
-CANCELLED, NO_ROOM = "cancelled", "no room"
+CANCELLED, NO_ROOM_YET = "cancelled", "no room yet"
 """Reasons for pages that were not begun, and may be loaded or computed: a Cancel, or no memory at
-that moment.
+that moment. An executor says the latter for a limited time only.
 """
 
 
@@ -138,7 +138,7 @@ class TransferDone:
 @message
 class PagesLost:
     """Pages of a Load will not come: missing, corrupt, failed, late or cancelled. The front must
-    compute them, except cancelled ones, which are open again.
+    compute them, except those that were not begun (CANCELLED, NO_ROOM_YET), which are open again.
     """
 
     rid: str

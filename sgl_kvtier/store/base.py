@@ -158,7 +158,8 @@ class PageStore(Protocol):
     ) -> ReadJob:
         """Begins reading pages in the given order and returns at once.
 
-        Jobs of a lower `priority` number are served first, equal ones in the order of their calls.
+        Jobs of a lower `priority` number are served first, equal ones in the order of their calls
+        (`Urgency` has names for them; a read with `LAST` is no use of its pages).
         A page not begun `deadline_s` seconds from now is LATE. `on_page(index, outcome)` is called
         once per page from an I/O thread; pages that are not begun may end on the thread that
         cancels or closes, or within this call.

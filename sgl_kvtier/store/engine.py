@@ -217,7 +217,7 @@ class DiskStore:
         columns = columns_of(pages)
         names = pool_names(columns)
         with self._core.lock:
-            located = self._locate(columns, names, used=priority < Urgency.LAST)
+            located = self._locate(columns, names, used=priority != Urgency.LAST)
         try:
             return self._io_threads.read(
                 columns, located, priority, deadline, on_page, self._settle

@@ -13,7 +13,7 @@ from virtual_hands import islands
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import (
     CANCELLED,
-    NO_ROOM,
+    NO_ROOM_YET,
     ChunkDone,
     ChunkStarted,
     Load,
@@ -36,6 +36,8 @@ from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 PAGE = 16
+MOST_REFUSED = 20
+"""Loads for which there is no room for a moment, in one run."""
 ENGINE = EngineShape(page_tokens=PAGE, page_bytes=1 << 14, chunk_tokens=8 * PAGE)
 PROFILE = {
     "prefill": {"fixed_s": 0.01, "per_token_s": 1e-4, "per_token_position_s": 1e-9},
@@ -88,7 +90,7 @@ class RandomHands:
         self.moves: list[Move] = []
         self.flying: dict[PageKey, Tier] = {}
         self.chunks: list[tuple[str, Span]] = []
-        self.arrived = 0
+        self.arrived = self.refused = 0
         self.draining = False
         self.finished: list[str] = []
 
@@ -292,8 +294,9 @@ class RandomHands:
             assert page not in request.state, (
                 f"page {page} of {load.rid} is loaded, but it was {request.state[page]} before"
             )
-        if self.chance.random() < 0.05:
-            self.tell(PagesLost(load.rid, load.span, NO_ROOM, self.now))
+        if self.refused < MOST_REFUSED and self.chance.random() > 0.9:
+            self.refused += 1  # an executor does not refuse for ever
+            self.tell(PagesLost(load.rid, load.span, NO_ROOM_YET, self.now))
             return
         request.state |= dict.fromkeys(range(load.span.start, load.span.stop), "loading")
         self.loads.append(load)

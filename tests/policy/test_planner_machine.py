@@ -88,7 +88,7 @@ def digest(seed: int) -> str:
 
 
 def test_the_plans_do_not_depend_on_the_hash_seed():
-    code = "import test_planner_machine as t; print(t.digest(1), t.digest(4))"
+    code = "import test_planner_machine as t; print(t.digest(2), t.digest(4))"
     printed = []
     for seed in ("0", "1", "4242"):
         env = {**os.environ, "PYTHONHASHSEED": seed}

@@ -6,7 +6,7 @@ from virtual_hands import COST, ENGINE, best_seconds, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.rules import Cake
-from sgl_kvtier.policy.messages import NO_ROOM, Mode, PagesLost, RestoreOffered, StepView
+from sgl_kvtier.policy.messages import NO_ROOM_YET, Mode, PagesLost, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Span, Tier
@@ -123,7 +123,7 @@ def test_without_room_for_loads_the_prefix_is_computed():
     assert not out.spliced
 
 
-@pytest.mark.parametrize(("reason", "again"), [(NO_ROOM, True), ("failed", False)])
+@pytest.mark.parametrize(("reason", "again"), [(NO_ROOM_YET, True), ("no room", False)])
 def test_pages_without_room_for_a_moment_are_loaded_later(reason, again):
     rate = balance(4096)
     planner = make_planner(PolicyConfig(restore="load"), ENGINE, profile_of(COST, rate))

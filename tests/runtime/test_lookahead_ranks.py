@@ -92,7 +92,7 @@ class Rank:
         views = SimpleNamespace(of=lambda scheduler, now: None)
         self.ahead = Ahead()
         self.tick = RestoreTick(self.engine, planner, self.agreement, turns, views, self.ahead)  # type: ignore[arg-type]
-        self.tick._unblock = lambda scheduler: None  # type: ignore[method-assign]
+        self.tick._unblock = lambda scheduler, tried: None  # type: ignore[method-assign]
 
 
 def reduce(*ranks: Rank) -> None:

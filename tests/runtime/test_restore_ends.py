@@ -4,6 +4,7 @@ server.
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import (
+    NO_ROOM_YET,
     ChunkDone,
     ChunkStarted,
     Mode,
@@ -114,6 +116,22 @@ def settle(engine: RestoreEngine, now: float) -> list[Any]:
     engine.settle([bytes(one.poll.local) for one in engine.loads], [now] * len(engine.loads))
     facts, engine.context.facts = engine.context.facts, []
     return facts
+
+
+@pytest.mark.parametrize(("admitted", "patience_s"), [(False, 2.0), (True, 0.2)])
+def test_pages_without_room_may_be_loaded_later_but_not_for_ever(admitted, patience_s):
+    engine, r, _ = engine_with()
+    engine.context.slots.claim_device = lambda tokens: None
+    r.admitted = admitted
+    for now, reason in (
+        (0.0, NO_ROOM_YET),
+        (patience_s - 0.1, NO_ROOM_YET),
+        (patience_s + 0.1, "no room"),
+    ):
+        engine.context.now = now
+        engine.load(messages.Load("r", Span(4, 8), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0))
+        assert engine.context.facts.pop() == PagesLost("r", Span(4, 8), reason, 0.0)
+    assert engine.counters.lost_pages == {"no room": 4}
 
 
 def test_a_read_that_hangs_is_the_fronts_and_its_slots_stay_the_loads_until_it_ends():
@@ -473,3 +491,23 @@ def test_a_request_that_ends_leaves_pages_that_another_one_brought() -> None:
     kept.keep("another", r.keys[:2], host.alloc(2 * PAGE))
     kept.drop_keys("r", r.keys)
     assert kept.tokens == 2 * PAGE
+
+
+def test_reads_beside_a_restorations_loads_say_nothing_of_the_disk(monkeypatch):
+    """They wait for the loads. One that began after the last of them ended does."""
+    tick, _, _, _ = tick_of_two_ranks()
+    reads: deque[Any] = deque()
+    monkeypatch.setattr(
+        "sgl_kvtier.runtime.scheduler.tick.store_of",
+        lambda controller: SimpleNamespace(own_reads=reads),
+    )
+    tick.agreement, context = SimpleNamespace(alone=True), tick.context  # type: ignore[assignment]
+    context.alone = False  # so that the test sets the clock
+    context.now = 1.0
+    one = load(tick.engine, Span(4, 8))
+    tick._note_reads()
+    tick.engine.loads.remove(one)
+    context.now = 3.0
+    reads += [(Tier.STORAGE, 100, 2.5), (Tier.STORAGE, 200, 1.5)]
+    tick._note_reads()
+    assert [fact.nbytes for fact in context.facts if isinstance(fact, TransferDone)] == [200]

@@ -412,7 +412,7 @@ def test_a_restorations_pages_are_read_before_those_sglang_reads(make):
     ended: list[str] = []
     with ThreadPoolExecutor(1) as other:
         own = other.submit(transfer, backend, names[:20], list(range(20)))
-        while not backend._reading:
+        while not backend._reading and not own.done():
             time.sleep(0.001)
         job = backend.begin_read(
             [page_key(name) for name in names[20:]],

@@ -19,6 +19,7 @@ from sgl_kvtier.console import Column, Table, check_target, print_table
 from sgl_kvtier.errors import BenchError, TraceError
 from sgl_kvtier.lab.pages.plots import Series, lines, save_plot
 from sgl_kvtier.outside import is_number, is_whole, parse_json, refusal
+from sgl_kvtier.policy.messages import CANCELLED, NO_ROOM_YET
 
 MOST_LINE = 64 << 20
 """Characters of a log's line: a step of a server with thousands of requests has under a million."""
@@ -219,7 +220,7 @@ def _follow(one: Timeline, kind: str | None, data: dict[str, Any], page: int) ->
         if low < high:
             one.loaded.append((_seconds(data, "now") - one.offered_s, min(low, one.loaded[-1][1])))
             one.loaded_tokens += high - low
-    elif kind == "PagesLost" and data["reason"] != "cancelled":
+    elif kind == "PagesLost" and data["reason"] not in (CANCELLED, NO_ROOM_YET):
         low, high = _span(data, "span")
         one.lost_tokens += (high - low) * page
 

@@ -17,7 +17,7 @@ from sgl_kvtier.policy.learned.links import LinkQueues
 from sgl_kvtier.policy.learned.own_cost import GUESS_S, OwnCost
 from sgl_kvtier.policy.messages import (
     CANCELLED,
-    NO_ROOM,
+    NO_ROOM_YET,
     ChunkDone,
     ChunkStarted,
     Compute,
@@ -143,7 +143,9 @@ class UnderWay:
         item = self.items.get(fact.rid)
         if item is None:
             return
-        if fact.reason in (CANCELLED, NO_ROOM):
+        if fact.reason in (CANCELLED, NO_ROOM_YET):
+            if fact.reason == NO_ROOM_YET:
+                item.due = -1.0
             if item.pointer.give_back(fact.span):
                 item.cancelled = 0
                 for link in item.opened(fact.span):

@@ -401,7 +401,8 @@ class Promotions:
         link = FIRST_HOP[fetch.source]
         self._counters.moved_bytes[link] += nbytes
         seconds = max(0.0, fetch.poll.seen_at - fetch.begun_at)
-        self._tell(TransferDone("", link, _NO_SPAN, nbytes, seconds, _LATER))
+        if fetch.begun_at > self._context.loaded_at:
+            self._tell(TransferDone("", link, _NO_SPAN, nbytes, seconds, _LATER))
         return Span(taken.known_tokens // page, pages)
 
     def reset(self) -> None:

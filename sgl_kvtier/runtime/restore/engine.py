@@ -21,7 +21,7 @@ import torch
 
 from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import (
-    NO_ROOM,
+    NO_ROOM_YET,
     Compute,
     Mode,
     PagesLost,
@@ -46,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 _RESET_S = 30.0
 """How long an emptying of the pools waits for transfers under way."""
+_ROOM_S, _SLOT_ROOM_S = 2.0, 0.2
+"""Seconds without a load that began or ended, after which pages without room are computed: of a
+request that waits, and of one in the slot, for which nothing else is computed meanwhile.
+"""
 _CANCELLED = LOST[ReadOutcome.CANCELLED]
 
 
@@ -222,7 +226,11 @@ class RestoreEngine:
             self.context.facts.append(PagesLost(command.rid, span, "failed", LATER))
             return
         if slots is None:
-            self._lose(r, span, NO_ROOM)
+            patience_s = _SLOT_ROOM_S if r.admitted else _ROOM_S
+            if self.context.now - r.moved_at < patience_s:
+                self.context.facts.append(PagesLost(r.rid, span, NO_ROOM_YET, LATER))
+            else:
+                self._lose(r, span, "no room")
             return
         device, host = slots
         due = self.context.now + 2 * command.deadline_s

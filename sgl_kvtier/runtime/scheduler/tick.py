@@ -178,14 +178,18 @@ class RestoreTick:
             logger.exception("kvtier: what looking ahead has under way could not be ended")
 
     def _note_reads(self) -> None:
-        """Tells the planner how fast SGLang itself has read from storage while no load of ours was
-        in flight. Otherwise a disk that has become slower would never be noticed while everything
-        is left to SGLang. Clocks of several ranks differ, so only a single rank does.
+        """Tells the planner how fast SGLang itself has read from storage while no load of ours,
+        which goes first, was in flight. Otherwise a disk that has become slower would never be
+        noticed while everything is left to SGLang. Clocks of several ranks differ, so only a single
+        rank does.
         """
-        reads = getattr(store_of(self.context.tree.cache_controller), "own_reads", None)
+        context, now = self.context, self.context.moment()
+        if self.engine.loads:
+            context.loaded_at = now
+        reads = getattr(store_of(context.tree.cache_controller), "own_reads", None)
         while reads:
             tier, nbytes, seconds = reads.popleft()
-            if self.agreement.alone and not self.engine.loads:
+            if self.agreement.alone and now - seconds > context.loaded_at:
                 self.context.facts.append(
                     TransferDone("", LINK_OF[tier], Span(0, 0), nbytes, seconds, _LATER)
                 )
@@ -215,16 +219,18 @@ class RestoreTick:
         }
         if self.ahead is not None and plan.moves:
             self.ahead.carry_out(plan.moves, self.views.owed_tokens(scheduler))
-        self._unblock(scheduler)
+        self._unblock(scheduler, bool(plan.loads))
         self._end_starved()
 
-    def _unblock(self, scheduler: Scheduler) -> None:
+    def _unblock(self, scheduler: Scheduler, tried: bool) -> None:
         """With nothing running, nothing loading and nothing granted, waiting restorations stand in
-        each other's way: the youngest is given up, one per step.
+        each other's way: the youngest is given up, one per step. Loads that were `tried` and found
+        no room are computed in time.
         """
         engine = self.engine
         granted = any(compute.tokens != 0 for compute in engine.computes.values())
-        if granted or step.computes(scheduler) or engine.loads or not engine.restorations:
+        moves = granted or tried or engine.loads
+        if moves or step.computes(scheduler) or not engine.restorations:
             self._idle = 0
             return
         self._idle += 1

@@ -4,6 +4,7 @@ pages, and the facts for the planner. One per scheduler process. Scheduler's thr
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -38,6 +39,10 @@ class StepContext:
         """
         self.now = 0.0
         """The time of this tick in seconds, the same on every rank."""
+        self.loaded_at = -math.inf
+        """When a load of a restoration was last in flight, in the same seconds: it goes before
+        other reads, whose time says nothing of their link then.
+        """
         self.scheduler: Scheduler | None = None
         """SGLang's, from the first tick on."""
         self.facts: list[Fact | Chunk] = []

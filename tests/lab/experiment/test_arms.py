@@ -89,13 +89,19 @@ def test_storage_arms_have_folders_of_their_own_and_the_same_limits(tmp_path: Pa
     assert len({one["prefetch_threshold"] for one in settings.values()}) == 1
 
 
-def test_our_arm_alone_writes_its_decisions_down_where_that_is_asked_for(tmp_path: Path) -> None:
-    setup = replace(CPU, decisions=True, sections={"policy": {"restore": "both"}})
-    for arm in ("kvtier", "kvtier-off"):
+def test_arms_that_restore_write_their_decisions_down_and_one_of_them_looks_ahead(
+    tmp_path: Path,
+) -> None:
+    ahead = {"prefetch": "on", "eviction": "next-use"}
+    setup = replace(CPU, decisions=True, sections={"policy": {"restore": "both", **ahead}})
+    arms = ("kvtier", "kvtier-off", "kvtier-restore")
+    for arm in arms:
         prepare(arm, setup, tmp_path / arm)
-    policy, off = (
-        load_config(tmp_path / arm / "storage.json").policy for arm in ("kvtier", "kvtier-off")
-    )
+    policy, off, alone = (load_config(tmp_path / arm / "storage.json").policy for arm in arms)
+    assert (policy.prefetch, policy.eviction) == ("on", "next-use")
+    assert {(one.prefetch, one.eviction) for one in (off, alone)} == {("off", "lru")}
+    assert alone.restore == "both" and off.restore == "off"
+    assert alone.decision_log == str(tmp_path / "kvtier-restore" / DECISIONS)
     assert policy.decision_log == str(tmp_path / "kvtier" / DECISIONS)
     assert policy.restore == "both"
     assert off.decision_log == ""
