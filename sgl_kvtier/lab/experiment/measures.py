@@ -87,13 +87,16 @@ def reference_outputs(rounds: Sequence[Round]) -> Reference:
     return found
 
 
-def sample_rows(rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """Every request as a flat row, with `equal` against recompute's first answer.
+def sample_rows(rounds: Sequence[Round], computed: Reference | None = None) -> list[dict[str, Any]]:
+    """Every request as a flat row, with `equal` against `computed`, else against recompute's first
+    answer.
 
     None where there is nothing to compare: a failed request, or the very answer the others are
     compared with.
     """
     reference, first_arm = reference_outputs(rounds), reference_arm(rounds)
+    if computed is not None:
+        reference, first_arm = computed, ""
     used: set[tuple[str, int]] = set()
     rows = []
     for one in rounds:

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.workload.encoder import Ids
 
 SAMPLES = 32
 """Rows that a decode step compares, per request."""
@@ -44,6 +45,19 @@ def chain_of(tokens: torch.Tensor, first: int = 0, before: torch.Tensor | int = 
     """The chain, int64 [n], of tokens at positions from `first` on, behind the chain `before`."""
     places = torch.arange(first, first + tokens.numel()) * _GOLDEN
     return torch.cumsum(mix(mix(tokens.to(torch.int64)) + places), 0) + before
+
+
+def answer_of(prompt: Ids, count: int) -> tuple[int, ...]:
+    """The first `count` tokens that every paced device answers to a prompt of at least one token,
+    where nothing is wrong with its pages.
+    """
+    found: list[int] = []
+    chain = chain_of(torch.tensor(prompt))[-1:]
+    for place in range(len(prompt), len(prompt) + count):
+        token = _tokens_of(chain)
+        found.append(int(token))
+        chain = chain_of(token, place, chain)
+    return tuple(found)
 
 
 @dataclass(frozen=True)

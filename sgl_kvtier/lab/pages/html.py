@@ -125,9 +125,12 @@ def marked(table: Table, result: Mapping[str, Any]) -> Table:
 
 
 def reference_of(result: Mapping[str, Any]) -> str:
-    """The arm whose first answers the others were compared with: recompute, or else the first."""
+    """The arm whose first answers the others were compared with: recompute, or else the first. Where
+    `compared_with` says recompute, its answers are known without the arm.
+    """
     arms = result["arms"]
-    return "recompute" if "recompute" in arms else next(iter(arms))
+    known = result.get("compared_with") or ("recompute" if "recompute" in arms else None)
+    return known or next(iter(arms))
 
 
 def equality(result: Mapping[str, Any]) -> tuple[str, bool] | None:

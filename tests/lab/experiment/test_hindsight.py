@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from sgl_kvtier.lab.experiment.arms import ORACLE, Setup, oracle
+from sgl_kvtier.lab.experiment.hindsight.answers import answers_of
 from sgl_kvtier.lab.experiment.hindsight.bounds import bound_of, requests_of
 from sgl_kvtier.lab.experiment.hindsight.offers import declined_of
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, load, undisturbed_tokens
-from sgl_kvtier.lab.experiment.measures import Round
+from sgl_kvtier.lab.experiment.measures import Round, sample_rows
 from sgl_kvtier.lab.outside.client import Completion
 from sgl_kvtier.lab.outside.replay import ReplayOptions, Sample
 from sgl_kvtier.lab.workload.encoder import ByteEncoder
@@ -105,6 +106,22 @@ def test_nothing_is_said_of_a_device_that_computes_and_of_prompts_that_follow_an
     assert bound_of("kvtier", rounds, asked, computing, OPTIONS) == {}
     assert bound_of("kvtier", rounds, asked, SETUP, replace(OPTIONS, feedback="server")) == {}
     assert bound_of("hicache", rounds, asked, SETUP, OPTIONS) == {}
+
+
+def test_every_request_is_compared_with_what_computing_answers(sessions: Load) -> None:
+    computed = answers_of(sessions, OPTIONS)
+    assert computed is not None
+    assert sorted(computed) == sorted(turns_of(sessions))
+    wrong = turns_of(sessions)[4]
+    samples = [
+        Sample(*key, Completion(0.0, 1.0, output_ids=(1,) if key == wrong else computed[key]))
+        for key in turns_of(sessions)
+    ]
+    rows = sample_rows([Round("kvtier", 1, samples, wall_s=1.0, complete=True)], computed)
+    assert [(row["session"], row["turn"]) for row in rows if row["equal"] is False] == [wrong]
+    assert sum(row["equal"] is True for row in rows) == len(samples) - 1
+    assert answers_of(sessions, replace(OPTIONS, feedback="server")) is None
+    assert answers_of(sessions, replace(OPTIONS, route="openai")) is None
 
 
 def test_a_pool_for_everything_has_room_for_all_contexts(sessions: Load) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.paced.copies import Pages
-from sgl_kvtier.lab.paced.signatures import Decode, Extend, Signer, chain_of
+from sgl_kvtier.lab.paced.signatures import Decode, Extend, Signer, answer_of, chain_of
 
 PAGE = 16
 SLOTS = 128 * PAGE
@@ -70,6 +70,17 @@ def test_decoding_and_prefilling_the_same_tokens_give_the_same_next_token():
     other = Server()
     both = torch.cat([tokens, torch.tensor([first])])
     assert other.prefill(both, places(220, seed=5)[:201]) == int(second)
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla", "fp8"])
+def test_a_right_answer_is_known_without_a_server(kind):
+    tokens, slots, server = prompt(200), places(204), Server(kind)
+    answer = [server.prefill(tokens, slots[:200], 64)]
+    for place in range(200, 204):
+        one = Decode("r", slots, place, chain_of(tokens))
+        own = slots[place : place + 1]
+        answer.append(int(server.signer.decode([one], torch.tensor(answer[-1:]), own)))
+    assert answer_of(tokens.numpy(), 5) == tuple(answer)
 
 
 def test_another_order_of_the_same_tokens_is_another_answer():

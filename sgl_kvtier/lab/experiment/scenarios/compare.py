@@ -49,7 +49,7 @@ from sgl_kvtier.lab.experiment.load import (
     load,
     undisturbed_tokens,
 )
-from sgl_kvtier.lab.experiment.measures import arm_figures, left_out, ratios, sample_rows
+from sgl_kvtier.lab.experiment.measures import Reference, arm_figures, left_out, ratios, sample_rows
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, Replaying, RoundLog, Rounds
 from sgl_kvtier.lab.experiment.timeline import timelines, watch_first
 from sgl_kvtier.lab.outside.openai import ROUTES
@@ -62,6 +62,7 @@ from sgl_kvtier.lab.pages.compare.tables import main_tables
 from sgl_kvtier.launch import detect_device, host_of
 
 _QUICK_ARMS = ("recompute", "hicache-file", "kvtier")
+"""A paced device does without recompute: its answers are known, and a server takes 20 s to start."""
 # One core computes about 1,800 prompt tokens a second of lab-mha: these loads keep the promised
 # times on two cores.
 _CPU = LoadOptions(turns=8, most_output_tokens=16)
@@ -159,7 +160,7 @@ def add_comparison(parser: argparse.ArgumentParser, quick: str, rounds: str) -> 
         "--arms",
         metavar="A,B",
         help=f"what to compare, of {','.join((*ARMS, ORACLE))}; {ORACLE}: device memory for everything (default: all but "
-        f"{','.join(arm for arm in ARMS if arm not in DEFAULT_ARMS)}, and {ORACLE} on a paced device alone; {','.join(_QUICK_ARMS)} with --quick)",
+        f"{','.join(arm for arm in ARMS if arm not in DEFAULT_ARMS)}, and {ORACLE} on a paced device alone; {','.join(_QUICK_ARMS)} with --quick, {BASELINE} not on a paced device)",
     )
     servers = parser.add_argument_group("servers")
     add_options(servers, PACED_SERVER, "", **_SERVER_HELP)
@@ -317,8 +318,9 @@ def about(setup: Setup, chosen: Load, replaying: ReplayOptions) -> dict[str, Any
 
 def results(plan: Plan, work: Replaying, outcome: Outcome) -> dict[str, Any]:
     """The result of the rounds, schema kvtier.compare/1 (docs/manual/json.md)."""
-    rows = sample_rows(outcome.rounds)
     paced = plan.setup.paced
+    computed = None if paced is None else _computed(work)
+    rows = sample_rows(outcome.rounds, computed)
     asked = {} if paced is None else requests_of(work.load, work.options, plan.setup.page_size)
     figures = {
         arm: {
@@ -338,6 +340,7 @@ def results(plan: Plan, work: Replaying, outcome: Outcome) -> dict[str, Any]:
     }
     found: dict[str, Any] = {
         **({} if paced is None else {"device": {"paced": paced.document()}}),
+        **({} if computed is None else {"compared_with": BASELINE}),
         "workload": work.load.to_json(),
         "settings": settings,
         "rounds": plan.rounds,
@@ -347,6 +350,13 @@ def results(plan: Plan, work: Replaying, outcome: Outcome) -> dict[str, Any]:
         "samples": rows,
     }
     return {"summary": sentence(found)[0], **found}
+
+
+def _computed(work: Replaying) -> Reference | None:
+    """What a paced device has to answer. Imports torch, which only this end of a run needs."""
+    from sgl_kvtier.lab.experiment.hindsight.answers import answers_of
+
+    return answers_of(work.load, work.options)
 
 
 def replay_notes(options: ReplayOptions) -> list[str]:
@@ -375,8 +385,8 @@ def paced_notes(paced: Paced | None) -> list[str]:
         f"Paced, not computed: forwards, copies and the disk take the time of profile "
         f"{paced.profile.name} ({paced.profile.source['database']}), dilation {paced.dilation:g}; "
         "times are divided by it.",
-        "Answers follow from the tokens alone: recompute is measured in the first round, and every arm's answers are "
-        "compared with it.",
+        "Answers follow from the tokens alone: every arm's are compared with those that computing gives, and the arm "
+        "recompute is measured in the first round alone.",
     ]
 
 
@@ -447,8 +457,10 @@ def replay_defaults(device: str, chosen: Load) -> ReplayOptions:
 def chosen_arms(args: argparse.Namespace) -> list[str]:
     """The arms to compare, in their order. Raises BenchError."""
     if args.arms is None:
-        usual = [arm for arm in DEFAULT_ARMS if arm in _QUICK_ARMS or not args.quick]
-        return [*usual, ORACLE] if is_paced(args.device) and not args.quick else usual
+        paced = is_paced(args.device)
+        if args.quick:
+            return [arm for arm in _QUICK_ARMS if not (paced and arm == BASELINE)]
+        return [*DEFAULT_ARMS, ORACLE] if paced else list(DEFAULT_ARMS)
     arms = words(args.arms)
     check_arms(arms, (ORACLE,))
     return [arm for arm in (*ARMS, ORACLE) if arm in arms]
