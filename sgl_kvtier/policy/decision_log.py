@@ -47,7 +47,7 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import PLACES, Link, Span
 
-Answer: TypeAlias = str | tuple[str, ...] | HintAnswer | None
+Answer: TypeAlias = str | int | tuple[str, ...] | HintAnswer | None
 
 NAME = "kvtier.decisions"
 VERSION, NUMBERED = 3, 4
@@ -298,6 +298,8 @@ def _answer(value: Any) -> Answer:
         return given
     if isinstance(value, list):
         return tuple(map(_plain("str"), value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
     said: str | None = _plain("str | None")(value)
     return said
 
@@ -361,6 +363,7 @@ _QUESTIONS: dict[str, type] = {
         messages.SessionsWith,
         messages.RulesTuned,
         messages.RunOrder,
+        messages.ChunkBeside,
     )
 }
 _RECORDS: dict[str, type] = {

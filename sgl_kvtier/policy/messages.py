@@ -411,6 +411,21 @@ class RunOrder(Question[tuple[str, ...]]):
 
 
 @message
+class ChunkBeside(Question[int]):
+    """How many tokens of a prompt that restores nothing are computed in this step's chunk, which
+    has `most`? `left_tokens` of it are left behind `done_tokens`. `waiting` are the requests behind
+    it in their order, which may take `room` tokens of the device. The answer is a multiple of the
+    page, or all that are left. Changes nothing.
+    """
+
+    done_tokens: int
+    left_tokens: int
+    most: int
+    room: int
+    waiting: tuple[Waiter, ...]
+
+
+@message
 class SessionsWith(Question[tuple[str, ...]]):
     """Which sessions have this page in their prompts, abandoned ones included? Changes nothing."""
 

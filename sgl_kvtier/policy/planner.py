@@ -14,6 +14,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.ahead.planner import Lookahead
 from sgl_kvtier.policy.ahead.turns import due
 from sgl_kvtier.policy.messages import (
+    ChunkBeside,
     Fact,
     Hinted,
     LeftToEngine,
@@ -58,6 +59,7 @@ class Planner:
             LeftToEngine: self._restore.left_to_engine,
             ReadsDue: due,
             RunOrder: self._restore.order,
+            ChunkBeside: self._restore.chunk_beside,
             Hinted: self._ahead.hint,
             SessionsWith: self._ahead.sessions_with,
             RulesTuned: self._tune,

@@ -159,6 +159,11 @@ class Rules:
     """Shorter requests overtake one that waits for this many times the predicted work that stood
     before it when it came, its own included. 0: requests run in the order of arrival.
     """
+    beside: float = 0.25
+    """Share of a step's tokens that the chunk of a prompt that restores nothing has beside waiting
+    requests with clearly less work; these have as much together. They wait for the whole step, and
+    a quarter costs hardly more time per token. 0: the chunk takes all tokens, as SGLang's own.
+    """
     min_chunk_tokens: int = 32
     """The smallest chunk worth its fixed cost while loads are under way."""
     load_horizon_s: float = 0.3

@@ -102,8 +102,22 @@ def test_every_message_survives_the_log(kind: type) -> None:
     survives()
 
 
-_QUESTIONS = (m.LeftToEngine, m.ReadsDue, m.RunOrder, m.Hinted, m.SessionsWith, m.RulesTuned)
-_ANSWERS = st.none() | _WORDS | st.lists(_WORDS, max_size=3).map(tuple) | _messages(m.HintAnswer)
+_QUESTIONS = (
+    m.LeftToEngine,
+    m.ReadsDue,
+    m.RunOrder,
+    m.ChunkBeside,
+    m.Hinted,
+    m.SessionsWith,
+    m.RulesTuned,
+)
+_ANSWERS = (
+    st.none()
+    | _WORDS
+    | st.integers()
+    | st.lists(_WORDS, max_size=3).map(tuple)
+    | _messages(m.HintAnswer)
+)
 
 
 def test_every_question_of_the_protocol_is_tried_here() -> None:

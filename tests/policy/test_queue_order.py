@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.messages import RunOrder, Waiter
+from sgl_kvtier.policy.messages import ChunkBeside, RunOrder, Waiter
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
@@ -113,6 +113,54 @@ def test_nobody_waits_longer_than_the_bound(overtaking: float, arrivals: int) ->
         clock_s += tokens * 0.001
         assert clock_s <= due_s.pop(first) + 1e-6, first
     assert not due_s
+
+
+# --- the chunk of a long prompt beside those that wait ---------------------------------------------
+
+CHUNKED = EngineShape(page_tokens=16, page_bytes=1 << 16, chunk_tokens=1024)
+
+
+def chunk(
+    *waiting: Waiter, left: int = 8000, room: int = 1 << 20, config: PolicyConfig | None = None
+) -> int:
+    """A long prompt's next chunk, of at most 1,024 tokens."""
+    queue = make_planner(config or PolicyConfig(), CHUNKED, PROFILE, Rules())
+    return queue.query(ChunkBeside(4096, left, 1024, room, waiting))
+
+
+def test_a_chunk_leaves_room_for_a_short_one_and_is_short_itself() -> None:
+    assert chunk() == 1024
+    assert chunk(Waiter("hit", 4100, host_tokens=4000)) == 256
+    assert chunk(Waiter("new", 200), Waiter("other", 100)) == 256
+    assert chunk(*(Waiter(f"w{n}", 4016, device_tokens=4000) for n in range(64))) == 256
+
+
+def test_a_chunk_leaves_no_room_for_one_that_cannot_run_beside_it() -> None:
+    assert chunk(Waiter("long", 4000)) == 1024
+    assert chunk(Waiter("stored", 4100, stored_tokens=4000)) == 1024
+    assert chunk(Waiter("hit", 4100, host_tokens=4000), room=4000) == 1024
+    assert chunk(Waiter("hit", 4100, device_tokens=4000), room=4000) == 256
+    assert chunk(Waiter("no less", 250), left=300) == 300
+
+
+def test_a_chunk_has_at_least_half_of_what_is_computed() -> None:
+    assert chunk(Waiter("as much", 256)) == 256
+    assert chunk(Waiter("more", 257)) == 1024
+    both = Waiter("a", 200), Waiter("b", 200)  # only one fits beside it
+    assert chunk(*both, room=400) == 256
+
+
+def test_what_is_left_of_a_prompt_is_cut_no_further_than_needed() -> None:
+    hit = Waiter("hit", 4016, device_tokens=4000)
+    assert chunk(hit, left=200) == 200
+    assert chunk(hit, left=257) == 256
+
+
+def test_a_chunk_is_whole_where_the_order_is_that_of_arrival() -> None:
+    hit = Waiter("hit", 4016, device_tokens=4000)
+    assert chunk(hit, config=PolicyConfig(queue="arrival")) == 1024
+    alone = make_planner(PolicyConfig(), CHUNKED, PROFILE, Rules(beside=0.0))
+    assert alone.query(ChunkBeside(4096, 8000, 1024, 1 << 20, (hit,))) == 1024
 
 
 def test_an_equal_history_gives_equal_orders() -> None:

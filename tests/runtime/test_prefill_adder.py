@@ -23,6 +23,10 @@ class Budget:
         self.free = free
         self.total_offset = 1000
 
+    @property
+    def remaining_total(self) -> int:
+        return self.free - self.total_offset
+
     def _available_and_evictable(self) -> int:
         return self.free
 
@@ -30,16 +34,18 @@ class Budget:
         return limit
 
 
-def adder_with(engine: Any, free: int = 4096) -> KVTierPrefillAdder:
+def adder_with(engine: Any, free: int = 4096, chunk: Any = None) -> KVTierPrefillAdder:
+    """`chunk` is the planner's word on a chunk where it orders the queue."""
     adder = KVTierPrefillAdder.__new__(KVTierPrefillAdder)
-    adder.tree_cache = SimpleNamespace(kvtier=SimpleNamespace(engine=engine))
+    parts = SimpleNamespace(engine=engine, orders=chunk is not None, chunk_beside=chunk)
+    adder.tree_cache = SimpleNamespace(kvtier=parts)
     adder.page_size = PAGE
     adder.memory_budget = Budget(free)
     adder.can_run_list = []
     adder.new_chunked_req = None
     adder.rem_chunk_tokens = 256
     adder.chunked_req_limit = None
-    adder.running_batch = SimpleNamespace(reqs=[])
+    adder.running_batch = SimpleNamespace(reqs=[], batch_is_full=False)
     return adder
 
 
@@ -76,3 +82,91 @@ def test_the_next_chunk_of_any_request_is_what_there_is_room_for(monkeypatch):
     assert adder_with(engine, free=20).add_chunked_req(req) is req, "it waits for this pass"
     assert limits == [None, 80]
     assert given == [256 + PAGE - 100, 256 + PAGE - 20]
+
+
+PLAIN = SimpleNamespace(of=lambda rid: None, holds_memory=False, give_room=lambda tokens: None)
+"""An engine that restores nothing."""
+
+
+def in_chunks(rid: str, prompt: int, done: int = 0, output: int = 8) -> Any:
+    return SimpleNamespace(
+        rid=rid,
+        prefix_len=done,
+        host_hit_length=0,
+        full_untruncated_fill_ids=[0] * prompt,
+        sampling_params=SimpleNamespace(max_new_tokens=output),
+    )
+
+
+def asking(tokens: int) -> tuple[KVTierPrefillAdder, list[tuple[str, int, int, int]]]:
+    """An adder whose planner grants so many tokens of every chunk, and what it is asked."""
+    asked: list[tuple[str, int, int, int]] = []
+
+    def chunk(req: Any, left: int, most: int, room: int) -> int:
+        asked.append((req.rid, left, most, room))
+        return min(tokens, left, most)
+
+    return adder_with(PLAIN, chunk=chunk), asked
+
+
+def test_the_next_chunk_is_as_long_as_the_planner_says_and_its_rest_is_kept_for_it(monkeypatch):
+    limits: list[int | None] = []
+
+    def add(self: Any, req: Any) -> Any:
+        limits.append(self.chunked_req_limit)
+        return req
+
+    monkeypatch.setattr(PrefillAdder, "add_chunked_req", add)
+    (adder, asked), req = asking(64), in_chunks("long", 1000, 200)
+    assert adder.add_chunked_req(req) is req
+    rest = 800 + 8 + PAGE
+    assert asked == [("long", 800, 256, 4096 - 1000 - rest)]
+    assert limits == [64]
+    assert adder.memory_budget.total_offset == 1000 + rest - 64
+    (whole, _), (full, never) = asking(256), asking(64)
+    whole.add_chunked_req(req)
+    full.running_batch.batch_is_full = True
+    full.add_chunked_req(req)
+    assert limits == [64, None, None]
+    assert whole.memory_budget.total_offset == full.memory_budget.total_offset == 1000
+    assert not never, "nobody can run beside it"
+
+
+def test_the_first_chunk_is_as_long_as_the_planner_says(monkeypatch):
+    limits: list[int | None] = []
+
+    def add(self: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
+        limits.append(self.rem_chunk_tokens)
+        self.rem_chunk_tokens, self.new_chunked_req = 0, req
+        return AddReqResult.OTHER
+
+    monkeypatch.setattr(PrefillAdder, "add_one_req", add)
+    monkeypatch.setattr(PrefillAdder, "budget_state", lambda self: AddReqResult.CONTINUE)
+    (adder, asked), req = asking(64), in_chunks("long", 1000)
+    assert adder.add_one_req(req, False, None) is AddReqResult.CONTINUE
+    rest = 1000 + 8 + PAGE
+    assert asked == [("long", 1000, 256, 4096 - 1000 - rest)]
+    assert limits == [64]
+    assert adder.rem_chunk_tokens == 256 - 64, "the others have the rest of the pass"
+    assert adder.memory_budget.total_offset == 1000 + rest - 64
+
+
+def test_one_that_needs_the_taken_slot_keeps_none_waiting_that_a_chunk_was_cut_for(monkeypatch):
+    seen: list[str] = []
+
+    def add(self: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
+        seen.append(req.rid)
+        return AddReqResult.OTHER
+
+    monkeypatch.setattr(PrefillAdder, "add_one_req", add)
+    monkeypatch.setattr(PrefillAdder, "add_chunked_req", lambda self, req: req)
+    long, short = in_chunks("long", 1000), in_chunks("short", 1000, 900)
+    cut, whole = asking(64)[0], asking(256)[0]
+    for adder in (cut, whole):
+        adder.add_chunked_req(in_chunks("slot", 1000, 200))
+    assert cut.add_one_req(long, True, None) is AddReqResult.CONTINUE
+    assert cut.add_one_req(short, True, None) is AddReqResult.OTHER
+    assert whole.add_one_req(long, True, None) is AddReqResult.OTHER
+    theirs = adder_with(PLAIN)  # another policy of SGLang's is in force
+    assert theirs.add_one_req(long, True, None) is AddReqResult.OTHER
+    assert seen == ["short", "long", "long"]

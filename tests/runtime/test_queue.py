@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_kvtier.policy.messages import RunOrder, Waiter
+from sgl_kvtier.policy.messages import ChunkBeside, Waiter
 from sgl_kvtier.runtime.scheduler.queue import Queue, in_order_of_arrival
 
 
@@ -24,8 +24,12 @@ class Shortest:
 
     def __init__(self) -> None:
         self.asked: list[tuple[Waiter, ...]] = []
+        self.chunks: list[ChunkBeside] = []
 
-    def query(self, question: RunOrder) -> tuple[str, ...]:
+    def query(self, question: Any) -> Any:
+        if isinstance(question, ChunkBeside):
+            self.chunks.append(question)
+            return 16
         self.asked.append(question.waiting)
         order = sorted(question.waiting, key=lambda one: one.prompt_tokens)
         return tuple(one.rid for one in order)
@@ -114,6 +118,26 @@ def test_beyond_the_first_that_came_the_order_is_that_of_arrival() -> None:
     assert len(planner.asked[0]) == 64
     assert rids(waiting)[:64] == [f"r{n}" for n in reversed(range(64))]
     assert rids(waiting)[64:] == [f"r{n}" for n in range(64, 100)]
+
+
+def test_the_planner_is_asked_for_a_chunk_with_those_that_wait_as_sglang_has_them_now() -> None:
+    planner = Shortest()
+    ordered, waiting = queue(planner), [request("long", 900), request("hit", 500, device=480)]
+    assert not ordered.in_force
+    ordered.sort(waiting, 0.0)
+    assert ordered.in_force
+    assert ordered.chunk(request("slot", 5000, device=1000), 4000, 256, 700) == 16
+    hit, long = Waiter("hit", 500, device_tokens=480), Waiter("long", 900)
+    assert planner.chunks == [ChunkBeside(1000, 4000, 256, 700, (hit, long))]
+
+
+def test_a_chunk_that_nobody_waits_for_is_no_question() -> None:
+    planner = Shortest()
+    ordered = queue(planner)
+    ordered.sort([], 0.0)
+    assert ordered.chunk(request("slot", 5000, device=4900), 100, 256, 700) == 100
+    assert ordered.chunk(request("slot", 5000, device=1000), 4000, 256, 700) == 256
+    assert not planner.chunks
 
 
 def policy(name: str, priorities: bool = False) -> Any:

@@ -19,6 +19,7 @@ from sgl_kvtier.lab.sim.hands import Hands
 from sgl_kvtier.lab.sim.live import Live, Restoring
 from sgl_kvtier.lab.sim.requests import RequestResult, SimRequest, Timeline
 from sgl_kvtier.policy.messages import (
+    ChunkBeside,
     ChunkDone,
     ChunkStarted,
     Compute,
@@ -117,6 +118,8 @@ class _Forming:
     budget: int
     room: int = 0
     """Tokens of requests that the engine may still prepare beside those in the batch."""
+    cut: bool = False
+    """A chunk was cut for those that wait: one that needs its slot does not keep them waiting."""
     parts: list[_Part] = field(default_factory=list)
 
 
@@ -358,7 +361,9 @@ class Server:
             elif compute.tokens > 0:
                 self._add_restoring(forming, live, compute)
         forming.room = forming.budget
-        for live in [*self._slots, *self._waiting]:
+        # What was copied up has its room: a server admits it with its copy, before all others.
+        waiting = sorted(self._waiting, key=lambda live: not live.copied)
+        for live in [*self._slots, *waiting]:
             if live.due_offer:
                 break
             if live.fetching or live.copying:
@@ -408,13 +413,16 @@ class Server:
         if splice is None and (ready := self._loads_itself(live, forming)) is not None:
             return ready
         left = live.spec.prompt_tokens - start
-        tokens = min(left, forming.budget)
-        forming.room -= left
         holds = live in self._slots
+        tokens = min(left, forming.budget)
+        if splice is None and (holds or (tokens < left and len(self._slots) < self._spec.slots)):
+            tokens = self._beside(live, left, tokens)
+            forming.cut = forming.cut or tokens < min(left, forming.budget)
+        forming.room -= left
         if tokens < left:
             tokens = tokens // self._spec.page_tokens * self._spec.page_tokens
             if not holds and len(self._slots) >= self._spec.slots:
-                return False
+                return forming.cut
         if tokens <= 0 or not self._admit(live):
             return False
         if tokens < left and not holds:
@@ -422,6 +430,18 @@ class Server:
         forming.budget -= tokens
         forming.parts.append(_Part(live, Span(start, start + tokens), splice or Span(0, 0)))
         return True
+
+    def _beside(self, live: Live, left: int, most: int) -> int:
+        """The tokens of a chunk, up to `most`, of a prompt that restores nothing and has `left` to
+        compute: a server that asks its planner leaves room for short ones that wait.
+        """
+        waiting = tuple(_waiter(other) for other in self._waiting if other is not live)
+        if not self._spec.consulted or not waiting:
+            return most
+        room = self._hands.caches.device.available * self._spec.page_tokens
+        done = live.spec.prompt_tokens - left
+        question = ChunkBeside(done, left, most, room, waiting)
+        return cast(Consulted, self._planner).query(question)
 
     def _loads_itself(self, live: Live, forming: _Forming) -> bool | None:
         """The engine's own way for a request whose turn has come: its stored pages are read again
@@ -545,6 +565,7 @@ class Server:
         self._hands.abandon(live)
         self._tell(RequestFinished(live.rid, self._env.now, aborted=True))
         live.result.retracted += 1
+        live.left = False
         self._enqueue(live, place)
 
     def _record(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import (
+    ChunkBeside,
     Compute,
     Fact,
     LeftToEngine,
@@ -118,6 +119,10 @@ class RestorePlanner:
     def order(self, question: RunOrder) -> tuple[str, ...]:
         """The order in which these requests should run."""
         return self._queue.order(question)
+
+    def chunk_beside(self, question: ChunkBeside) -> int:
+        """The tokens of a chunk beside which waiting requests run."""
+        return self._queue.chunk_beside(question)
 
     def profile(self) -> dict[str, Any]:
         """Learned costs and bandwidths for the next run, as plain data."""

@@ -5,6 +5,9 @@ Later requests overtake one for at most `Rules.overtaking` times the predicted w
 before it when it came, its own included. The time counts from the first that overtakes it, by the
 clock, since work is predicted for compute and links alone: memory may be short as well. Then it and
 those that came before it run in the order of arrival.
+
+A long prompt that is computed in chunks takes all tokens of every step, and all behind it wait for
+its end, however little there is to compute for them. So its chunk leaves room for such requests.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from sgl_kvtier.policy.messages import RunOrder, Waiter
+from sgl_kvtier.policy.messages import ChunkBeside, RunOrder, Waiter
 from sgl_kvtier.policy.restore.modes import Forecast
 from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link
@@ -61,6 +64,31 @@ class QueueOrder:
             works.append(work_s)
             slacks.append(place.credit_s - (now - since))
         return _shortest_first(waiting, works, slacks)
+
+    def chunk_beside(self, question: ChunkBeside) -> int:
+        """The tokens of a chunk in the slot: it leaves room for waiting requests with clearly less
+        work than what is left of its prompt, but has at least half of what is computed.
+        """
+        known, page = self._under_way, self._under_way.engine.page_tokens
+        most, share = (
+            min(question.most, question.left_tokens),
+            int(question.most * known.rules.beside),
+        )
+        if known.config.queue != "shortest" or known.rules.overtaking <= 0 or share < page:
+            return most
+        left_s = known.cost.cost.range_seconds(
+            question.done_tokens, question.left_tokens, known.engine.chunk_tokens
+        )
+        taken, room = 0, question.room
+        for one in question.waiting:
+            own = -(-(one.prompt_tokens - one.device_tokens - one.host_tokens) // page) * page
+            needed = one.prompt_tokens - one.device_tokens
+            loads = one.stored_tokens > 0 or one.rid in known.items
+            if loads or needed > room or taken + own > share:
+                continue
+            if self._work_s(one) < _CLEARLY * left_s:
+                taken, room = taken + own, room - needed
+        return most if not taken or most <= share else share // page * page
 
     def _note_gone(self, waiting: frozenset[str], now: float) -> None:
         """Those that wait no more run, and have overtaken all that came earlier and wait."""

@@ -106,6 +106,23 @@ class Parts:
             logger.exception("kvtier: ordering the queue failed; it stays in the order of arrival")
             self.queue = None
 
+    @property
+    def orders(self) -> bool:
+        """Whether waiting requests run in the planner's order."""
+        return self.queue is not None and self.queue.in_force
+
+    def chunk_beside(self, req: Req, left: int, most: int, room: int) -> int:
+        """Tokens of the chunk, up to `most`, of a request that restores nothing and has `left` to
+        compute: short ones run beside it, and may take `room` tokens of the device.
+        """
+        assert self.queue is not None, "only where the planner orders"
+        try:
+            return self.queue.chunk(req, left, most, room)
+        except Exception:
+            logger.exception("kvtier: ordering the queue failed; it stays in the order of arrival")
+            self.queue = None
+            return most
+
     def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass; None: SGLang decides."""
         admissible = self.engine.admissible(handle)

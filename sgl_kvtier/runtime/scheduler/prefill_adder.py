@@ -12,9 +12,8 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from sgl_kvtier.policy.messages import Compute
 from sgl_kvtier.runtime.restore.restoration import Restoration
-from sgl_kvtier.runtime.sglang import requests
+from sgl_kvtier.runtime.sglang import requests, step
 from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.types import Span, Tier
 
@@ -24,6 +23,8 @@ class KVTierPrefillAdder(PrefillAdder):
 
     chunked_req_limit: int | None
     rem_chunk_tokens: int | None
+    _is_cut = False
+    """Whether a chunk of this pass was cut for others that wait."""
 
     # --- the request in the slot ------------------------------------------------------------------
 
@@ -34,7 +35,7 @@ class KVTierPrefillAdder(PrefillAdder):
         engine = self.tree_cache.kvtier.engine
         r = engine.of(req.rid)
         if r is None:
-            return self._add_what_fits(req)
+            return self._add_beside_others(req)
         compute = engine.computes.get(req.rid)
         if compute is None:
             return self._park(r, req)
@@ -62,6 +63,36 @@ class KVTierPrefillAdder(PrefillAdder):
         self._reserve(r, req, req.extend_end)
         engine.advance(r, req.extend_end)
         return left
+
+    def _add_beside_others(self, req: Req) -> Any:
+        """Adds the next chunk of a request that restores nothing. SGLang would take all tokens of
+        the pass for it; the planner leaves room for short ones that wait.
+        """
+        left = requests.prompt_tokens(req) - req.prefix_len
+        tokens = self._chunk_beside(req, left)
+        if tokens is None:
+            return self._add_what_fits(req)
+        self.chunked_req_limit = min(self.chunked_req_limit or tokens, tokens)
+        again = self._add_what_fits(req)
+        # Others are admitted in this pass, but not into the room that the next chunks need.
+        self.memory_budget.total_offset += self._rest_of(req, left) - tokens
+        return again
+
+    def _chunk_beside(self, req: Req, left: int) -> int | None:
+        """The tokens of this request's chunk, of which SGLang would compute more; None: all that
+        fit. `left` are to be computed.
+        """
+        parts, most = self.tree_cache.kvtier, self.rem_chunk_tokens
+        if most is None or not parts.orders or not step.admits(self):
+            return None
+        room = int(self.rem_total_tokens) - self._rest_of(req, left)
+        tokens: int = parts.chunk_beside(req, left, most, room)
+        self._is_cut = tokens < min(most, left)
+        return tokens if self._is_cut else None
+
+    def _rest_of(self, req: Req, left: int) -> int:
+        """Tokens of memory that a request with `left` tokens to compute still takes."""
+        return left + requests.whole_output_room(req, self.page_size)
 
     def _add_what_fits(self, req: Req) -> Any:
         """Adds the next chunk. SGLang assumes that there is room for it; slots of restorations can
@@ -154,7 +185,7 @@ class KVTierPrefillAdder(PrefillAdder):
         engine = self.tree_cache.kvtier.engine
         r = engine.of(req.rid)
         if r is None:
-            verdict = super().add_one_req(req, has_chunked_req, truncation_align_size)
+            verdict = self._add_plain(req, has_chunked_req, truncation_align_size)
         else:
             verdict = self._add_restoring(r, req, has_chunked_req, truncation_align_size)
         if (
@@ -166,6 +197,24 @@ class KVTierPrefillAdder(PrefillAdder):
             # Nothing runs that could free room: only waiting restorations can give up slots.
             engine.give_room(engine.context.device.tokens, but_for=req.rid)
         return verdict
+
+    def _add_plain(self, req: Req, has_chunked_req: bool, align: int | None) -> Any:
+        """Admits one that restores nothing; one that needs several chunks with a short one, if
+        others wait. Beside a chunk that was cut for those behind it, it waits for the slot alone.
+        """
+        left = requests.prompt_tokens(req) - requests.found(req).tokens
+        if self.rem_chunk_tokens is None or left <= self.rem_chunk_tokens:
+            return super().add_one_req(req, has_chunked_req, align)
+        if has_chunked_req or self.new_chunked_req is not None:
+            if self._is_cut:
+                return AddReqResult.CONTINUE
+            return super().add_one_req(req, has_chunked_req, align)
+        tokens = self._chunk_beside(req, left)
+        verdict = self._add_with_limit(req, has_chunked_req, align, tokens)
+        if tokens is None or self.new_chunked_req is not req:
+            return verdict
+        self.memory_budget.total_offset += self._rest_of(req, left) - tokens
+        return self.budget_state()
 
     def _add_restoring(
         self, r: Restoration, req: Req, has_chunked_req: bool, align: int | None
@@ -192,7 +241,7 @@ class KVTierPrefillAdder(PrefillAdder):
         held = (len(r.owner) - len(compute.splice)) * self.page_size
         self.memory_budget.total_offset -= held
         requests.set_found(req, requests.Found(compute.splice.stop * self.page_size, 0))
-        verdict = self._add_with_limit(req, has_chunked_req, align, compute)
+        verdict = self._add_with_limit(req, has_chunked_req, align, compute.tokens)
         if not (self.can_run_list and self.can_run_list[-1] is req):
             requests.set_found(req, found)
             self.memory_budget.total_offset += held
@@ -205,15 +254,15 @@ class KVTierPrefillAdder(PrefillAdder):
         return self.budget_state()
 
     def _add_with_limit(
-        self, req: Req, has_chunked_req: bool, align: int | None, compute: Compute
+        self, req: Req, has_chunked_req: bool, align: int | None, tokens: int | None
     ) -> Any:
-        """A chunk of `compute.tokens`, although more would fit: SGLang cuts a prompt where the
-        pass's tokens end.
+        """A chunk of `tokens`, although more would fit: SGLang cuts a prompt where the pass's
+        tokens end.
         """
-        if compute.tokens is None:
+        if tokens is None:
             return super().add_one_req(req, has_chunked_req, align)
         whole = self.rem_chunk_tokens
-        limit = compute.tokens if whole is None else min(whole, compute.tokens)
+        limit = tokens if whole is None else min(whole, tokens)
         self.rem_chunk_tokens = limit
         try:
             return super().add_one_req(req, has_chunked_req, align)

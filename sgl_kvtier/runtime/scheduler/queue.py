@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_kvtier.policy.messages import Consulted, RunOrder, Waiter
+from sgl_kvtier.policy.messages import ChunkBeside, Consulted, RunOrder, Waiter
 from sgl_kvtier.policy.restore.queue_order import ASK_AGAIN_S
 from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
 from sgl_kvtier.runtime.sglang import requests
@@ -29,11 +29,15 @@ class Queue:
         self._number = 0
         self._sorted: list[str] = []
         self._asked_at = 0.0
+        self._waiting: list[Req] = []
+        self.in_force = False
+        """Whether the planner's order is SGLang's."""
 
     def sort(self, queue: list[Req], now: float) -> None:
         """Sorts SGLang's queue in place. The planner is asked when requests came or went, and from
         time to time. `now` is the agreed time in seconds.
         """
+        self._waiting, self.in_force = queue, True
         if [req.rid for req in queue] == self._sorted and 0 <= now - self._asked_at < ASK_AGAIN_S:
             return
         came = {req.rid: self._came.get(req.rid, 0) for req in queue}
@@ -49,6 +53,16 @@ class Queue:
             places = {rid: place for place, rid in enumerate(order)}
             queue.sort(key=lambda req: (places.get(req.rid, _MOST), came[req.rid]))
         self._sorted = [req.rid for req in queue]
+
+    def chunk(self, req: Req, left: int, most: int, room: int) -> int:
+        """The tokens of the chunk, up to `most`, that a request which restores nothing and has
+        `left` to compute gets in this pass. Others may take `room` tokens of the device.
+        """
+        waiting = tuple([self._waiter(one) for one in self._waiting[:_MOST] if one is not req])
+        if not waiting:
+            return min(most, left)
+        done = requests.prompt_tokens(req) - left
+        return self._planner.query(ChunkBeside(done, left, most, room, waiting))
 
     def _waiter(self, req: Req) -> Waiter:
         there = requests.found(req)

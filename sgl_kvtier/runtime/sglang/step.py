@@ -35,6 +35,11 @@ def slot_is_open(scheduler: Scheduler, rows: Any) -> bool:
     )
 
 
+def admits(adder: Any) -> bool:
+    """Whether waiting requests may run in the pass of this prefill adder."""
+    return not adder.running_batch.batch_is_full
+
+
 def decoding(scheduler: Scheduler) -> list[Req]:
     """Requests that decode, and those of the last batch's prompts, which join in this step."""
     running, last = list(scheduler.running_batch.reqs), scheduler.last_batch

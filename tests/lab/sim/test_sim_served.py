@@ -16,6 +16,7 @@ from sgl_kvtier.lab.sim.served import Served
 from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.policy.ahead.turns import due
 from sgl_kvtier.policy.messages import (
+    ChunkBeside,
     LeftToEngine,
     Question,
     ReadsDue,
@@ -43,6 +44,8 @@ class Asked(Scripted):
             return self.why(question.offer, question.view)
         if isinstance(question, ReadsDue):
             return due(question)
+        if isinstance(question, ChunkBeside):
+            return min(question.most, question.left_tokens)
         assert isinstance(question, RunOrder)
         return tuple(one.rid for one in question.waiting)
 
@@ -140,6 +143,22 @@ def test_the_order_of_the_queue_is_asked_again_as_often_as_in_a_server() -> None
     times = [question.now for question in planner.of(RunOrder)]
     assert len(times) > 10
     assert all(later - former >= ASK_AGAIN_S for former, later in itertools.pairwise(times))
+
+
+def test_a_short_one_runs_beside_the_chunks_of_a_long_one_as_in_a_server() -> None:
+    long, short = SimRequest("long", 0.0, 4096), SimRequest("short", 1.0, 16)
+    spec = ServerSpec(page_tokens=PAGE, step_tokens=64, consulted=True)
+
+    class Halving(Asked):
+        def query(self, question: Question[Any]) -> Any:
+            found = super().query(question)
+            return 32 if isinstance(question, ChunkBeside) else found
+
+    whole, beside = (_run(kind(left), [long, short], spec=spec) for kind in (Asked, Halving))
+    late, early = (
+        {one.rid: one.first_token_s for one in result.requests} for result in (whole, beside)
+    )
+    assert early["short"] < early["long"] and late["short"] >= late["long"]
 
 
 def test_unless_asked_to_mix_a_step_holds_prefill_or_decode() -> None:
