@@ -46,6 +46,7 @@ def adder_with(engine: Any, free: int = 4096, chunk: Any = None) -> KVTierPrefil
     adder.rem_chunk_tokens = 256
     adder.chunked_req_limit = None
     adder.running_batch = SimpleNamespace(reqs=[], batch_is_full=False)
+    adder.prefill_max_requests = None
     return adder
 
 
@@ -114,11 +115,15 @@ def test_the_next_chunk_is_as_long_as_the_planner_says_and_its_rest_is_kept_for_
 
     def add(self: Any, req: Any) -> Any:
         limits.append(self.chunked_req_limit)
+        req.extend_end = req.prefix_len + (self.chunked_req_limit or self.rem_chunk_tokens)
+        self.rem_chunk_tokens -= req.extend_end - req.prefix_len
+        self.can_run_list.append(req)
         return req
 
     monkeypatch.setattr(PrefillAdder, "add_chunked_req", add)
     (adder, asked), req = asking(64), in_chunks("long", 1000, 200)
     assert adder.add_chunked_req(req) is req
+    assert adder.rem_chunk_tokens == 64, "the others have as many tokens as the chunk"
     rest = 800 + 8 + PAGE
     assert asked == [("long", 800, 256, 4096 - 1000 - rest)]
     assert limits == [64]
@@ -127,9 +132,12 @@ def test_the_next_chunk_is_as_long_as_the_planner_says_and_its_rest_is_kept_for_
     whole.add_chunked_req(req)
     full.running_batch.batch_is_full = True
     full.add_chunked_req(req)
-    assert limits == [64, None, None]
+    alone, neither = asking(64)
+    alone.prefill_max_requests = 1
+    alone.add_chunked_req(req)
+    assert limits == [64, None, None, None]
     assert whole.memory_budget.total_offset == full.memory_budget.total_offset == 1000
-    assert not never, "nobody can run beside it"
+    assert not never and not neither, "nobody can run beside it"
 
 
 def test_the_first_chunk_is_as_long_as_the_planner_says(monkeypatch):
@@ -137,6 +145,7 @@ def test_the_first_chunk_is_as_long_as_the_planner_says(monkeypatch):
 
     def add(self: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
         limits.append(self.rem_chunk_tokens)
+        req.extend_end = self.rem_chunk_tokens
         self.rem_chunk_tokens, self.new_chunked_req = 0, req
         return AddReqResult.OTHER
 
@@ -147,7 +156,7 @@ def test_the_first_chunk_is_as_long_as_the_planner_says(monkeypatch):
     rest = 1000 + 8 + PAGE
     assert asked == [("long", 1000, 256, 4096 - 1000 - rest)]
     assert limits == [64]
-    assert adder.rem_chunk_tokens == 256 - 64, "the others have the rest of the pass"
+    assert adder.rem_chunk_tokens == 64, "the others have as many tokens as the chunk"
     assert adder.memory_budget.total_offset == 1000 + rest - 64
 
 
@@ -159,14 +168,22 @@ def test_one_that_needs_the_taken_slot_keeps_none_waiting_that_a_chunk_was_cut_f
         return AddReqResult.OTHER
 
     monkeypatch.setattr(PrefillAdder, "add_one_req", add)
-    monkeypatch.setattr(PrefillAdder, "add_chunked_req", lambda self, req: req)
-    long, short = in_chunks("long", 1000), in_chunks("short", 1000, 900)
+
+    def add_next(self: Any, req: Any) -> Any:
+        req.extend_end = req.prefix_len + 64
+        self.can_run_list.append(req)
+        return req
+
+    monkeypatch.setattr(PrefillAdder, "add_chunked_req", add_next)
+    long, short = in_chunks("long", 1000), in_chunks("short", 1000, 950)
     cut, whole = asking(64)[0], asking(256)[0]
     for adder in (cut, whole):
         adder.add_chunked_req(in_chunks("slot", 1000, 200))
     assert cut.add_one_req(long, True, None) is AddReqResult.CONTINUE
     assert cut.add_one_req(short, True, None) is AddReqResult.OTHER
+    passed = [cut.add_one_req(long, True, None) for _ in range(8)]
+    assert passed == [AddReqResult.CONTINUE] * 7 + [AddReqResult.OTHER], "not the whole queue"
     assert whole.add_one_req(long, True, None) is AddReqResult.OTHER
     theirs = adder_with(PLAIN)  # another policy of SGLang's is in force
     assert theirs.add_one_req(long, True, None) is AddReqResult.OTHER
-    assert seen == ["short", "long", "long"]
+    assert seen == ["short", "long", "long", "long"]

@@ -428,6 +428,8 @@ class Server:
         if tokens < left and not holds:
             self._slots.append(live)
         forming.budget -= tokens
+        if forming.cut and live in self._slots:
+            forming.budget = min(forming.budget, tokens)
         forming.parts.append(_Part(live, Span(start, start + tokens), splice or Span(0, 0)))
         return True
 
@@ -438,7 +440,8 @@ class Server:
         waiting = tuple(_waiter(other) for other in self._waiting if other is not live)
         if not self._spec.consulted or not waiting:
             return most
-        room = self._hands.caches.device.available * self._spec.page_tokens
+        missing = 0 if live.reserved else live.missing_pages
+        room = (self._hands.caches.device.available - missing) * self._spec.page_tokens
         done = live.spec.prompt_tokens - left
         question = ChunkBeside(done, left, most, room, waiting)
         return cast(Consulted, self._planner).query(question)

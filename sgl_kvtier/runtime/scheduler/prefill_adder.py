@@ -17,6 +17,9 @@ from sgl_kvtier.runtime.sglang import requests, step
 from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.types import Span, Tier
 
+_MOST_OVER = 8
+"""Requests in a pass that others overtake beside a cut chunk: each costs a match of its prompt."""
+
 
 class KVTierPrefillAdder(PrefillAdder):
     """SGLang's adder with the planner's word on restorations. `tree_cache`: `KVTierRadixCache`."""
@@ -25,6 +28,8 @@ class KVTierPrefillAdder(PrefillAdder):
     rem_chunk_tokens: int | None
     _is_cut = False
     """Whether a chunk of this pass was cut for others that wait."""
+    _over = 0
+    """Requests of this pass that need the slot, which is taken."""
 
     # --- the request in the slot ------------------------------------------------------------------
 
@@ -68,14 +73,15 @@ class KVTierPrefillAdder(PrefillAdder):
         """Adds the next chunk of a request that restores nothing. SGLang would take all tokens of
         the pass for it; the planner leaves room for short ones that wait.
         """
-        left = requests.prompt_tokens(req) - req.prefix_len
-        tokens = self._chunk_beside(req, left)
+        tokens = self._chunk_beside(req, requests.prompt_tokens(req) - req.prefix_len)
         if tokens is None:
             return self._add_what_fits(req)
         self.chunked_req_limit = min(self.chunked_req_limit or tokens, tokens)
+        added = len(self.can_run_list)
         again = self._add_what_fits(req)
-        # Others are admitted in this pass, but not into the room that the next chunks need.
-        self.memory_budget.total_offset += self._rest_of(req, left) - tokens
+        self._leave(
+            req, tokens, req.extend_end if len(self.can_run_list) > added else req.prefix_len
+        )
         return again
 
     def _chunk_beside(self, req: Req, left: int) -> int | None:
@@ -89,6 +95,13 @@ class KVTierPrefillAdder(PrefillAdder):
         tokens: int = parts.chunk_beside(req, left, most, room)
         self._is_cut = tokens < min(most, left)
         return tokens if self._is_cut else None
+
+    def _leave(self, req: Req, tokens: int, end: int) -> None:
+        """Others are admitted beside a chunk of `tokens` up to `end`: as many as it has, and not
+        into the memory that the next chunks need.
+        """
+        self.rem_chunk_tokens = min(self.rem_chunk_tokens or 0, tokens)
+        self.memory_budget.total_offset += self._rest_of(req, requests.prompt_tokens(req) - end)
 
     def _rest_of(self, req: Req, left: int) -> int:
         """Tokens of memory that a request with `left` tokens to compute still takes."""
@@ -200,21 +213,26 @@ class KVTierPrefillAdder(PrefillAdder):
 
     def _add_plain(self, req: Req, has_chunked_req: bool, align: int | None) -> Any:
         """Admits one that restores nothing; one that needs several chunks with a short one, if
-        others wait. Beside a chunk that was cut for those behind it, it waits for the slot alone.
+        others wait. Beside a chunk that was cut, it does not keep those behind it waiting.
         """
         left = requests.prompt_tokens(req) - requests.found(req).tokens
         if self.rem_chunk_tokens is None or left <= self.rem_chunk_tokens:
             return super().add_one_req(req, has_chunked_req, align)
         if has_chunked_req or self.new_chunked_req is not None:
-            if self._is_cut:
-                return AddReqResult.CONTINUE
-            return super().add_one_req(req, has_chunked_req, align)
+            return self._passed_over() or super().add_one_req(req, has_chunked_req, align)
         tokens = self._chunk_beside(req, left)
         verdict = self._add_with_limit(req, has_chunked_req, align, tokens)
         if tokens is None or self.new_chunked_req is not req:
             return verdict
-        self.memory_budget.total_offset += self._rest_of(req, left) - tokens
+        self._leave(req, tokens, req.extend_end)
         return self.budget_state()
+
+    def _passed_over(self) -> AddReqResult | None:
+        """That those behind a request are looked at, which waits for the slot: where a chunk was
+        cut for them, and not for ever. None: it is in their way.
+        """
+        self._over += 1
+        return AddReqResult.CONTINUE if self._is_cut and self._over <= _MOST_OVER else None
 
     def _add_restoring(
         self, r: Restoration, req: Req, has_chunked_req: bool, align: int | None
@@ -294,7 +312,7 @@ class KVTierPrefillAdder(PrefillAdder):
         admission = super()._select_prefill_admission(req, has_chunked_req=has_chunked_req, **how)
         taken = has_chunked_req or self.new_chunked_req is not None
         if taken and not isinstance(admission, AddReqResult) and admission.is_chunked:
-            return AddReqResult.OTHER
+            return self._passed_over() or AddReqResult.OTHER
         return admission
 
 

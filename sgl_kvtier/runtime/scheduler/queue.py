@@ -56,7 +56,8 @@ class Queue:
 
     def chunk(self, req: Req, left: int, most: int, room: int) -> int:
         """The tokens of the chunk, up to `most`, that a request which restores nothing and has
-        `left` to compute gets in this pass. Others may take `room` tokens of the device.
+        `left` to compute gets in this pass. Others may take `room` tokens of the device. Those that
+        are in the pass already count as well: they wait for the whole of it.
         """
         waiting = tuple([self._waiter(one) for one in self._waiting[:_MOST] if one is not req])
         if not waiting:

@@ -36,8 +36,11 @@ def slot_is_open(scheduler: Scheduler, rows: Any) -> bool:
 
 
 def admits(adder: Any) -> bool:
-    """Whether waiting requests may run in the pass of this prefill adder."""
-    return not adder.running_batch.batch_is_full
+    """Whether waiting requests may run beside another one in the pass of this prefill adder."""
+    most = adder.prefill_max_requests
+    return not adder.running_batch.batch_is_full and (
+        most is None or len(adder.can_run_list) + 1 < most
+    )
 
 
 def decoding(scheduler: Scheduler) -> list[Req]:

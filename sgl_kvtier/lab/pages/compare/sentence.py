@@ -81,7 +81,8 @@ def _unequal(result: dict) -> str | None:
     unequal = []
     for name, arm in result["arms"].items():
         share, compared = arm.get("equal_tokens_fraction"), arm.get("compared_requests")
-        if name == BASELINE or share is None or share >= 1:
+        repeats = name == BASELINE and "compared_with" not in result
+        if repeats or share is None or share >= 1:
             continue
         differing = (
             format_share(1 - share)
