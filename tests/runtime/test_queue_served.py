@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from ahead_lab import one_at_a_time
-from restore_lab import change, restoring
+from restore_lab import change
 from serving import ADMIN, Served, prompts
 from shared import Shared
 
@@ -66,44 +66,3 @@ def test_the_shortest_runs_first_and_the_answers_are_the_same(servers: Shared) -
     assert change(served, policy__queue=0)
     assert arrived == [1500, 100]
     assert again == answers
-
-
-def test_a_short_one_runs_beside_the_chunks_of_a_long_one(servers: Shared) -> None:
-    served = restoring(servers)
-    (long,), (short,) = prompts(1, 3570, seed=20), prompts(1, 40, seed=21)
-    served.ask(prompts(1, 1200, seed=22)[0], 1)  # what prefill costs is learned
-    served.flush()
-    for pause_s in PAUSES_S:
-        beside, answers = computed(served, long, short, pause_s)
-        served.flush()
-        if beside == [40, 3570]:
-            break
-    else:
-        raise AssertionError("the short one ran behind the long one, however early it came")
-    assert change(served, policy__queue=1)
-    behind, again = computed(served, long, short, pause_s)
-    assert change(served, policy__queue=0)
-    assert behind == [3570, 40]
-    assert again == answers
-
-
-def computed(
-    served: Served, long: list[int], short: list[int], pause_s: float
-) -> tuple[list[int], dict[int, list[int]]]:
-    """Lengths in the order in which prompts are computed, and the answers. The short one is sent
-    while the long one is computed in chunks. Nothing is stored for this tenant.
-    """
-    order: list[int] = []
-    tenant = f"at {time.monotonic()}"
-
-    def ask(prompt: list[int]) -> list[int]:
-        found = served.ask(prompt, 1, extra_key=tenant).tokens
-        order.append(len(prompt))
-        return found
-
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(ask, long)
-        time.sleep(pause_s)
-        second = pool.submit(ask, short)
-        answers = {len(long): first.result(), len(short): second.result()}
-    return order, answers

@@ -5,6 +5,7 @@ tiers is restored.
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from restore_lab import GBPS, LONG, change, restoring, settled
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.server
 WHOLE = (LONG - 1) // 16 * 16
 AUTO, BOTH, LOAD = 0, 1, 2
 LONGER, PAGE_BYTES = 3000, 16384
+PAUSES_S = (0.1, 0.03, 0.01, 0.003)
+"""A long prompt is computed for at least one of these times."""
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +114,42 @@ def test_a_prefix_in_host_memory_and_storage_is_restored(served: Served) -> None
     assert again.storage > 0
     assert after["ended_total met"] - before["ended_total met"] == 1
     assert after["loaded_bytes_total host-device"] > before.get("loaded_bytes_total host-device", 0)
+
+
+def test_a_short_one_runs_beside_the_chunks_of_a_long_one(served: Served) -> None:
+    (long,), (short,) = prompts(1, 3570, seed=20), prompts(1, 40, seed=21)
+    served.flush()
+    for pause_s in PAUSES_S:
+        beside, answers = computed(served, long, short, pause_s)
+        served.flush()
+        if beside == [40, 3570]:
+            break
+    else:
+        raise AssertionError("the short one ran behind the long one, however early it came")
+    assert change(served, policy__queue=1)
+    behind, again = computed(served, long, short, pause_s)
+    assert change(served, policy__queue=0)
+    assert behind == [3570, 40]
+    assert again == answers
+
+
+def computed(
+    served: Served, long: list[int], short: list[int], pause_s: float
+) -> tuple[list[int], dict[int, list[int]]]:
+    """Lengths in the order in which prompts are computed, and the answers. The short one is sent
+    while the long one is computed in chunks. Nothing is stored for this tenant.
+    """
+    order: list[int] = []
+    tenant = f"at {time.monotonic()}"
+
+    def ask(prompt: list[int]) -> list[int]:
+        found = served.ask(prompt, 1, extra_key=tenant).tokens
+        order.append(len(prompt))
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, long)
+        time.sleep(pause_s)
+        second = pool.submit(ask, short)
+        answers = {len(long): first.result(), len(short): second.result()}
+    return order, answers
