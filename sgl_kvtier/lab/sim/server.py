@@ -568,7 +568,6 @@ class Server:
         self._hands.abandon(live)
         self._tell(RequestFinished(live.rid, self._env.now, aborted=True))
         live.result.retracted += 1
-        live.left = False
         self._enqueue(live, place)
 
     def _record(self) -> None:
