@@ -60,7 +60,7 @@ def started(
     """A server that is asked everything once while nothing is stored: those answers are what later
     ones are compared with.
     """
-    model = write_model("tiny-qwen3")
+    model = write_model("lab-mha")  # a smaller one computes these prompts sooner than it restores
     setup = Setup(
         model_path=str(model), served_name="tiny", device="cpu", dtype="float32", page_size=16, chunk_tokens=256,
         device_tokens=DEVICE_TOKENS, context_tokens=DEVICE_TOKENS, host_ratio=host_ratio, storage_bytes=1 << 28,
