@@ -415,7 +415,9 @@ class ChunkBeside(Question[int]):
     """How many tokens of a prompt that restores nothing are computed in this step's chunk, which
     has `most`? `left_tokens` of it are left behind `done_tokens`. `waiting` are the requests behind
     it in their order, which may take `room` tokens of the device. The answer is a multiple of the
-    page, or all that are left. Changes nothing.
+    page, or all that are left. Beside a chunk that it makes shorter others compute as many tokens
+    at most, and one that needs the chunk's slot does not keep those behind it waiting. Changes
+    nothing.
     """
 
     done_tokens: int

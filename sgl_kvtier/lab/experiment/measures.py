@@ -94,9 +94,8 @@ def sample_rows(rounds: Sequence[Round], computed: Reference | None = None) -> l
     None where there is nothing to compare: a failed request, or the very answer the others are
     compared with.
     """
-    reference, first_arm = reference_outputs(rounds), reference_arm(rounds)
-    if computed is not None:
-        reference, first_arm = computed, ""
+    reference = reference_outputs(rounds) if computed is None else computed
+    first_arm = reference_arm(rounds) if computed is None else None
     used: set[tuple[str, int]] = set()
     rows = []
     for one in rounds:

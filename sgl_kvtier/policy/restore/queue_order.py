@@ -70,10 +70,8 @@ class QueueOrder:
         work than what is left of its prompt, but has at least half of what is computed.
         """
         known, page = self._under_way, self._under_way.engine.page_tokens
-        most, share = (
-            min(question.most, question.left_tokens),
-            int(question.most * known.rules.beside),
-        )
+        most = min(question.most, question.left_tokens)
+        share = int(question.most * known.rules.beside)
         if known.config.queue != "shortest" or known.rules.overtaking <= 0 or share < page:
             return most
         left_s = known.cost.cost.range_seconds(

@@ -212,8 +212,8 @@ class KVTierPrefillAdder(PrefillAdder):
         return verdict
 
     def _add_plain(self, req: Req, has_chunked_req: bool, align: int | None) -> Any:
-        """Admits one that restores nothing; one that needs several chunks with a short one, if
-        others wait. Beside a chunk that was cut, it does not keep those behind it waiting.
+        """Admits a request that restores nothing. Where its prompt needs several chunks, the first
+        one leaves room as well.
         """
         left = requests.prompt_tokens(req) - requests.found(req).tokens
         if self.rem_chunk_tokens is None or left <= self.rem_chunk_tokens:
@@ -228,8 +228,8 @@ class KVTierPrefillAdder(PrefillAdder):
         return self.budget_state()
 
     def _passed_over(self) -> AddReqResult | None:
-        """That those behind a request are looked at, which waits for the slot: where a chunk was
-        cut for them, and not for ever. None: it is in their way.
+        """CONTINUE for a request that needs the taken slot, in a pass whose chunk was cut: SGLang
+        goes on with those behind it. None for all others, and after `_MOST_OVER` of them.
         """
         self._over += 1
         return AddReqResult.CONTINUE if self._is_cut and self._over <= _MOST_OVER else None

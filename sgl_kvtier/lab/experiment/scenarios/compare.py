@@ -120,7 +120,8 @@ _BEHIND = (
 STANDING = (
     "Every round starts cold: device and host pools flushed, storage emptied. The operating system's page cache is not.",
     "The arm recompute has no host pool; the others have the same one.",
-    "equal_tokens_fraction of recompute compares its later rounds with its first: what repeating alone changes.",
+    "Without compared_with, equal_tokens_fraction of recompute compares its later rounds with its first: what repeating alone "
+    "changes.",
     "bytes: tokens that the server counts to and from storage, times its bytes per token. disk_bytes: block-device traffic "
     "of the server's processes as the kernel counts it; reads served from the page cache are not in it.",
 )
@@ -385,8 +386,7 @@ def paced_notes(paced: Paced | None) -> list[str]:
         f"Paced, not computed: forwards, copies and the disk take the time of profile "
         f"{paced.profile.name} ({paced.profile.source['database']}), dilation {paced.dilation:g}; "
         "times are divided by it.",
-        "Answers follow from the tokens alone: every arm's are compared with those that computing gives, and the arm "
-        "recompute is measured in the first round alone.",
+        "Answers follow from the tokens alone, so recompute is measured in the first round alone.",
     ]
 
 
