@@ -225,7 +225,7 @@ class PolicyConfig:
     )
     prefetch_waste: float = setting(
         0.1,
-        "share of what is prefetched for expected sessions that may go unused; 1 = no limit",
+        "share of what is prefetched that may go unused; 1 = no limit",
         low=0,
         high=1,
     )

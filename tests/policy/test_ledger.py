@@ -20,7 +20,7 @@ def pages(name: int, count: int) -> list[PageKey]:
 moves = st.tuples(
     st.sampled_from(("used", "wasted", "failed", "kept")),
     st.integers(1, 60),
-    st.floats(0.5, 0.99),
+    st.floats(0.5, 0.99) | st.just(1.0),
     st.sampled_from((Tier.DEVICE, Tier.HOST)),
     st.integers(0, 50),
 )
@@ -32,7 +32,7 @@ def test_what_is_wasted_is_bounded_whatever_happens(
 ) -> None:
     ledger = Ledger(share)
     ledger.capacity(CAPACITY)
-    wasted = used = ran = 0
+    wasted, used, ran = {False: 0, True: 0}, {False: 0, True: 0}, 0
     waiting = 0.0  # what is charged for pages that wait
     largest = 0
     for number, (end, count, chance, tier, more) in enumerate(steps):
@@ -50,13 +50,16 @@ def test_what_is_wasted_is_bounded_whatever_happens(
                 ledger.wasted(key, tier)
             elif end == "failed":
                 ledger.failed(key, tier)
-        used += count * (end == "used")
-        wasted += count * (end == "wasted")
+        certain = chance == 1
+        used[certain] += count * (end == "used")
+        wasted[certain] += count * (end == "wasted")
         waiting += count * (1 - chance) * (end == "kept")
-        assert ledger.balance <= _MOST * CAPACITY + 1e-6
-        earned = _START * CAPACITY + share / (1 - share) * used + _TRIED * ran
-        assert ledger.balance <= earned - wasted - waiting + 1e-6
-        assert wasted <= earned - waiting + largest + 1e-6
+        for kind, balance in ledger.balances.items():
+            charged = 0 if kind else waiting
+            earned = _START * CAPACITY + share / (1 - share) * used[kind] + _TRIED * ran
+            assert balance <= _MOST * CAPACITY + 1e-6
+            assert balance <= earned - wasted[kind] - charged + 1e-6
+            assert wasted[kind] <= earned - charged + largest + 1e-6
 
 
 @given(st.integers(0, 2**32))
@@ -91,23 +94,42 @@ def test_after_wasted_moves_nothing_is_brought_until_something_was_used_or_ran()
     for key in keys:
         ledger.wasted(key, Tier.DEVICE)
     assert not ledger.allows(0.99)
-    assert ledger.allows(1.0)  # a request that waits is no guess
+    assert ledger.allows(1.0)  # a request that waits has a balance of its own
     ledger.ran(int((200 - _START * CAPACITY) / _TRIED) + 1)
     assert ledger.allows(0.9)
+
+
+def test_waiting_requests_whose_pages_leave_again_get_no_more_for_a_while() -> None:
+    ledger = Ledger(0.1)
+    ledger.capacity(CAPACITY)
+    keys = pages(0, 200)
+    ledger.brought(keys, Tier.DEVICE, 1.0)
+    assert ledger.allows(1.0)
+    for key in keys:
+        ledger.wasted(key, Tier.DEVICE)
+    assert not ledger.allows(1.0)
+    assert ledger.allows(0.9)
+    more = pages(1, 2000)
+    ledger.brought(more, Tier.DEVICE, 1.0)
+    for key in more:
+        ledger.used(key, Tier.DEVICE)
+    assert ledger.allows(1.0)
 
 
 def test_a_page_is_charged_once_and_its_end_is_taken_once() -> None:
     ledger = Ledger(0.1)
     ledger.capacity(CAPACITY)
     (key,) = pages(0, 1)
-    before = ledger.balance
+    before = dict(ledger.balances)
     ledger.brought([key, key], Tier.DEVICE, 0.75)
     ledger.brought([key], Tier.DEVICE, 0.75)
-    assert ledger.balance == before - 0.25
+    assert ledger.balances == {**before, False: before[False] - 0.25}
+    ledger.brought([key], Tier.DEVICE, 1.0)
+    assert ledger.balances == before
     ledger.failed(key, Tier.DEVICE)
     ledger.wasted(key, Tier.DEVICE)
     ledger.used(key, Tier.DEVICE)
-    assert ledger.balance == before
+    assert ledger.balances == before
 
 
 def test_a_share_of_one_is_no_limit() -> None:

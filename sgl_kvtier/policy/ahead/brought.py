@@ -3,7 +3,7 @@ pages are not to be moved now.
 
 After a failed move nothing is moved for its owner for a while, longer after each further failure.
 Where an owner's pages were evicted from a tier before its turn, no more are prefetched to that
-tier. Prefetches on a guess are limited by the ledger.
+tier. Prefetches are limited by the ledger.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIKELY: Final = 0.5
 
 
 class Brought:
-    """One per Prefetcher, sharing its flights. `waste`: share of guesses that may be wrong."""
+    """One per Prefetcher, sharing its flights. `waste`: share of prefetched pages that may go unused."""
 
     def __init__(self, flights: Flights, waste: float) -> None:
         self._flights = flights
@@ -111,7 +111,7 @@ class Brought:
     def may_move(self, owner: str, chance: float, target: Tier, now: float) -> bool:
         """Whether pages may be moved for an owner. Not right after a failed move for it. Not to a
         tier where its prefetched pages were evicted unused: there is no room before its turn. Not
-        on a guess, where too many guesses were wrong.
+        where too many prefetched pages were not used.
         """
         if self.paused(owner, now) or target in self._gave_way.get(owner, ()):
             return False
