@@ -224,10 +224,7 @@ class PolicyConfig:
         0.2, "most of the device pool that may hold prefetched pages not used yet", low=0, high=1
     )
     prefetch_waste: float = setting(
-        0.1,
-        "share of what is prefetched that may go unused; 1 = no limit",
-        low=0,
-        high=1,
+        0.1, "share of what is prefetched that may go unused; 1 = no limit", low=0, high=1
     )
     eviction: str = setting(
         "lru",
