@@ -124,6 +124,12 @@ def arm_figures(
     return {
         **{name: summary(row[name] for row in good) for name in TIMES},
         "ttft_later_ms": summary(row["ttft_ms"] for row in good if row["turn"] > 1),
+        "token_gap_ms": summary(
+            1000 * gap_s
+            for one in mine
+            for sample in _good(one.samples)
+            for gap_s in sample.completion.token_gaps_s
+        ),
         "equal_tokens_fraction": sum(compared) / len(compared) if compared else None,
         "compared_requests": len(compared),
         "cached_tokens": _tier_sums(good),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import re
 import time
@@ -109,6 +110,11 @@ class Completion:
         """Mean seconds per output token after the first; None with fewer than two."""
         count = len(self.token_times_s)
         return (self.token_times_s[-1] - self.token_times_s[0]) / (count - 1) if count > 1 else None
+
+    @property
+    def token_gaps_s(self) -> list[float]:
+        """Seconds from each output token to the next."""
+        return [after - before for before, after in itertools.pairwise(self.token_times_s)]
 
 
 class Client:

@@ -45,6 +45,8 @@ def test_percentiles_are_over_the_requests_that_ended_well() -> None:
     assert result["ttft_ms"]["n"] == 3
     assert result["tpot_ms"]["p50"] == pytest.approx(10)
     assert result["e2e_ms"]["p50"] == pytest.approx(220)
+    assert result["token_gap_ms"]["p99"] == pytest.approx(10)
+    assert result["token_gap_ms"]["n"] == 6
     assert (result["requests"], result["errors"], result["error_messages"]) == (4, 1, ["HTTP 500"])
     assert result["throughput_tokens_per_s"] == pytest.approx(9 / 2)
 

@@ -42,6 +42,7 @@ def test_tokens_and_their_times_are_read_from_either_kind_of_stream(incremental:
     assert list(done.token_times_s) == sorted(done.token_times_s)
     assert done.ttft_s == done.token_times_s[0]
     assert done.tpot_s == (done.token_times_s[4] - done.token_times_s[0]) / 4
+    assert sum(done.token_gaps_s) == pytest.approx(4 * done.tpot_s)
     assert done.cached == Cached(storage=16, total=16)
     assert done.prompt_tokens == 3
     assert done.server_queue_s == 0.5

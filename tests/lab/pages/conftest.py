@@ -131,6 +131,7 @@ def _arm(name: str, samples: list[dict]) -> dict:
     return {
         **{metric: summary(s[metric] for s in good) for metric in METRICS},
         "ttft_later_ms": summary(s["ttft_ms"] for s in good if s["turn"] > 1),
+        "token_gap_ms": summary(s["tpot_ms"] for s in good),
         "equal_tokens_fraction": sum(known) / len(known) if known else None,
         "compared_requests": len(known),
         "cached_tokens": {

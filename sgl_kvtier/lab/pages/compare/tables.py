@@ -230,10 +230,13 @@ def first_token_table(result: dict) -> Table:
 
 
 def pace_table(result: dict) -> Table:
-    """Per arm: time per output token, time to the end of a request, tokens per second."""
+    """Per arm: time per output token, gaps between tokens, time to the end of a request, tokens per
+    second.
+    """
     columns = (
         Column("arm", "Arm"),
         *(Column(f"tpot_ms.{q}", f"TPOT {q}", "ms", decimals=1) for q in _QUANTILES),
+        Column("token_gap_ms.p99", "Gap p99", "ms", decimals=0),
         *(Column(f"e2e_ms.{q}", f"E2E {q}", "ms", decimals=0) for q in _QUANTILES),
         Column("throughput_tokens_per_s", "Output", "tokens/s", decimals=1),
     )
