@@ -83,10 +83,12 @@ class Attention(AttentionBackend):
 
 
 class Ticks:
-    """Processor time of our own tick, which asks the planner and carries out its plan."""
+    """Processor time of our own tick, which asks the planner and carries out its plan: of the one
+    right before a step. Those while nothing could run delay none.
+    """
 
     def __init__(self) -> None:
-        self._spent_s = 0.0
+        self._last_s = 0.0
         self._watched = False
 
     def watch(self) -> None:
@@ -102,14 +104,14 @@ class Ticks:
             try:
                 real(tick, scheduler)
             finally:
-                self._spent_s += time.thread_time() - began_s
+                self._last_s = time.thread_time() - began_s
 
         module.RestoreTick.run = run
 
-    def take_s(self) -> float | None:
-        """Seconds since the last call; None in a server without a tick."""
-        spent_s, self._spent_s = self._spent_s, 0.0
-        return spent_s if self._watched else None
+    @property
+    def last_s(self) -> float | None:
+        """Seconds of the last one; None in a server without a tick."""
+        return self._last_s if self._watched else None
 
 
 class Device:
@@ -162,7 +164,7 @@ class Device:
             returned=clock.now(),
             load_wait_s=load_wait_s,
             scheduler_s=spent_s - self._spent_s,
-            tick_s=self._ticks.take_s(),
+            tick_s=self._ticks.last_s,
             checking_s=time.thread_time() - spent_s,
             checked=signer.checked_tokens - checked,
             **size,

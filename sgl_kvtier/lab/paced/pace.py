@@ -146,9 +146,9 @@ def verdict(name: str, found: Mapping[str, Any]) -> list[str]:
 
 def figures(rows: Iterable[Mapping[str, Any]], dilation: float) -> dict[str, Any]:
     """Figures that are published of these lines. `overrun` are shares of a step's time: p50 and p99
-    by step, and of all together. The scheduler's own processor time per step, our tick's in it,
-    and mismatches, are beside. `tick_share` is the tick's over the time of all steps without
-    dilation.
+    by step, and of all together. The scheduler's own processor time per step, that of our tick
+    right before it, and mismatches, are beside. `tick_share` is the tick's over the time of all
+    steps without dilation.
     """
     rows = list(rows)
     steps = [row for row in rows if "step" in row]

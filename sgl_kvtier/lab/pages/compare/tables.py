@@ -208,7 +208,7 @@ def device_table(result: dict) -> Table:
         Column("pace.overrun_p99", "p99", format=format_share),
         Column("pace.steps", "Steps"),
         Column("pace.scheduler_ms_per_step", "Scheduler", "ms/step", decimals=2),
-        Column("pace.tick_ms_per_step", "of it our tick", "ms/step", decimals=2),
+        Column("pace.tick_ms_per_step", "Our tick", "ms/step", decimals=2),
         Column("pace.checked_tokens", "Tokens checked"),
         Column("pace.mismatches", "Wrong"),
     )
