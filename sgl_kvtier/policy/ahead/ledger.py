@@ -18,7 +18,7 @@ from typing import Final
 
 from sgl_kvtier.types import PageKey, Tier
 
-_TRIED: Final = 0.001
+_TRIED: Final = 0.0001
 """Pages earned per page on which a request ran."""
 _START, _MOST = 0.05, 0.1
 """A balance at first and at most, as shares of the device's pages."""
