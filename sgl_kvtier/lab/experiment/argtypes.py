@@ -272,13 +272,14 @@ def add_load_arguments(
             f"lab models: divide all token counts by D, keep the structure {default('divisor')}",
         ),
         ("max-prompt-tokens", "N", "cut sessions before a longer prompt"),
-        (
-            "min-prompt-tokens",
-            "N",
-            f"pass over sessions without a prompt of N tokens {default('least_prompt_tokens')}",
-        ),
     ):
         group.add_argument(f"--{name}", type=positive, metavar=letter, help=about)
+    group.add_argument(
+        "--min-prompt-tokens",
+        type=count,
+        metavar="N",
+        help=f"pass over sessions without a prompt of N tokens {default('least_prompt_tokens')}",
+    )
     group.add_argument(
         "--max-output-tokens",
         type=_most_tokens,
@@ -324,7 +325,7 @@ def _default(
 
 def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions:
     """The options that `add_load_arguments` parsed; `defaults` fill those not given."""
-    most = args.max_output_tokens
+    most, least = args.max_output_tokens, args.min_prompt_tokens
     return LoadOptions(
         source=args.trace,
         traces_dir=args.traces_dir,
@@ -333,7 +334,7 @@ def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions
         turns=args.turns or defaults.turns,
         divisor=args.divisor or defaults.divisor,
         most_prompt_tokens=args.max_prompt_tokens,
-        least_prompt_tokens=args.min_prompt_tokens or defaults.least_prompt_tokens,
+        least_prompt_tokens=defaults.least_prompt_tokens if least is None else least,
         most_output_tokens=defaults.most_output_tokens if most is None else most or None,
         seed=args.seed,
         begin=defaults.begin if args.begin is None else args.begin,
