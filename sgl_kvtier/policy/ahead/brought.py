@@ -25,7 +25,7 @@ _LIKELY: Final = 0.5
 
 
 class Brought:
-    """One per Prefetcher, sharing its flights. `waste`: share of prefetched pages that may go unused."""
+    """One per Prefetcher, sharing its flights. `waste`: share of moved pages that may go unused."""
 
     def __init__(self, flights: Flights, waste: float) -> None:
         self._flights = flights
