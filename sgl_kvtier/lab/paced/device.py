@@ -88,7 +88,8 @@ class Ticks:
     """
 
     def __init__(self) -> None:
-        self._last_s = 0.0
+        self.last_s: float | None = None
+        """Seconds of the last one; None in a server without a tick."""
         self._watched = False
 
     def watch(self) -> None:
@@ -104,14 +105,9 @@ class Ticks:
             try:
                 real(tick, scheduler)
             finally:
-                self._last_s = time.thread_time() - began_s
+                self.last_s = time.thread_time() - began_s
 
         module.RestoreTick.run = run
-
-    @property
-    def last_s(self) -> float | None:
-        """Seconds of the last one; None in a server without a tick."""
-        return self._last_s if self._watched else None
 
 
 class Device:
