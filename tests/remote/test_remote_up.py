@@ -29,24 +29,30 @@ def test_a_master_and_an_owner_run_until_they_are_stopped(end: signal.Signals) -
     main = "from sgl_kvtier.cli import main; raise SystemExit(main())"
     command = [sys.executable, "-c", main, "remote", "up", "--segment", "64MiB"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "Ctrl-C" in line:
-            break
-    said = "".join(lines)
-    pids = [int(number) for number in re.findall(r"process (\d+)", said)]
-    assert len(pids) == 2 and all(_alive(pid) for pid in pids)
-    section = json.loads("{" + next(line for line in lines if '"remote"' in line) + "}")["remote"]
-    assert section["engine"] == "mooncake" and section["master"].startswith("127.0.0.1:")
-    address = re.findall(r"stat --remote (\S+)", said)[0]
-    assert cli.main(["stat", "--remote", address]) == 0
-    process.send_signal(end)
-    assert process.wait(30) == 0
-    until = time.monotonic() + 10
-    while any(_alive(pid) for pid in pids):
-        assert time.monotonic() < until
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "Ctrl-C" in line:
+                break
+        said = "".join(lines)
+        pids = [int(number) for number in re.findall(r"process (\d+)", said)]
+        assert len(pids) == 2 and all(_alive(pid) for pid in pids)
+        section = json.loads("{" + next(line for line in lines if '"remote"' in line) + "}")[
+            "remote"
+        ]
+        assert section["engine"] == "mooncake" and section["master"].startswith("127.0.0.1:")
+        address = re.findall(r"stat --remote (\S+)", said)[0]
+        assert cli.main(["stat", "--remote", address]) == 0
+        process.send_signal(end)
+        assert process.wait(30) == 0
+        until = time.monotonic() + 10
+        while any(_alive(pid) for pid in pids):
+            assert time.monotonic() < until
+    finally:
+        process.terminate()  # where it did not end by itself
+        process.wait(30)
 
 
 def test_it_says_what_to_install_where_mooncake_is_missing(
