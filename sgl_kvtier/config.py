@@ -203,7 +203,7 @@ class PolicyConfig:
     queue: str = setting(
         "shortest",
         "which waiting request runs next: shortest = the one whose prompt is predicted to be there "
-        "soonest, but none is overtaken for more than half of what those before it and itself "
+        "soonest, but none is overtaken for more than what those before it and itself "
         "take; arrival = the order of arrival. Another --schedule-policy, and priorities of "
         "requests, stay in force",
         choices=("shortest", "arrival"),

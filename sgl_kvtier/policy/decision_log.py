@@ -47,7 +47,7 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import PLACES, Link, Span
 
-Answer: TypeAlias = str | int | tuple[str, ...] | HintAnswer | None
+Answer: TypeAlias = str | int | bool | tuple[str, ...] | HintAnswer | None
 
 NAME = "kvtier.decisions"
 VERSION, NUMBERED = 3, 4
@@ -298,7 +298,7 @@ def _answer(value: Any) -> Answer:
         return given
     if isinstance(value, list):
         return tuple(map(_plain("str"), value))
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int):
         return value
     said: str | None = _plain("str | None")(value)
     return said
@@ -345,7 +345,7 @@ _CODECS: dict[str, _Codec] = {
             messages.Waiter,
         )
     },
-    **{kind.__name__: _message(kind) for kind in (RestoreOffered, StepView)},
+    **{kind.__name__: _message(kind) for kind in (RestoreOffered, StepView, messages.Waiter)},
     "PageKey": _KEY,
     "Question[Any]": (_to_plain, _question),
     "Answer": _keyless(_answer_to_plain, _answer),
@@ -364,6 +364,7 @@ _QUESTIONS: dict[str, type] = {
         messages.RulesTuned,
         messages.RunOrder,
         messages.ChunkBeside,
+        messages.HeldBack,
     )
 }
 _RECORDS: dict[str, type] = {

@@ -428,6 +428,20 @@ class ChunkBeside(Question[int]):
 
 
 @message
+class HeldBack(Question[bool]):
+    """Does a request that could be admitted wait for a session that is about to return, whose pages
+    it would take? It needs `pages` of the device. `free` may be claimed, of which `empty` hold
+    nothing. The planner takes note of requests that it holds back.
+    """
+
+    request: Waiter
+    pages: int
+    free: int
+    empty: int
+    now: float
+
+
+@message
 class SessionsWith(Question[tuple[str, ...]]):
     """Which sessions have this page in their prompts, abandoned ones included? Changes nothing."""
 
@@ -506,6 +520,6 @@ class Consulted(Planner, Protocol):
     """A planner that also answers questions between two steps, as a server needs it."""
 
     def query(self, question: Question[_A]) -> _A:
-        """Answers a question. A Hinted, a RulesTuned and a RunOrder are taken note of; the others
-        change nothing.
+        """Answers a question. A Hinted, a RulesTuned, a RunOrder and a HeldBack are taken note
+        of; the others change nothing.
         """

@@ -16,6 +16,7 @@ from sgl_kvtier.policy.ahead.turns import due
 from sgl_kvtier.policy.messages import (
     ChunkBeside,
     Fact,
+    HeldBack,
     Hinted,
     LeftToEngine,
     Question,
@@ -60,6 +61,7 @@ class Planner:
             ReadsDue: due,
             RunOrder: self._restore.order,
             ChunkBeside: self._restore.chunk_beside,
+            HeldBack: self._held_back,
             Hinted: self._ahead.hint,
             SessionsWith: self._ahead.sessions_with,
             RulesTuned: self._tune,
@@ -91,7 +93,9 @@ class Planner:
             raise
 
     def query(self, question: Question[_A]) -> _A:
-        """Answers a question between two steps. A Hinted, RulesTuned and RunOrder are noted."""
+        """Answers a question between two steps. A Hinted, RulesTuned, RunOrder and HeldBack are
+        noted.
+        """
         answer: _A = self._answers[type(question)](question)
         return answer
 
@@ -102,6 +106,18 @@ class Planner:
         if not self._ahead.active or self._failed:
             return min(pages, view.free_pages[Tier.DEVICE])
         return self._ahead.room(view, pages, until)
+
+    def _held_back(self, question: HeldBack) -> bool:
+        """Whether a request waits for a session to return. Nothing is known of those where it does
+        not look ahead.
+        """
+        if self._failed:
+            return False
+        within_s = self._restore.patience_s(question)
+        held = within_s > 0 and self._ahead.returns_into(question, within_s)
+        if held:
+            self._restore.hold(question)
+        return held
 
     def _tune(self, question: RulesTuned) -> str | None:
         return tune(self.rules, question.name, question.value)

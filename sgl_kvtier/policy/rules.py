@@ -155,9 +155,13 @@ class Rules:
     """Extra weight of computing per request that waits behind: it delays them all, and a link's
     work goes on beside.
     """
-    overtaking: float = 0.5
+    overtaking: float = 1.0
     """Shorter requests overtake one that waits for this many times the predicted work that stood
     before it when it came, its own included. 0: requests run in the order of arrival.
+    """
+    holding: float = 2.0
+    """A request that would take the device's pages of a session waits for it where it should return
+    within this many times the request's own work: it then runs first, from memory. 0: none waits.
     """
     beside: float = 0.25
     """Share of a step's tokens that the chunk of a prompt that restores nothing has beside waiting

@@ -107,6 +107,7 @@ _QUESTIONS = (
     m.ReadsDue,
     m.RunOrder,
     m.ChunkBeside,
+    m.HeldBack,
     m.Hinted,
     m.SessionsWith,
     m.RulesTuned,

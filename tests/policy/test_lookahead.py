@@ -265,17 +265,20 @@ def test_a_session_that_is_still_to_come_gets_what_those_who_wait_leave():
         ]
 
 
-def session_and_request_on_device(gap_s):
+QUEUE = ("w", *(f"other {number}" for number in range(9)))
+
+
+def session_and_request_on_device(gap_s, before_s=3.0):
     """An idle session that usually returns after `gap_s`, all its pages in HBM, and a request that
-    waits, with its own there.
+    waits, with its own there, so long before it returns.
     """
     ahead = look(demote_after_s=1000.0)
     theirs, mine = named(20), named(20, 500)
     left_at = teach(ahead, "s", theirs, 6, gap_s)
     ahead.observe(PagesPlaced(theirs, Tier.DEVICE, left_at))
     ahead.observe(PagesPlaced(mine, Tier.DEVICE, left_at))
-    arrive(ahead, "w", mine, left_at + gap_s - 0.2)
-    return ahead, left_at + gap_s - 0.1, set(theirs), set(mine)
+    arrive(ahead, "w", mine, left_at + gap_s - before_s - 0.1)
+    return ahead, left_at + gap_s - before_s, set(theirs), set(mine)
 
 
 def first_to_leave(ahead):
@@ -285,23 +288,54 @@ def first_to_leave(ahead):
 def test_who_waits_runs_before_a_session_that_comes_in_the_meantime():
     ahead, now, theirs, mine = session_and_request_on_device(9.5)
     # A long queue: the request's turn is predicted for a second after the session's return.
-    ahead.map.expect("request w", now + 1.0)
+    ahead.map.expect("request w", now + 4.0)
     assert first_to_leave(ahead) == mine
     for tick in range(4):
         ahead.step(
             StepView(
-                now + tick / 100, ("w",), prefill_tokens=512, fresh_tokens=512 * 15, free_pages=FREE
+                now + tick / 100, QUEUE, prefill_tokens=512, fresh_tokens=512 * 45, free_pages=FREE
             )
         )
     assert first_to_leave(ahead) == theirs
 
 
+@pytest.mark.parametrize(
+    ("rules", "config", "stays"),
+    [
+        ({}, {}, True),
+        ({"holding": 0.0}, {}, False),
+        ({"overtaking": 0.0}, {}, False),
+        ({}, {"queue": "arrival"}, False),
+    ],
+)
+def test_a_session_that_comes_in_a_moment_runs_before_who_waits(rules, config, stays):
+    ahead = look(**rules, **config)
+    keys = named(20)
+    left_at = teach(ahead, "s", keys, 6, 0.2)
+    ahead.observe(PagesPlaced(keys, Tier.DEVICE, left_at))
+    before = ahead.map.page(keys[0]).next_use
+    ahead.step(StepView(left_at, QUEUE, prefill_tokens=512, fresh_tokens=512 * 15, free_pages=FREE))
+    after = ahead.map.page(keys[0]).next_use
+    assert after == before if stays else after > left_at + 1.5
+
+
+def test_a_session_that_more_probably_stays_away_runs_behind_the_queue():
+    tier_map = TierMap(100, NextUse(), NextUse())
+    behind, told = Behind(tier_map), {}
+    for name, likely in (("likely", True), ("not", False)):
+        tier_map.claim(f"session {name}", named(1, len(name)))
+        behind.expect(name, 0.5, likely)
+        behind.queue(0.0, 10.0, 1.0)
+        told[name] = tier_map.page(named(1, len(name))[0]).next_use
+    assert told["likely"] == 0.5 and told["not"] > 10.0
+
+
 def test_a_prompt_under_way_is_part_of_the_queue():
     ahead, now, theirs, _ = session_and_request_on_device(9.5)
-    ahead.map.expect("request w", now + 1.0)
+    ahead.map.expect("request w", now + 4.0)
     ahead.step(
         StepView(
-            now, ("w",), prefill_tokens=512, fresh_tokens=16, free_pages=FREE, owed_pages=32 * 15
+            now, QUEUE, prefill_tokens=512, fresh_tokens=16, free_pages=FREE, owed_pages=32 * 45
         )
     )
     assert first_to_leave(ahead) == theirs
@@ -311,8 +345,8 @@ def test_when_nobody_waits_any_more_a_session_is_expected_when_it_was_before():
     ahead, now, _, _ = session_and_request_on_device(9.5)
     ahead.step(StepView(now, (), prefill_tokens=512, free_pages=FREE))
     before = ahead.map.page(named(1)[0]).next_use
-    ahead.step(StepView(now, ("w",), prefill_tokens=512, fresh_tokens=512 * 15, free_pages=FREE))
-    assert ahead.map.page(named(1)[0]).next_use > now + 1.5
+    ahead.step(StepView(now, QUEUE, prefill_tokens=512, fresh_tokens=512 * 45, free_pages=FREE))
+    assert ahead.map.page(named(1)[0]).next_use > now + 4.5
     ahead.observe(RequestFinished("w", now + 0.01))
     ahead.step(StepView(now + 0.01, (), prefill_tokens=512, free_pages=FREE))
     assert ahead.map.page(named(1)[0]).next_use == before

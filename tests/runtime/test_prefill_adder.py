@@ -34,10 +34,20 @@ class Budget:
         return limit
 
 
-def adder_with(engine: Any, free: int = 4096, chunk: Any = None) -> KVTierPrefillAdder:
-    """`chunk` is the planner's word on a chunk where it orders the queue."""
+def adder_with(
+    engine: Any, free: int = 4096, chunk: Any = None, held: Any = lambda *asked: False
+) -> KVTierPrefillAdder:
+    """`chunk` is the planner's word on a chunk where it orders the queue, `held` on one that could
+    be admitted.
+    """
     adder = KVTierPrefillAdder.__new__(KVTierPrefillAdder)
-    parts = SimpleNamespace(engine=engine, orders=chunk is not None, chunk_beside=chunk)
+    parts = SimpleNamespace(
+        engine=engine,
+        orders=chunk is not None,
+        chunk_beside=chunk,
+        held_back=held,
+        context=SimpleNamespace(device=SimpleNamespace(available=lambda: free // 2)),
+    )
     adder.tree_cache = SimpleNamespace(kvtier=parts)
     adder.page_size = PAGE
     adder.memory_budget = Budget(free)
@@ -187,3 +197,31 @@ def test_one_that_needs_the_taken_slot_keeps_none_waiting_that_a_chunk_was_cut_f
     theirs = adder_with(PLAIN)  # another policy of SGLang's is in force
     assert theirs.add_one_req(long, True, None) is AddReqResult.OTHER
     assert seen == ["short", "long", "long", "long"]
+
+
+def test_one_that_fits_waits_where_the_planner_says_so(monkeypatch):
+    asked: list[tuple[str, int, int, int]] = []
+    answers = iter([True, False])
+
+    def held(req: Any, pages: int, free: int, empty: int) -> bool:
+        asked.append((req.rid, pages, free, empty))
+        return next(answers)
+
+    added: list[str] = []
+
+    def add(self: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
+        added.append(req.rid)
+        return AddReqResult.CONTINUE
+
+    monkeypatch.setattr(PrefillAdder, "add_one_req", add)
+    adder = adder_with(PLAIN, chunk=lambda *asked: 256, held=held)
+    adder.running_batch.reqs = [1]
+    # 4,096 tokens can be claimed, half of them by evicting; 1,000 are others' already
+    large, small = in_chunks("large", 2000), in_chunks("small", 200)
+    assert adder.add_one_req(large, True, None) is AddReqResult.OTHER
+    assert adder.add_one_req(large, True, None) is AddReqResult.CONTINUE
+    assert asked == [("large", 2024 // PAGE + 1, 3096 // PAGE, (3096 - 2048) // PAGE)] * 2
+    assert adder.add_one_req(small, True, None) is AddReqResult.CONTINUE
+    assert adder.add_one_req(in_chunks("huge", 4000), True, None) is AddReqResult.CONTINUE
+    assert len(asked) == 2, "what is empty is enough for one, and the other does not fit anyway"
+    assert added == ["large", "small", "huge"]

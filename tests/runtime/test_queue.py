@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_kvtier.policy.messages import ChunkBeside, Waiter
+from sgl_kvtier.policy.messages import ChunkBeside, HeldBack, Waiter
 from sgl_kvtier.runtime.scheduler.queue import Queue, in_order_of_arrival
 
 
@@ -150,3 +150,11 @@ def test_another_policy_of_sglangs_stays_in_force() -> None:
     assert in_order_of_arrival(policy("fcfs"))
     assert not in_order_of_arrival(policy("lpm"))
     assert not in_order_of_arrival(policy("fcfs", priorities=True))
+
+
+def test_whether_one_waits_for_a_session_is_the_planners_word() -> None:
+    asked: list[HeldBack] = []
+    planner = SimpleNamespace(query=lambda question: asked.append(question) or True)
+    one = request("one", 900, device=64, host=32)
+    assert queue(planner, one=400).held_back(one, 60, 90, 10, 7.5)
+    assert asked == [HeldBack(Waiter("one", 900, 64, 32, 304), 60, 90, 10, 7.5)]

@@ -25,6 +25,7 @@ from sgl_kvtier.policy.messages import (
     Compute,
     Consulted,
     Fact,
+    HeldBack,
     LeftToEngine,
     Planner,
     RequestArrived,
@@ -153,6 +154,8 @@ class Server:
         self._came: dict[str, int] = {}
         self._told: tuple[Waiter, ...] = ()
         self._told_at = 0.0
+        self._held = False
+        """A request that could run waits for a session to return."""
         self._wake = env.event()
         self.on_finish: Callable[[SimRequest], None] = lambda _: None
         """Called when a request has its last token."""
@@ -254,6 +257,10 @@ class Server:
                 yield from self._step(parts, list(decoding))
                 fruitless = 0
                 continue
+            if self._held:
+                fruitless = 0
+                yield self._env.timeout(_POLL_S)
+                continue
             if self._hands.pending or not (self._waiting or self._slots):
                 fruitless = 0
                 yield from self._idle()
@@ -342,6 +349,7 @@ class Server:
         """The prefill of this step: the plan's for restoring requests, then others in their
         order.
         """
+        self._held = False
         forming = _Forming(self._budget())
         by_rid = {live.rid: live for live in (*self._slots, *self._waiting)}
         ordered: dict[str, Span] = {}
@@ -471,12 +479,27 @@ class Server:
         return True
 
     def _admit(self, live: Live) -> bool:
-        """Gives a request all pages it will ever take; False when device or batch are full."""
+        """Gives a request all pages it will ever take; False when device or batch are full, or it
+        waits for a session to return.
+        """
         if live in self._slots:
             return True
-        return len(self._running) + len(
-            self._slots
-        ) < self._spec.max_running and self._hands.reserve(live)
+        if len(self._running) + len(self._slots) >= self._spec.max_running:
+            return False
+        return not self._held_back(live) and self._hands.reserve(live)
+
+    def _held_back(self, live: Live) -> bool:
+        """Whether the planner has a request that could run wait for a session to return."""
+        if not self._spec.consulted or live.reserved or live.restoring is not None:
+            return False
+        device = self._hands.caches.device
+        pages = live.whole_pages - live.resident_pages
+        empty = device.capacity - device.used
+        if not empty < pages <= device.available:
+            return False
+        question = HeldBack(_waiter(live), pages, device.available, empty, self._env.now)
+        self._held = cast(Consulted, self._planner).query(question)
+        return self._held
 
     def _step(self, parts: list[_Part], decoding: list[Live]) -> Generator[simpy.Event, Any, None]:
         """Runs one batch."""

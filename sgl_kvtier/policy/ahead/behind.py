@@ -1,9 +1,10 @@
 """Idle sessions behind the queue: requests that wait now run before requests still to come.
 
-A session that is expected back while requests wait will run after them, however soon it comes. So
-its pages count as needed no sooner than the queue is done, and are evicted before those of the
-queue. Among themselves such sessions keep their order, but lie so close together that no page of
-one is worth evicting for another.
+A session that is expected back while requests wait will run after them. So its pages count as
+needed no sooner than the queue is done, and are evicted before those of the queue. Among themselves
+such sessions keep their order, but lie so close together that no page of one is worth evicting for
+another. One that comes within about the time that a waiting request takes runs before those, for
+it has less to compute: its pages are needed when it comes.
 """
 
 from __future__ import annotations
@@ -30,14 +31,23 @@ class Behind:
         self._map = tier_map
         self._expected: dict[str, float] = {}
         self._put_off: dict[str, None] = {}
+        self._likely: dict[str, None] = {}
         self._until = -math.inf
         """Sessions expected earlier are put off until this time."""
+        self._soon = -math.inf
+        """But not those that probably come by then."""
         self._order: list[tuple[float, str]] = []
         """A heap of the sessions not put off; it also has outdated entries."""
 
-    def expect(self, session: str, next_use: float) -> None:
-        """An idle session should use its pages at `next_use`, if it need not wait for the queue."""
+    def expect(self, session: str, next_use: float, likely: bool = False) -> None:
+        """An idle session should use its pages at `next_use`, if it need not wait for the queue.
+        `likely`: it comes rather than not.
+        """
         self._expected[session] = next_use
+        if likely:
+            self._likely[session] = None
+        else:
+            self._likely.pop(session, None)
         self._put_off.pop(session, None)
         self._map.expect(owner_of(session), next_use)
         heapq.heappush(self._order, (next_use, session))
@@ -51,22 +61,35 @@ class Behind:
         """The session is no longer idle, or no longer expected."""
         self._expected.pop(session, None)
         self._put_off.pop(session, None)
+        self._likely.pop(session, None)
 
-    def queue(self, now: float, queue_s: float) -> None:
-        """The requests that run and wait now will be done in `queue_s` seconds; 0: none."""
+    def queue(self, now: float, queue_s: float, soon_s: float = 0.0) -> None:
+        """The requests that run and wait now will be done in `queue_s` seconds; 0: none. Sessions
+        that probably come within `soon_s` run before them.
+        """
+        self._soon = now + soon_s
         if now + queue_s > self._until or self._until - now > _LOOSE * queue_s:
             before, self._put_off = self._put_off, {}
             self._until = now + _SPARE * queue_s if queue_s > 0 else -math.inf
             for session in before:
-                if self._expected[session] < self._until:
+                if self._waits(session):
                     self._put(session)
                 else:
-                    self.expect(session, self._expected[session])
+                    self.expect(session, self._expected[session], session in self._likely)
         order = self._order
         while order and order[0][0] < self._until:
             expected, session = heapq.heappop(order)
-            if self._expected.get(session) == expected and session not in self._put_off:
+            if (
+                self._expected.get(session) == expected
+                and session not in self._put_off
+                and self._waits(session)
+            ):
                 self._put(session)
+
+    def _waits(self, session: str) -> bool:
+        """Whether it runs behind the queue."""
+        expected = self._expected[session]
+        return expected < self._until and not (expected < self._soon and session in self._likely)
 
     def _put(self, session: str) -> None:
         self._put_off[session] = None

@@ -26,6 +26,8 @@ from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 MOST_IDLE: Final = 10_000
 """Most idle sessions that are tracked."""
+_LIKELY: Final = 0.5
+"""A session comes rather than not."""
 _SPARE_SOON: Final = 1000
 _MOST_LOST: Final = 100_000
 """Most pages of abandoned sessions whose names are kept for a later hint: at most 100 bytes each,
@@ -85,7 +87,7 @@ class IdleSessions:
             return
         first = session not in self._expected
         self._expected[session] = expected
-        self._behind.expect(session, expected.next_use)
+        self._behind.expect(session, expected.next_use, expected.chance >= _LIKELY)
         pages = self._prefetcher.missing(owner_of(session)).pages
         lead_s = 2 * (
             iteration_s
@@ -128,15 +130,21 @@ class IdleSessions:
             self._prefetcher.unwatch(owner_of(session))
         self._demote.pop(session, None)
 
-    def look(self, now: float, queue_s: float) -> None:
-        """Time has passed; the requests that wait now will be done in `queue_s` seconds."""
+    def look(self, now: float, queue_s: float, soon_s: float = 0.0) -> None:
+        """Time has passed; the requests that wait now will be done in `queue_s` seconds. Sessions
+        that probably come within `soon_s` run before them.
+        """
         while self._soon and self._soon[0][0] <= now:
             at, session = heapq.heappop(self._soon)
             if self._soon_at.get(session) == at:
                 self.due[session] = self._expected[session]
                 self._prefetcher.watch(owner_of(session))
         if self._expected:
-            self._behind.queue(now, queue_s)
+            self._behind.queue(now, queue_s, soon_s)
+
+    def comes_by(self, until: float) -> bool:
+        """Whether a session that is likely to return should be back by then. O(idle sessions)."""
+        return any(one.chance >= _LIKELY and one.at <= until for one in self._expected.values())
 
     def demotions(self, view: StepView) -> tuple[Move, ...]:
         """For one session a step: copies of its pages that are in device or host alone to a lower

@@ -31,6 +31,7 @@ from sgl_kvtier.policy.messages import (
     ChunkStarted,
     Evict,
     Fact,
+    HeldBack,
     HintAnswer,
     Hinted,
     Move,
@@ -144,11 +145,15 @@ class Lookahead:
         before `until`, in seconds of the executor's clock. Leaves no trace.
         """
         free, empty = view.free_pages[Tier.DEVICE], view.empty_pages.get(Tier.DEVICE)
-        self.map.owners.asked_aside = True
-        try:
-            return Room(self.map, Tier.DEVICE, free, empty).take(pages, until)
-        finally:
-            self.map.owners.asked_aside = False
+        return self._room(free, empty, pages, until)
+
+    def returns_into(self, question: HeldBack, within_s: float) -> bool:
+        """Whether a session probably comes within this time whose pages on the device the request
+        would take. Leaves no trace.
+        """
+        until = question.now + within_s
+        room = self._room(question.free, question.empty, question.pages, until)
+        return room < question.pages and self._idle.comes_by(until)
 
     def sessions_with(self, question: SessionsWith) -> tuple[str, ...]:
         """The sessions whose prompts have this page, abandoned ones included. O(pages of those)."""
@@ -172,7 +177,7 @@ class Lookahead:
             self._queued_s = 0.0
         elif len(self._idle) and (not self._round or not self._queued_s):
             self._queued_s = self._queue_s(view, restoring)
-        self._idle.look(view.now, self._queued_s)
+        self._idle.look(view.now, self._queued_s, self._soon_s(view))
         idle = self.prefetcher.idle(view.now, self._iteration(), busy_s)
         turns = [] if idle else self._turns(view, restoring)
         self._round = (self._round + 1) % _ROUNDS
@@ -191,6 +196,13 @@ class Lookahead:
             view.owed_pages,
         )
         return self.last.evictions, self.last.moves + self._idle.demotions(view)
+
+    def _room(self, free: int, empty: int | None, pages: int, until: float) -> int:
+        self.map.owners.asked_aside = True
+        try:
+            return Room(self.map, Tier.DEVICE, free, empty).take(pages, until)
+        finally:
+            self.map.owners.asked_aside = False
 
     # --- facts ------------------------------------------------------------------------------------
 
@@ -286,6 +298,14 @@ class Lookahead:
         due.sort(key=lambda turn: turn.window_s)
         due[0] = due[0]._replace(before=behind)
         return turns + due
+
+    def _soon_s(self, view: StepView) -> float:
+        """Sessions that come within this time run before requests that wait: as long as a request
+        of the queue would wait for them, on average.
+        """
+        if self._config.queue != "shortest" or self._rules.overtaking <= 0:
+            return 0.0
+        return self._rules.holding * self._queued_s / max(1, len(view.waiting))
 
     def _queue_s(self, view: StepView, restoring: Collection[str]) -> float:
         """Seconds until the requests that run and wait now are computed, except restored ones whose

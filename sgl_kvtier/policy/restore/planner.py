@@ -14,6 +14,7 @@ from sgl_kvtier.policy.messages import (
     ChunkBeside,
     Compute,
     Fact,
+    HeldBack,
     LeftToEngine,
     Load,
     RequestFinished,
@@ -123,6 +124,14 @@ class RestorePlanner:
     def chunk_beside(self, question: ChunkBeside) -> int:
         """The tokens of a chunk beside which waiting requests run."""
         return self._queue.chunk_beside(question)
+
+    def patience_s(self, question: HeldBack) -> float:
+        """For how long a request waits for a session that runs before it. Changes nothing."""
+        return self._queue.patience_s(question)
+
+    def hold(self, question: HeldBack) -> None:
+        """The request waits for one that comes later: it is overtaken from now on."""
+        self._queue.hold(question)
 
     def profile(self) -> dict[str, Any]:
         """Learned costs and bandwidths for the next run, as plain data."""

@@ -6,6 +6,9 @@ before it when it came, its own included. The time counts from the first that ov
 clock, since work is predicted for compute and links alone: memory may be short as well. Then it and
 those that came before it run in the order of arrival.
 
+A session that returns in a moment overtakes as well, where it finds its pages in memory. So a
+request that would take them waits for it, within the same bound.
+
 A long prompt that is computed in chunks takes all tokens of every step, and all behind it wait for
 its end, however little there is to compute for them. So its chunk leaves room for such requests.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from sgl_kvtier.policy.messages import ChunkBeside, RunOrder, Waiter
+from sgl_kvtier.policy.messages import ChunkBeside, HeldBack, RunOrder, Waiter
 from sgl_kvtier.policy.restore.modes import Forecast
 from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link
@@ -38,6 +41,10 @@ class _Place:
     credit_s: float
     overtaken_at: float = -1.0
 
+    def slack_s(self, now: float) -> float:
+        """Seconds that are left of it."""
+        return self.credit_s - (now - self.overtaken_at if self.overtaken_at >= 0 else 0.0)
+
 
 class QueueOrder:
     """The places of waiting requests in the order they came. One thread, no clock."""
@@ -57,12 +64,9 @@ class QueueOrder:
         for one in question.waiting:
             work_s = self._work_s(one)
             before_s += work_s
-            place = self._places.get(one.rid)
-            if place is None:
-                place = self._places[one.rid] = _Place(known.rules.overtaking * before_s)
-            since = now if place.overtaken_at < 0 else place.overtaken_at
+            place = self._place(one.rid, before_s)
             works.append(work_s)
-            slacks.append(place.credit_s - (now - since))
+            slacks.append(place.slack_s(now))
         return _shortest_first(waiting, works, slacks)
 
     def chunk_beside(self, question: ChunkBeside) -> int:
@@ -87,6 +91,29 @@ class QueueOrder:
             if self._work_s(one) < _CLEARLY * left_s:
                 taken, room = taken + own, room - needed
         return most if not taken or most <= share else share // page * page
+
+    def patience_s(self, question: HeldBack) -> float:
+        """Seconds that a request waits for a session that will then overtake it."""
+        rules, work_s = self._under_way.rules, self._work_s(question.request)
+        if self._under_way.config.queue != "shortest" or rules.overtaking <= 0:
+            return 0.0
+        place = self._places.get(question.request.rid) or _Place(rules.overtaking * work_s)
+        return min(rules.holding * work_s, place.slack_s(question.now))
+
+    def hold(self, question: HeldBack) -> None:
+        """It waits for a session: its time of being overtaken begins."""
+        place = self._place(question.request.rid, self._work_s(question.request))
+        if place.overtaken_at < 0:
+            place.overtaken_at = question.now
+
+    def _place(self, rid: str, before_s: float) -> _Place:
+        """The place of a waiting request; one that is new has this much work before it, its own
+        included.
+        """
+        place = self._places.get(rid)
+        if place is None:
+            place = self._places[rid] = _Place(self._under_way.rules.overtaking * before_s)
+        return place
 
     def _note_gone(self, waiting: frozenset[str], now: float) -> None:
         """Those that wait no more run, and have overtaken all that came earlier and wait."""

@@ -123,6 +123,18 @@ class Parts:
             self.queue = None
             return most
 
+    def held_back(self, req: Req, pages: int, free: int, empty: int) -> bool:
+        """Whether a request that could be admitted waits for a session to return. Pages of the
+        device: those it needs, those that may be claimed, and those of them that hold nothing.
+        """
+        assert self.queue is not None, "only where the planner orders"
+        try:
+            return self.queue.held_back(req, pages, free, empty, self.context.moment())
+        except Exception:
+            logger.exception("kvtier: ordering the queue failed; it stays in the order of arrival")
+            self.queue = None
+            return False
+
     def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass; None: SGLang decides."""
         admissible = self.engine.admissible(handle)

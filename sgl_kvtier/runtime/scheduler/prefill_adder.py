@@ -198,6 +198,8 @@ class KVTierPrefillAdder(PrefillAdder):
         engine = self.tree_cache.kvtier.engine
         r = engine.of(req.rid)
         if r is None:
+            if self._held_back(req):
+                return AddReqResult.OTHER
             verdict = self._add_plain(req, has_chunked_req, truncation_align_size)
         else:
             verdict = self._add_restoring(r, req, has_chunked_req, truncation_align_size)
@@ -226,6 +228,20 @@ class KVTierPrefillAdder(PrefillAdder):
             return verdict
         self._leave(req, tokens, req.extend_end)
         return self.budget_state()
+
+    def _held_back(self, req: Req) -> bool:
+        """Whether a request that could be admitted waits for a session that is about to return,
+        whose pages it would take.
+        """
+        parts, page = self.tree_cache.kvtier, self.page_size
+        if not parts.orders:
+            return False
+        left = requests.prompt_tokens(req) - requests.found(req).device
+        pages = -(-self._rest_of(req, left) // page)
+        free, empty = int(self.rem_total_tokens) // page, parts.context.device.available()
+        held = self.memory_budget._available_and_evictable() - empty
+        empty_left = max(0, free - held // page)
+        return empty_left < pages <= free and parts.held_back(req, pages, free, empty_left)
 
     def _passed_over(self) -> AddReqResult | None:
         """CONTINUE for a request that needs the taken slot, in a pass whose chunk was cut: SGLang

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_kvtier.policy.messages import ChunkBeside, Consulted, RunOrder, Waiter
+from sgl_kvtier.policy.messages import ChunkBeside, Consulted, HeldBack, RunOrder, Waiter
 from sgl_kvtier.policy.restore.queue_order import ASK_AGAIN_S
 from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
 from sgl_kvtier.runtime.sglang import requests
@@ -64,6 +64,12 @@ class Queue:
             return min(most, left)
         done = requests.prompt_tokens(req) - left
         return self._planner.query(ChunkBeside(done, left, most, room, waiting))
+
+    def held_back(self, req: Req, pages: int, free: int, empty: int, now: float) -> bool:
+        """Whether a request that needs so many of the `free` device pages waits for a session that
+        is about to return; `empty` ones hold nothing.
+        """
+        return self._planner.query(HeldBack(self._waiter(req), pages, free, empty, now))
 
     def _waiter(self, req: Req) -> Waiter:
         there = requests.found(req)

@@ -17,6 +17,7 @@ from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.policy.ahead.turns import due
 from sgl_kvtier.policy.messages import (
     ChunkBeside,
+    HeldBack,
     LeftToEngine,
     Question,
     ReadsDue,
@@ -46,6 +47,8 @@ class Asked(Scripted):
             return due(question)
         if isinstance(question, ChunkBeside):
             return min(question.most, question.left_tokens)
+        if isinstance(question, HeldBack):
+            return False
         assert isinstance(question, RunOrder)
         return tuple(one.rid for one in question.waiting)
 
@@ -159,6 +162,27 @@ def test_a_short_one_runs_beside_the_chunks_of_a_long_one_as_in_a_server() -> No
         {one.rid: one.first_token_s for one in result.requests} for result in (whole, beside)
     )
     assert early["short"] < early["long"] and late["short"] >= late["long"]
+
+
+def test_one_that_would_take_a_sessions_pages_waits_as_in_a_server() -> None:
+    class Patient(Asked):
+        def query(self, question: Question[Any]) -> Any:
+            found = super().query(question)
+            if isinstance(question, HeldBack):
+                return question.request.rid == "b" and question.now < 103.0
+            return sorted(found) if isinstance(question, RunOrder) else found
+
+    first, back = _chain("a", 24), _chain("a", 24, rid="again", at=101.0)
+    requests = [first, _chain("b", 24, at=100.0), back]
+    planner = Patient(left)
+    waits, goes = (
+        {one.rid: one for one in _run(kind, requests).requests} for kind in (planner, Asked(left))
+    )
+    asked = planner.of(HeldBack)
+    assert asked[0].request.rid == "b" and len(asked) > 100
+    assert asked[0].pages == 25 and asked[0].free == 40 and asked[0].empty < 25
+    assert waits["again"].resident_tokens == 24 * PAGE > goes["again"].resident_tokens
+    assert (waits["b"].first_chunk_s or 0.0) >= 103.0
 
 
 def test_unless_asked_to_mix_a_step_holds_prefill_or_decode() -> None:
