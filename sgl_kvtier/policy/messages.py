@@ -430,7 +430,7 @@ class ChunkBeside(Question[int]):
 @message
 class HeldBack(Question[bool]):
     """Does a request that could be admitted wait for a session that is about to return, whose pages
-    it would take? It needs `pages` of the device. `free` may be claimed, of which `empty` hold
+    it would take? It needs `pages` of the device, of which `free` may be claimed and `empty` hold
     nothing. The planner takes note of requests that it holds back.
     """
 

@@ -12,6 +12,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import (
     ChunkStarted,
     HeldBack,
+    PagesDropped,
     PagesPlaced,
     RequestArrived,
     RequestFinished,
@@ -40,91 +41,120 @@ def keys_of(session: int) -> tuple[PageKey, ...]:
 
 def server(
     gap_s: float,
-    turns: int = 8,
-    sessions: int = 2,
-    config: PolicyConfig | None = None,
+    config: PolicyConfig = AHEAD,
+    tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST),
     **rules: Any,
 ) -> tuple[Planner, float]:
-    """A planner that has seen sessions return after this gap, all their pages on the device, and
-    when their last turns ended.
+    """A planner that has seen two sessions return after this gap, all their pages in these tiers,
+    and when their last turns ended.
     """
-    planner, now = make_planner(config or AHEAD, ENGINE, PROFILE, Rules(**rules)), 0.0
-    for turn in range(turns):
+    planner, now = make_planner(config, ENGINE, PROFILE, Rules(**rules)), 0.0
+    for turn in range(8):
         now += gap_s
-        for session in range(sessions):
-            rid, keys = f"{session} {turn}", keys_of(session)
-            planner.observe(RequestArrived(rid, now, 16 * PAGES + 1, keys, str(session)))
-            planner.observe(ChunkStarted(rid, Span(0, 16 * PAGES), now))
-            planner.observe(PagesPlaced(keys, Tier.DEVICE, now))
-            planner.observe(RequestFinished(rid, now, keys=keys))
+        for session in range(2):
+            begin(planner, now, session, turn)
+            planner.observe(RequestFinished(f"{session} {turn}", now, keys=keys_of(session)))
+            for tier in tiers:
+                planner.observe(PagesPlaced(keys_of(session), tier, now))
     return planner, now
 
 
-def asked(one: Waiter, now: float, empty: int = 0, sessions: int = 2) -> HeldBack:
-    return HeldBack(one, -(-one.prompt_tokens // 16), PAGES * sessions + empty, empty, now)
+def begin(planner: Planner, now: float, session: int, turn: int) -> None:
+    rid, keys = f"{session} {turn}", keys_of(session)
+    planner.observe(RequestArrived(rid, now, 16 * PAGES + 1, keys, str(session)))
+    planner.observe(ChunkStarted(rid, Span(0, 16 * PAGES), now))
 
 
-def test_one_that_would_take_their_pages_waits_for_sessions_that_return_in_a_moment() -> None:
-    planner, now = server(0.3)
-    assert planner.query(asked(NEW, now + 0.01))
+def asked(now: float, one: Waiter = NEW, empty: int = 0, evictable: int = 2 * PAGES) -> HeldBack:
+    """All of the device that is not empty can be evicted."""
+    return HeldBack(one, -(-one.prompt_tokens // 16), evictable + empty, empty, now)
 
 
-def test_it_does_not_wait_where_there_is_room_beside_them() -> None:
-    planner, now = server(0.3)
-    assert not planner.query(asked(NEW, now + 0.01, empty=PAGES))
-
-
-def test_it_takes_the_pages_of_a_session_that_returns_later() -> None:
-    planner, now = server(0.3)
-    others = keys_of(9)
-    planner.observe(PagesPlaced(others, Tier.DEVICE, now))  # nobody's
-    assert not planner.query(asked(NEW, now + 0.01, sessions=3))
+def test_it_waits_where_a_session_that_comes_soon_would_lose_its_pages() -> None:
+    planner, now = server(0.2)
+    assert planner.query(asked(now + 0.01))
 
 
 def test_it_waits_the_longer_the_more_there_is_to_compute_for_it() -> None:
     planner, now = server(2.0)
-    assert not planner.query(asked(NEW, now + 0.01))
-    assert planner.query(asked(Waiter("long", 16 * PAGES * 8), now + 0.01, empty=PAGES * 7))
+    assert not planner.query(asked(now + 0.01))
+    assert planner.query(asked(now + 0.01, Waiter("long", 16 * PAGES * 9), empty=PAGES * 8))
+
+
+def test_it_does_not_wait_where_there_is_room_beside_them() -> None:
+    planner, now = server(0.2)
+    assert not planner.query(asked(now + 0.01, empty=PAGES))
+
+
+def test_it_takes_the_pages_of_a_session_that_returns_later() -> None:
+    planner, now = server(0.2)
+    for turn in range(10):  # it comes every 20 s
+        begin(planner, now - 20 * (9 - turn), 2, turn)
+        end = RequestFinished(f"2 {turn}", now - 20 * (9 - turn), keys=keys_of(2))
+        planner.observe(end)
+    planner.observe(PagesPlaced(keys_of(2), Tier.DEVICE, now))
+    assert not planner.query(asked(now + 0.01, evictable=3 * PAGES))
+    planner.observe(PagesDropped(keys_of(2), Tier.DEVICE, now))
+    assert planner.query(asked(now + 0.01))
+
+
+def test_nobody_waits_for_a_session_that_has_nothing_there() -> None:
+    """What it would take belongs to one that waits."""
+    planner, now = server(0.2)
+    for session in range(2):
+        planner.observe(PagesDropped(keys_of(session), Tier.DEVICE, now))
+    planner.observe(RequestArrived("w", now, 16 * PAGES + 1, keys_of(5)))
+    planner.observe(PagesPlaced(keys_of(5), Tier.DEVICE, now))
+    assert not planner.query(asked(now + 0.01, evictable=PAGES))
 
 
 @pytest.mark.parametrize(
     ("config", "rules"),
-    [({"queue": "arrival"}, {}), ({}, {"holding": 0.0}), ({}, {"overtaking": 0.0})],
+    [
+        ({"queue": "arrival"}, {}),
+        ({"eviction": "lru"}, {}),
+        ({"sessions": False}, {}),
+        ({}, {"holding": 0.0}),
+        ({}, {"overtaking": 0.0}),
+    ],
 )
-def test_it_never_waits_where_nobody_overtakes(config: Any, rules: Any) -> None:
-    planner, now = server(0.3, config=replace(AHEAD, **config), **rules)
-    assert not planner.query(asked(NEW, now + 0.01))
+def test_it_never_waits_where_nobody_overtakes_or_is_expected(config: Any, rules: Any) -> None:
+    planner, now = server(0.2, config=replace(AHEAD, **config), **rules)
+    assert not planner.query(asked(now + 0.01))
 
 
 def test_nobody_waits_for_a_session_that_more_probably_stays_away() -> None:
-    for passed_s, waits in ((0.2, True), (0.6, False)):
-        planner, now = server(0.3)
+    for passed_s, waits in ((0.1, True), (0.45, False)):
+        planner, now = server(0.2)
         now += passed_s
         planner.step(StepView(now, free_pages={Tier.DEVICE: 2 * PAGES, Tier.HOST: 0}))
-        assert planner.query(asked(NEW, now)) is waits
+        assert planner.query(asked(now)) is waits
+
+
+def test_the_session_that_was_waited_for_runs_first() -> None:
+    planner, now = server(0.2)
+    assert planner.query(asked(now + 0.01))
+    back = Waiter("back", 16 * PAGES + 60, device_tokens=16 * PAGES)
+    assert planner.query(RunOrder((NEW, back), now + 0.2)) == ("back", "new")
 
 
 def test_it_waits_no_longer_than_others_may_overtake_it() -> None:
     """The bound is the work that stood before it, its own included, from the first time on."""
-    planner, now = server(0.3)
+    planner, now = server(0.2)
     planner.query(RunOrder((Waiter("first", 16 * PAGES), NEW), now))  # 0.32 s before it
-    assert planner.query(asked(NEW, now + 0.01))
-    for session in range(2):
-        again = RequestFinished(f"{session} last", now + 0.31, keys=keys_of(session))
-        planner.observe(
-            RequestArrived(again.rid, now + 0.3, 16 * PAGES + 1, keys_of(session), str(session))
-        )
-        planner.observe(ChunkStarted(again.rid, Span(0, 16 * PAGES), now + 0.3))
-        planner.observe(again)
-    assert planner.query(asked(NEW, now + 0.41))
-    assert not planner.query(asked(NEW, now + 0.66))
+    assert planner.query(asked(now + 0.01))
+    for turn in (100, 101):
+        now += 0.2
+        for session in range(2):
+            begin(planner, now, session, turn)
+            planner.observe(RequestFinished(f"{session} {turn}", now, keys=keys_of(session)))
+        assert planner.query(asked(now + 0.01)) is (turn == 100)
 
 
 def test_a_question_that_is_answered_with_no_changes_nothing() -> None:
-    one, other = server(0.3)[0], server(0.3)[0]
-    now = server(0.3)[1]
+    (one, now), (other, _) = server(0.2), server(0.2)
     for empty in (PAGES, 2 * PAGES):
-        assert not one.query(asked(NEW, now + 0.01, empty=empty))
+        assert not one.query(asked(now + 0.01, empty=empty))
     waiting = (NEW, Waiter("short", 20))
     assert [one.query(RunOrder(waiting, now + at)) for at in (0.1, 0.5)] == [
         other.query(RunOrder(waiting, now + at)) for at in (0.1, 0.5)

@@ -314,7 +314,17 @@ def test_a_session_that_comes_in_a_moment_runs_before_who_waits(rules, config, s
     left_at = teach(ahead, "s", keys, 6, 0.2)
     ahead.observe(PagesPlaced(keys, Tier.DEVICE, left_at))
     before = ahead.map.page(keys[0]).next_use
-    ahead.step(StepView(left_at, QUEUE, prefill_tokens=512, fresh_tokens=512 * 15, free_pages=FREE))
+    fresh = (512 * 15, *(0 for _ in QUEUE[1:]))
+    ahead.step(
+        StepView(
+            left_at,
+            QUEUE,
+            prefill_tokens=512,
+            fresh_tokens=sum(fresh),
+            fresh=fresh,
+            free_pages=FREE,
+        )
+    )
     after = ahead.map.page(keys[0]).next_use
     assert after == before if stays else after > left_at + 1.5
 
@@ -350,6 +360,21 @@ def test_when_nobody_waits_any_more_a_session_is_expected_when_it_was_before():
     ahead.observe(RequestFinished("w", now + 0.01))
     ahead.step(StepView(now + 0.01, (), prefill_tokens=512, free_pages=FREE))
     assert ahead.map.page(named(1)[0]).next_use == before
+
+
+def test_a_session_that_is_put_off_runs_first_once_it_comes_soon():
+    tier_map = TierMap(100, NextUse(), NextUse())
+    behind, (key,) = Behind(tier_map), named(1)
+    tier_map.claim("session s", (key,))
+    behind.expect("s", 5.0, likely=True)
+    behind.queue(0.0, 10.0, 2.0)
+    assert tier_map.page(key).next_use > 12.0
+    behind.queue(3.5, 10.0, 2.0)
+    assert tier_map.page(key).next_use == 5.0
+    behind.queue(4.0, 10.0, 0.5)
+    assert tier_map.page(key).next_use > 12.0, "others have become shorter"
+    behind.queue(4.8, 0.0)
+    assert tier_map.page(key).next_use == 5.0
 
 
 @settings(max_examples=examples(200), deadline=None)

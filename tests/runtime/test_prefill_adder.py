@@ -46,6 +46,7 @@ def adder_with(
         orders=chunk is not None,
         chunk_beside=chunk,
         held_back=held,
+        ahead=object(),
         context=SimpleNamespace(device=SimpleNamespace(available=lambda: free // 2)),
     )
     adder.tree_cache = SimpleNamespace(kvtier=parts)
@@ -105,6 +106,7 @@ def in_chunks(rid: str, prompt: int, done: int = 0, output: int = 8) -> Any:
         prefix_len=done,
         host_hit_length=0,
         full_untruncated_fill_ids=[0] * prompt,
+        output_ids=(),
         sampling_params=SimpleNamespace(max_new_tokens=output),
     )
 
@@ -199,29 +201,54 @@ def test_one_that_needs_the_taken_slot_keeps_none_waiting_that_a_chunk_was_cut_f
     assert seen == ["short", "long", "long", "long"]
 
 
-def test_one_that_fits_waits_where_the_planner_says_so(monkeypatch):
+def holding(*answers: bool) -> tuple[KVTierPrefillAdder, list[tuple[str, int, int, int]]]:
+    """An adder whose planner answers so when asked whether one waits, and what it is asked. 4,096
+    tokens can be claimed, half of them by evicting; 1,000 are others' already.
+    """
     asked: list[tuple[str, int, int, int]] = []
-    answers = iter([True, False])
+    left = list(answers)
 
     def held(req: Any, pages: int, free: int, empty: int) -> bool:
         asked.append((req.rid, pages, free, empty))
-        return next(answers)
+        return left.pop(0)
 
+    adder = adder_with(PLAIN, chunk=lambda *asked: 256, held=held)
+    adder.running_batch.reqs = [1]
+    return adder, asked
+
+
+def test_one_that_fits_waits_where_the_planner_says_so(monkeypatch):
     added: list[str] = []
 
     def add(self: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
         added.append(req.rid)
-        return AddReqResult.CONTINUE
+        return AddReqResult.OTHER
 
     monkeypatch.setattr(PrefillAdder, "add_one_req", add)
-    adder = adder_with(PLAIN, chunk=lambda *asked: 256, held=held)
-    adder.running_batch.reqs = [1]
-    # 4,096 tokens can be claimed, half of them by evicting; 1,000 are others' already
-    large, small = in_chunks("large", 2000), in_chunks("small", 200)
-    assert adder.add_one_req(large, True, None) is AddReqResult.OTHER
-    assert adder.add_one_req(large, True, None) is AddReqResult.CONTINUE
-    assert asked == [("large", 2024 // PAGE + 1, 3096 // PAGE, (3096 - 2048) // PAGE)] * 2
-    assert adder.add_one_req(small, True, None) is AddReqResult.CONTINUE
-    assert adder.add_one_req(in_chunks("huge", 4000), True, None) is AddReqResult.CONTINUE
+    adder, asked = holding(True, False)
+    large = in_chunks("large", 2000)
+    assert adder.add_one_req(large, False, None) is AddReqResult.OTHER
+    assert not added, "SGLang ends the pass, and tries again"
+    adder.add_one_req(large, False, None)
+    assert asked == [("large", 2000 // PAGE, 3096 // PAGE, (3096 - 2048) // PAGE)] * 2
+    adder.add_one_req(in_chunks("small", 1000), False, None)
+    adder.add_one_req(in_chunks("huge", 4000), False, None)
     assert len(asked) == 2, "what is empty is enough for one, and the other does not fit anyway"
     assert added == ["large", "small", "huge"]
+
+
+def test_one_that_could_not_run_anyway_is_not_held_back(monkeypatch):
+    monkeypatch.setattr(PrefillAdder, "add_one_req", lambda *asked: AddReqResult.OTHER)
+    adder, asked = holding()
+    adder.add_one_req(in_chunks("needs the slot", 2000), True, None)
+    adder._is_cut = True
+    verdict = adder.add_one_req(in_chunks("needs the slot", 2000), True, None)
+    assert verdict is AddReqResult.CONTINUE and not asked
+
+
+def test_nobody_is_held_back_where_nothing_looks_ahead_any_more(monkeypatch):
+    monkeypatch.setattr(PrefillAdder, "add_one_req", lambda *asked: AddReqResult.OTHER)
+    adder, asked = holding()
+    adder.tree_cache.kvtier.ahead = None
+    adder.add_one_req(in_chunks("large", 2000), False, None)
+    assert not asked

@@ -152,9 +152,45 @@ def test_another_policy_of_sglangs_stays_in_force() -> None:
     assert not in_order_of_arrival(policy("fcfs", priorities=True))
 
 
+class Holding(Shortest):
+    """One that also has everybody wait for a session."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[HeldBack] = []
+
+    def query(self, question: Any) -> Any:
+        if not isinstance(question, HeldBack):
+            return super().query(question)
+        self.held.append(question)
+        return True
+
+
 def test_whether_one_waits_for_a_session_is_the_planners_word() -> None:
-    asked: list[HeldBack] = []
-    planner = SimpleNamespace(query=lambda question: asked.append(question) or True)
-    one = request("one", 900, device=64, host=32)
-    assert queue(planner, one=400).held_back(one, 60, 90, 10, 7.5)
-    assert asked == [HeldBack(Waiter("one", 900, 64, 32, 304), 60, 90, 10, 7.5)]
+    planner, one = Holding(), request("one", 900, device=64, host=32)
+    ordered = queue(planner, one=400)
+    assert ordered.held_back(one, (60, 90, 10), 7.5)
+    assert planner.held == [HeldBack(Waiter("one", 900, 64, 32, 304), 60, 90, 10, 7.5)]
+
+
+def test_one_that_the_planner_has_no_place_for_does_not_wait() -> None:
+    planner = Holding()
+    ordered, waiting = queue(planner), [request(f"r{n}") for n in range(65)]
+    ordered.sort(waiting, 0.0)
+    assert ordered.held_back(waiting[0], (6, 9, 1), 0.0)
+    assert not ordered.held_back(waiting[64], (6, 9, 1), 0.0)
+    assert [one.request.rid for one in planner.held] == ["r0"]
+
+
+def test_the_planner_hears_that_one_held_back_alone_has_gone() -> None:
+    """It remembers since when such a one waits."""
+    planner = Holding()
+    ordered, alone = queue(planner), [request("alone")]
+    ordered.sort(alone, 0.0)
+    assert not planner.asked
+    ordered.held_back(alone[0], (6, 9, 1), 0.0)
+    assert ordered.holds
+    ordered.sort(alone, 0.01)
+    assert not ordered.holds, "not in this pass"
+    ordered.sort([request("next")], 5.0)
+    assert [[one.rid for one in waiting] for waiting in planner.asked] == [["next"]]

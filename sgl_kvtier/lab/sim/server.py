@@ -379,6 +379,8 @@ class Server:
             if live.restoring is None or live.rid in ordered:
                 if any(part.live is live for part in forming.parts):
                     continue
+                if self._held_back(live, forming):
+                    break
                 if not self._add_ordinary(forming, live, ordered.get(live.rid)):
                     break
         return forming.parts
@@ -479,18 +481,23 @@ class Server:
         return True
 
     def _admit(self, live: Live) -> bool:
-        """Gives a request all pages it will ever take; False when device or batch are full, or it
-        waits for a session to return.
-        """
+        """Gives a request all pages it will ever take; False when device or batch are full."""
         if live in self._slots:
             return True
-        if len(self._running) + len(self._slots) >= self._spec.max_running:
-            return False
-        return not self._held_back(live) and self._hands.reserve(live)
+        return len(self._running) + len(
+            self._slots
+        ) < self._spec.max_running and self._hands.reserve(live)
 
-    def _held_back(self, live: Live) -> bool:
+    def _held_back(self, live: Live, forming: _Forming) -> bool:
         """Whether the planner has a request that could run wait for a session to return."""
-        if not self._spec.consulted or live.reserved or live.restoring is not None:
+        whole = live.left_tokens <= forming.budget or len(self._slots) < self._spec.slots
+        if (
+            not self._spec.consulted
+            or not whole
+            or live.reserved
+            or live in self._slots
+            or live.restoring is not None
+        ):
             return False
         device = self._hands.caches.device
         pages = live.whole_pages - live.resident_pages
@@ -498,8 +505,9 @@ class Server:
         if not empty < pages <= device.available:
             return False
         question = HeldBack(_waiter(live), pages, device.available, empty, self._env.now)
-        self._held = cast(Consulted, self._planner).query(question)
-        return self._held
+        held = cast(Consulted, self._planner).query(question)
+        self._held = self._held or held
+        return held
 
     def _step(self, parts: list[_Part], decoding: list[Live]) -> Generator[simpy.Event, Any, None]:
         """Runs one batch."""

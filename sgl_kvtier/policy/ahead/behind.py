@@ -30,66 +30,76 @@ class Behind:
     def __init__(self, tier_map: TierMap) -> None:
         self._map = tier_map
         self._expected: dict[str, float] = {}
-        self._put_off: dict[str, None] = {}
         self._likely: dict[str, None] = {}
+        self._put_off: dict[str, None] = {}
+        self._before: dict[str, None] = {}
+        """Sessions that would be put off if they did not come so soon."""
         self._until = -math.inf
         """Sessions expected earlier are put off until this time."""
         self._soon = -math.inf
         """But not those that probably come by then."""
         self._order: list[tuple[float, str]] = []
         """A heap of the sessions not put off; it also has outdated entries."""
+        self._later: list[tuple[float, str]] = []
+        """The same of those put off that are likely to come."""
 
     def expect(self, session: str, next_use: float, likely: bool = False) -> None:
         """An idle session should use its pages at `next_use`, if it need not wait for the queue.
         `likely`: it comes rather than not.
         """
+        self.gone(session)
         self._expected[session] = next_use
         if likely:
             self._likely[session] = None
-        else:
-            self._likely.pop(session, None)
-        self._put_off.pop(session, None)
         self._map.expect(owner_of(session), next_use)
-        heapq.heappush(self._order, (next_use, session))
-        if len(self._order) > 64 + 4 * len(self._expected):
-            self._order[:] = [
-                (told, name) for name, told in self._expected.items() if name not in self._put_off
-            ]
-            heapq.heapify(self._order)
+        self._push(self._order, session)
 
     def gone(self, session: str) -> None:
         """The session is no longer idle, or no longer expected."""
-        self._expected.pop(session, None)
-        self._put_off.pop(session, None)
-        self._likely.pop(session, None)
+        for known in (self._expected, self._likely, self._put_off, self._before):
+            known.pop(session, None)
 
     def queue(self, now: float, queue_s: float, soon_s: float = 0.0) -> None:
         """The requests that run and wait now will be done in `queue_s` seconds; 0: none. Sessions
         that probably come within `soon_s` run before them.
         """
         self._soon = now + soon_s
+        again = [*self._before]
         if now + queue_s > self._until or self._until - now > _LOOSE * queue_s:
-            before, self._put_off = self._put_off, {}
+            again += self._put_off
+            self._put_off = {}
             self._until = now + _SPARE * queue_s if queue_s > 0 else -math.inf
-            for session in before:
-                if self._waits(session):
-                    self._put(session)
-                else:
-                    self.expect(session, self._expected[session], session in self._likely)
-        order = self._order
-        while order and order[0][0] < self._until:
-            expected, session = heapq.heappop(order)
-            if (
-                self._expected.get(session) == expected
-                and session not in self._put_off
-                and self._waits(session)
-            ):
-                self._put(session)
+        for heap, before in ((self._order, self._until), (self._later, self._soon)):
+            while heap and heap[0][0] < before:
+                expected, session = heapq.heappop(heap)
+                if self._expected.get(session) == expected:
+                    again.append(session)
+        for session in again:
+            self._decide(session)
 
-    def _waits(self, session: str) -> bool:
-        """Whether it runs behind the queue."""
+    def _decide(self, session: str) -> None:
+        """Puts a session off, or not."""
         expected = self._expected[session]
-        return expected < self._until and not (expected < self._soon and session in self._likely)
+        self._before.pop(session, None)
+        was = session in self._put_off
+        self._put_off.pop(session, None)
+        if expected >= self._until:
+            self._push(self._order, session)
+        elif session in self._likely and expected < self._soon:
+            self._before[session] = None
+        else:
+            self._put(session)
+            if not was and session in self._likely:
+                self._push(self._later, session)
+            return
+        self._map.expect(owner_of(session), expected)
+
+    def _push(self, heap: list[tuple[float, str]], session: str) -> None:
+        heapq.heappush(heap, (self._expected[session], session))
+        if len(heap) > 64 + 4 * len(self._expected):
+            # Doubles and outdated entries go; a sorted list is a heap.
+            kept = [entry for entry in heap if self._expected.get(entry[1]) == entry[0]]
+            heap[:] = sorted(dict.fromkeys(kept))
 
     def _put(self, session: str) -> None:
         self._put_off[session] = None

@@ -143,8 +143,15 @@ class IdleSessions:
             self._behind.queue(now, queue_s, soon_s)
 
     def comes_by(self, until: float) -> bool:
-        """Whether a session that is likely to return should be back by then. O(idle sessions)."""
-        return any(one.chance >= _LIKELY and one.at <= until for one in self._expected.values())
+        """Whether a session with pages on the device, and likely to return, should be back by then.
+        O(idle sessions).
+        """
+        for one in self._expected.values():
+            if one.chance >= _LIKELY and one.at <= until:
+                missing = self._prefetcher.missing(owner_of(one.session))
+                if missing.reach > missing.lacking:
+                    return True
+        return False
 
     def demotions(self, view: StepView) -> tuple[Move, ...]:
         """For one session a step: copies of its pages that are in device or host alone to a lower

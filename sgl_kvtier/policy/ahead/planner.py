@@ -151,9 +151,10 @@ class Lookahead:
         """Whether a session probably comes within this time whose pages on the device the request
         would take. Leaves no trace.
         """
-        until = question.now + within_s
-        room = self._room(question.free, question.empty, question.pages, until)
-        return room < question.pages and self._idle.comes_by(until)
+        until, pages = question.now + within_s, question.pages
+        return self._room(
+            question.free, question.empty, pages, until
+        ) < pages and self._idle.comes_by(until)
 
     def sessions_with(self, question: SessionsWith) -> tuple[str, ...]:
         """The sessions whose prompts have this page, abandoned ones included. O(pages of those)."""
@@ -300,12 +301,14 @@ class Lookahead:
         return turns + due
 
     def _soon_s(self, view: StepView) -> float:
-        """Sessions that come within this time run before requests that wait: as long as a request
-        of the queue would wait for them, on average.
+        """Sessions that come within this time run before requests that wait: as long as the one of
+        them with most to compute would wait for a session.
         """
-        if self._config.queue != "shortest" or self._rules.overtaking <= 0:
+        rules, tokens = self._rules, max(view.fresh, default=0)
+        if self._config.queue != "shortest" or rules.overtaking <= 0:
             return 0.0
-        return self._rules.holding * self._queued_s / max(1, len(view.waiting))
+        step_tokens = view.prefill_tokens or self._engine.chunk_tokens
+        return rules.holding * tokens / step_tokens * self._iteration()
 
     def _queue_s(self, view: StepView, restoring: Collection[str]) -> float:
         """Seconds until the requests that run and wait now are computed, except restored ones whose

@@ -33,6 +33,11 @@ between them the order would change with every page that lands, and pages read f
 for another's.
 """
 
+_SHORT: Final = 0.25
+"""A request waits for a session only as long as that could then overtake it with this share of its
+work.
+"""
+
 
 @dataclass(slots=True)
 class _Place:
@@ -98,7 +103,7 @@ class QueueOrder:
         if self._under_way.config.queue != "shortest" or rules.overtaking <= 0:
             return 0.0
         place = self._places.get(question.request.rid) or _Place(rules.overtaking * work_s)
-        return min(rules.holding * work_s, place.slack_s(question.now))
+        return min(rules.holding * work_s, place.slack_s(question.now) - _SHORT * work_s)
 
     def hold(self, question: HeldBack) -> None:
         """It waits for a session: its time of being overtaken begins."""

@@ -5,6 +5,7 @@ SGLang's own method.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -95,15 +96,19 @@ def read_first(original: Callable[..., bool], scheduler: Scheduler, req: Req) ->
 
 def after_pass(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     """With nothing to run and pages in flight it waits until one lands, so that the threads that
-    land it get the interpreter.
+    land it get the interpreter. With a request that waits for a session it lets some time pass.
     """
     del args, kwargs
     parts = parts_of(scheduler.tree_cache)
     if parts is None:
         return
     parts.turns.passed(result.batch_to_run is not None)
-    if parts.engine.loads and result.batch_to_run is None:
+    if result.batch_to_run is not None:
+        return
+    if parts.engine.loads:
         parts.engine.mover.wait_news(_NAP_S)
+    elif parts.queue is not None and parts.queue.holds:
+        time.sleep(_NAP_S)
 
 
 def time_batch(

@@ -129,7 +129,7 @@ class Parts:
         """
         assert self.queue is not None, "only where the planner orders"
         try:
-            return self.queue.held_back(req, pages, free, empty, self.context.moment())
+            return self.queue.held_back(req, (pages, free, empty), self.context.moment())
         except Exception:
             logger.exception("kvtier: ordering the queue failed; it stays in the order of arrival")
             self.queue = None

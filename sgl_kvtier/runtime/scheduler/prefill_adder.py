@@ -198,8 +198,6 @@ class KVTierPrefillAdder(PrefillAdder):
         engine = self.tree_cache.kvtier.engine
         r = engine.of(req.rid)
         if r is None:
-            if self._held_back(req):
-                return AddReqResult.OTHER
             verdict = self._add_plain(req, has_chunked_req, truncation_align_size)
         else:
             verdict = self._add_restoring(r, req, has_chunked_req, truncation_align_size)
@@ -218,10 +216,13 @@ class KVTierPrefillAdder(PrefillAdder):
         one leaves room as well.
         """
         left = requests.prompt_tokens(req) - requests.found(req).tokens
-        if self.rem_chunk_tokens is None or left <= self.rem_chunk_tokens:
-            return super().add_one_req(req, has_chunked_req, align)
-        if has_chunked_req or self.new_chunked_req is not None:
+        whole = self.rem_chunk_tokens is None or left <= self.rem_chunk_tokens
+        if not whole and (has_chunked_req or self.new_chunked_req is not None):
             return self._passed_over() or super().add_one_req(req, has_chunked_req, align)
+        if self._held_back(req):
+            return AddReqResult.OTHER
+        if whole:
+            return super().add_one_req(req, has_chunked_req, align)
         tokens = self._chunk_beside(req, left)
         verdict = self._add_with_limit(req, has_chunked_req, align, tokens)
         if tokens is None or self.new_chunked_req is not req:
@@ -231,17 +232,21 @@ class KVTierPrefillAdder(PrefillAdder):
 
     def _held_back(self, req: Req) -> bool:
         """Whether a request that could be admitted waits for a session that is about to return,
-        whose pages it would take.
+        whose pages its prompt would take.
         """
         parts, page = self.tree_cache.kvtier, self.page_size
-        if not parts.orders:
+        if not parts.orders or parts.ahead is None:
             return False
-        left = requests.prompt_tokens(req) - requests.found(req).device
-        pages = -(-self._rest_of(req, left) // page)
-        free, empty = int(self.rem_total_tokens) // page, parts.context.device.available()
+        left, tokens = (
+            requests.prompt_tokens(req) - requests.found(req).device,
+            int(self.rem_total_tokens),
+        )
+        pages, free, empty = -(-left // page), tokens // page, parts.context.device.available()
         held = self.memory_budget._available_and_evictable() - empty
         empty_left = max(0, free - held // page)
-        return empty_left < pages <= free and parts.held_back(req, pages, free, empty_left)
+        if not empty_left < pages or left + requests.output_room(req, page) > tokens:
+            return False
+        return parts.held_back(req, pages, free, empty_left)
 
     def _passed_over(self) -> AddReqResult | None:
         """CONTINUE for a request that needs the taken slot, in a pass whose chunk was cut: SGLang

@@ -30,6 +30,12 @@ class Queue:
         self._sorted: list[str] = []
         self._asked_at = 0.0
         self._waiting: list[Req] = []
+        self._known: dict[str, None] = {}
+        """Requests that the planner knows the places of."""
+        self.holds = False
+        """Whether one is held back in this pass."""
+        self._held = False
+        """Whether one was since the planner was asked for an order."""
         self.in_force = False
         """Whether the planner's order is SGLang's."""
 
@@ -38,6 +44,7 @@ class Queue:
         time to time. `now` is the agreed time in seconds.
         """
         self._waiting, self.in_force = queue, True
+        self.holds = False
         if [req.rid for req in queue] == self._sorted and 0 <= now - self._asked_at < ASK_AGAIN_S:
             return
         came = {req.rid: self._came.get(req.rid, 0) for req in queue}
@@ -46,9 +53,11 @@ class Queue:
                 self._number += 1
                 came[rid] = self._number
         self._came, self._asked_at = came, now
-        if len(queue) > 1 or len(self._sorted) > 1:
-            there = sorted(queue, key=lambda req: came[req.rid])
-            waiting = tuple([self._waiter(req) for req in there[:_MOST]])
+        if len(queue) > 1 or len(self._sorted) > 1 or self._held:
+            self._held = False
+            there = sorted(queue, key=lambda req: came[req.rid])[:_MOST]
+            waiting = tuple([self._waiter(req) for req in there])
+            self._known = dict.fromkeys(one.rid for one in waiting)
             order = self._planner.query(RunOrder(waiting, now))
             places = {rid: place for place, rid in enumerate(order)}
             queue.sort(key=lambda req: (places.get(req.rid, _MOST), came[req.rid]))
@@ -65,11 +74,16 @@ class Queue:
         done = requests.prompt_tokens(req) - left
         return self._planner.query(ChunkBeside(done, left, most, room, waiting))
 
-    def held_back(self, req: Req, pages: int, free: int, empty: int, now: float) -> bool:
-        """Whether a request that needs so many of the `free` device pages waits for a session that
-        is about to return; `empty` ones hold nothing.
+    def held_back(self, req: Req, device: tuple[int, int, int], now: float) -> bool:
+        """Whether a request waits for a session that is about to return. Pages of the device: those
+        it needs, those that may be claimed, and those of them that hold nothing.
         """
-        return self._planner.query(HeldBack(self._waiter(req), pages, free, empty, now))
+        if len(self._waiting) > 1 and req.rid not in self._known:
+            return False  # too far behind to have a place
+        question = HeldBack(self._waiter(req), *device, now)
+        held: bool = self._planner.query(question)
+        self.holds, self._held = self.holds or held, self._held or held
+        return held
 
     def _waiter(self, req: Req) -> Waiter:
         there = requests.found(req)
