@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgl_kvtier.policy.messages import ChunkBeside, HeldBack, Waiter
+from sgl_kvtier.runtime.scheduler import hooks
 from sgl_kvtier.runtime.scheduler.queue import Queue, in_order_of_arrival
 
 
@@ -194,3 +195,23 @@ def test_the_planner_hears_that_one_held_back_alone_has_gone() -> None:
     assert not ordered.holds, "not in this pass"
     ordered.sort([request("next")], 5.0)
     assert [[one.rid for one in waiting] for waiting in planner.asked] == [["next"]]
+
+
+def test_a_pass_that_only_holds_back_lets_some_time_pass(monkeypatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(hooks.time, "sleep", slept.append)
+    parts = SimpleNamespace(
+        turns=SimpleNamespace(passed=lambda ran: None),
+        engine=SimpleNamespace(loads=[]),
+        queue=SimpleNamespace(holds=True),
+    )
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(kvtier=parts))
+    hooks.after_pass(SimpleNamespace(batch_to_run=object()), scheduler)
+    assert not slept, "something runs"
+    hooks.after_pass(SimpleNamespace(batch_to_run=None), scheduler)
+    assert slept == [0.001]
+    parts.queue.holds = False
+    hooks.after_pass(SimpleNamespace(batch_to_run=None), scheduler)
+    parts.queue = None
+    hooks.after_pass(SimpleNamespace(batch_to_run=None), scheduler)
+    assert slept == [0.001]
