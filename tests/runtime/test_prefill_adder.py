@@ -172,7 +172,8 @@ def test_the_first_chunk_is_as_long_as_the_planner_says(monkeypatch):
     assert adder.memory_budget.total_offset == 1000 + rest - 64
 
 
-def test_one_that_needs_the_taken_slot_keeps_none_waiting_that_a_chunk_was_cut_for(monkeypatch):
+def left_to_sglang(monkeypatch: Any) -> list[str]:
+    """The requests that SGLang's own adder is asked for from now on; it answers OTHER."""
     seen: list[str] = []
 
     def add(self: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
@@ -180,6 +181,11 @@ def test_one_that_needs_the_taken_slot_keeps_none_waiting_that_a_chunk_was_cut_f
         return AddReqResult.OTHER
 
     monkeypatch.setattr(PrefillAdder, "add_one_req", add)
+    return seen
+
+
+def test_one_that_needs_the_taken_slot_keeps_none_waiting_that_a_chunk_was_cut_for(monkeypatch):
+    seen = left_to_sglang(monkeypatch)
 
     def add_next(self: Any, req: Any) -> Any:
         req.extend_end = req.prefix_len + 64
@@ -218,13 +224,7 @@ def holding(*answers: bool) -> tuple[KVTierPrefillAdder, list[tuple[str, int, in
 
 
 def test_one_that_fits_waits_where_the_planner_says_so(monkeypatch):
-    added: list[str] = []
-
-    def add(self: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
-        added.append(req.rid)
-        return AddReqResult.OTHER
-
-    monkeypatch.setattr(PrefillAdder, "add_one_req", add)
+    added = left_to_sglang(monkeypatch)
     adder, asked = holding(True, False)
     large = in_chunks("large", 2000)
     assert adder.add_one_req(large, False, None) is AddReqResult.OTHER

@@ -81,7 +81,6 @@ class Behind:
         """Puts a session off, or not."""
         expected = self._expected[session]
         self._before.pop(session, None)
-        was = session in self._put_off
         self._put_off.pop(session, None)
         if expected >= self._until:
             self._push(self._order, session)
@@ -89,7 +88,7 @@ class Behind:
             self._before[session] = None
         else:
             self._put(session)
-            if not was and session in self._likely:
+            if session in self._likely:
                 self._push(self._later, session)
             return
         self._map.expect(owner_of(session), expected)

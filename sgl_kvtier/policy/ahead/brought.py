@@ -13,6 +13,7 @@ from typing import Final
 
 from sgl_kvtier.policy.ahead.flights import Flights
 from sgl_kvtier.policy.ahead.ledger import Ledger
+from sgl_kvtier.policy.sessions.returns import LIKELY
 from sgl_kvtier.types import PageKey, Tier
 
 _PAUSE_S: Final = 0.05
@@ -20,8 +21,6 @@ _LONGEST_PAUSE_S: Final = 5.0
 """Nothing is moved for an owner for this many seconds after a failed move, doubled with each
 further failure up to the longest.
 """
-_LIKELY: Final = 0.5
-"""Nothing is prefetched for a session that comes back with a smaller chance."""
 
 
 class Brought:
@@ -115,7 +114,7 @@ class Brought:
         """
         if self.paused(owner, now) or target in self._gave_way.get(owner, ()):
             return False
-        return chance >= _LIKELY and self._ledger.allows(chance)
+        return chance >= LIKELY and self._ledger.allows(chance)
 
     def paused(self, owner: str, now: float) -> bool:
         """Whether nothing is moved for an owner because a move has failed."""

@@ -20,14 +20,13 @@ from sgl_kvtier.policy.messages import Move, StepView
 from sgl_kvtier.policy.pages.owners import owner_of
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.policy.rules import Rules
+from sgl_kvtier.policy.sessions.returns import LIKELY
 from sgl_kvtier.policy.sessions.sessions import Return
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 MOST_IDLE: Final = 10_000
 """Most idle sessions that are tracked."""
-_LIKELY: Final = 0.5
-"""A session comes rather than not."""
 _SPARE_SOON: Final = 1000
 _MOST_LOST: Final = 100_000
 """Most pages of abandoned sessions whose names are kept for a later hint: at most 100 bytes each,
@@ -87,7 +86,7 @@ class IdleSessions:
             return
         first = session not in self._expected
         self._expected[session] = expected
-        self._behind.expect(session, expected.next_use, expected.chance >= _LIKELY)
+        self._behind.expect(session, expected.next_use, expected.chance >= LIKELY)
         pages = self._prefetcher.missing(owner_of(session)).pages
         lead_s = 2 * (
             iteration_s
@@ -147,7 +146,7 @@ class IdleSessions:
         O(idle sessions).
         """
         for one in self._expected.values():
-            if one.chance >= _LIKELY and one.at <= until:
+            if one.chance >= LIKELY and one.at <= until:
                 missing = self._prefetcher.missing(owner_of(one.session))
                 if missing.reach > missing.lacking:
                     return True

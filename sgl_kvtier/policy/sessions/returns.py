@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+LIKELY: Final = 0.5
+"""With at least this chance a session comes rather than not."""
 _KEEP: Final = 0.99
 _PRIOR: Final = 2.0
 """All sessions together count as much as this many sessions of the class."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import LeftToEngine, RestoreOffered
@@ -27,6 +28,8 @@ from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req, Tree
 from sgl_kvtier.runtime.step.context import StepContext
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class Parts:
@@ -100,11 +103,17 @@ class Parts:
         """Orders SGLang's queue. If that fails, it stays as it is."""
         if self.queue is None or tree_ranks.stages(self.context.tree) > 1:
             return
+        self._ask(lambda queue: queue.sort(waiting, self.context.moment()), None)
+
+    def _ask(self, ask: Callable[[Queue], _T], otherwise: _T) -> _T:
+        """What the queue answers. If it fails, it is given up, and this is the answer."""
+        assert self.queue is not None, "only where the planner orders"
         try:
-            self.queue.sort(waiting, self.context.moment())
+            return ask(self.queue)
         except Exception:
             logger.exception("kvtier: ordering the queue failed; it stays in the order of arrival")
             self.queue = None
+            return otherwise
 
     @property
     def orders(self) -> bool:
@@ -115,25 +124,14 @@ class Parts:
         """Tokens of the chunk, up to `most`, of a request that restores nothing and has `left` to
         compute: short ones run beside it, and may take `room` tokens of the device.
         """
-        assert self.queue is not None, "only where the planner orders"
-        try:
-            return self.queue.chunk(req, left, most, room)
-        except Exception:
-            logger.exception("kvtier: ordering the queue failed; it stays in the order of arrival")
-            self.queue = None
-            return most
+        return self._ask(lambda queue: queue.chunk(req, left, most, room), most)
 
     def held_back(self, req: Req, pages: int, free: int, empty: int) -> bool:
         """Whether a request that could be admitted waits for a session to return. Pages of the
         device: those it needs, those that may be claimed, and those of them that hold nothing.
         """
-        assert self.queue is not None, "only where the planner orders"
-        try:
-            return self.queue.held_back(req, (pages, free, empty), self.context.moment())
-        except Exception:
-            logger.exception("kvtier: ordering the queue failed; it stays in the order of arrival")
-            self.queue = None
-            return False
+        device, now = (pages, free, empty), self.context.moment()
+        return self._ask(lambda queue: queue.held_back(req, device, now), False)
 
     def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass; None: SGLang decides."""

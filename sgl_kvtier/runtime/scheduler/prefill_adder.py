@@ -237,14 +237,12 @@ class KVTierPrefillAdder(PrefillAdder):
         parts, page = self.tree_cache.kvtier, self.page_size
         if not parts.orders or parts.ahead is None:
             return False
-        left, tokens = (
-            requests.prompt_tokens(req) - requests.found(req).device,
-            int(self.rem_total_tokens),
-        )
-        pages, free, empty = -(-left // page), tokens // page, parts.context.device.available()
-        held = self.memory_budget._available_and_evictable() - empty
-        empty_left = max(0, free - held // page)
-        if not empty_left < pages or left + requests.output_room(req, page) > tokens:
+        left = requests.prompt_tokens(req) - requests.found(req).device
+        tokens, empty = int(self.rem_total_tokens), parts.context.device.available()
+        evictable = self.memory_budget._available_and_evictable() - empty
+        pages, free = -(-left // page), tokens // page
+        empty_left = max(0, free - evictable // page)
+        if pages <= empty_left or left + requests.output_room(req, page) > tokens:
             return False
         return parts.held_back(req, pages, free, empty_left)
 

@@ -30,7 +30,7 @@ class Queue:
         self._sorted: list[str] = []
         self._asked_at = 0.0
         self._waiting: list[Req] = []
-        self._known: dict[str, None] = {}
+        self._known: frozenset[str] = frozenset()
         """Requests that the planner knows the places of."""
         self.holds = False
         """Whether one is held back in this pass."""
@@ -57,7 +57,7 @@ class Queue:
             self._held = False
             there = sorted(queue, key=lambda req: came[req.rid])[:_MOST]
             waiting = tuple([self._waiter(req) for req in there])
-            self._known = dict.fromkeys(one.rid for one in waiting)
+            self._known = frozenset(one.rid for one in waiting)
             order = self._planner.query(RunOrder(waiting, now))
             places = {rid: place for place, rid in enumerate(order)}
             queue.sort(key=lambda req: (places.get(req.rid, _MOST), came[req.rid]))
