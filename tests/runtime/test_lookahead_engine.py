@@ -5,7 +5,7 @@ are fakes; no server.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from sgl_kvtier.policy.messages import RequestFinished
 from sgl_kvtier.policy.pages.owners import owner_of
@@ -13,6 +13,8 @@ from sgl_kvtier.runtime.ahead import engine as lookahead_engine
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine, _Known
 from sgl_kvtier.runtime.ahead.host_pins import MOST_PINS
 from sgl_kvtier.runtime.ahead.promotions import Path
+from sgl_kvtier.runtime.sglang.types import Req
+from sgl_kvtier.runtime.step.page_names import SessionNames
 from sgl_kvtier.types import PageKey
 
 PAGE = 4
@@ -59,6 +61,19 @@ def test_a_session_whose_waiting_request_is_aborted_keeps_its_path():
     hands.gone("r")
     assert hands._idle == {"7": own} and hands._idle_tokens == PAGE
     assert [(type(fact), fact.rid) for fact in hands.context.facts] == [(RequestFinished, "r")]  # type: ignore[union-attr]
+
+
+def test_a_prompt_behind_a_flush_goes_on_with_no_session_before_it():
+    """Rounds of a comparison repeat their prompts: the time between two is no agent's tool call."""
+    hands, req = made(), cast(Req, SimpleNamespace(rid="r"))
+    hands.promotions = SimpleNamespace(reset=lambda: None)  # type: ignore[assignment]
+    hands.facts = SimpleNamespace(cleared=tuple, dropped=lambda keys, tier: None)  # type: ignore[assignment]
+    hands.pages = SimpleNamespace(resident=lambda tier: ())  # type: ignore[assignment]
+    hands.sessions = SessionNames()
+    hands.sessions.ended("7", KEYS)
+    assert hands.sessions.of(req, KEYS) == "7"
+    hands.reset()
+    assert hands.sessions.of(req, KEYS) == "from r"
 
 
 def test_a_prompt_that_was_asked_before_is_known_to_be_in_the_tree_as_far_as_it_is():

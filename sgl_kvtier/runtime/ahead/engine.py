@@ -178,7 +178,8 @@ class LookaheadEngine:
             self._tell(StepDone(chunk.seconds, tokens, 0, _LATER))
 
     def reset(self) -> None:
-        """Before the pools are emptied."""
+        """Before the pools are emptied. A prompt that comes behind it begins a session."""
+        self.sessions = SessionNames()
         self.promotions.reset()
         self.facts.dropped(self.facts.cleared(), Tier.HOST)
         self.facts.dropped(tuple(self.pages.resident(Tier.DEVICE)), Tier.DEVICE)
