@@ -431,13 +431,15 @@ class ChunkBeside(Question[int]):
 class HeldBack(Question[bool]):
     """Does a request that could be admitted wait for a session that is about to return, whose pages
     it would take? It needs `pages` of the device, of which `free` may be claimed and `empty` hold
-    nothing. The planner takes note of requests that it holds back.
+    nothing; of host memory `host_empty` hold nothing. The planner takes note of requests that it
+    holds back.
     """
 
     request: Waiter
     pages: int
     free: int
     empty: int
+    host_empty: int
     now: float
 
 

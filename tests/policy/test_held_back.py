@@ -65,9 +65,12 @@ def begin(planner: Planner, now: float, session: int, turn: int) -> None:
     planner.observe(ChunkStarted(rid, Span(0, 16 * PAGES), now))
 
 
-def asked(now: float, one: Waiter = NEW, empty: int = 0, evictable: int = 2 * PAGES) -> HeldBack:
+def asked(
+    now: float, one: Waiter = NEW, empty: int = 0, evictable: int = 2 * PAGES, host_empty: int = 0
+) -> HeldBack:
     """All of the device that is not empty can be evicted."""
-    return HeldBack(one, -(-one.prompt_tokens // 16), evictable + empty, empty, now)
+    pages = -(-one.prompt_tokens // 16)
+    return HeldBack(one, pages, evictable + empty, empty, host_empty, now)
 
 
 def test_it_waits_where_a_session_that_comes_soon_would_lose_its_pages() -> None:
@@ -84,6 +87,31 @@ def test_it_waits_the_longer_the_more_there_is_to_compute_for_it() -> None:
 def test_it_does_not_wait_where_there_is_room_beside_them() -> None:
     planner, now = server(0.2)
     assert not planner.query(asked(now + 0.01, empty=PAGES))
+
+
+def test_it_does_not_wait_where_host_memory_has_room_for_all_of_them() -> None:
+    """The session then comes back from there, which costs next to nothing."""
+    planner, now = server(0.2)
+    assert not planner.query(asked(now + 0.01, host_empty=PAGES))
+    assert planner.query(asked(now + 0.01, host_empty=PAGES - 1))
+
+
+def test_a_session_that_is_back_in_host_memory_does_not_wait_for_another() -> None:
+    planner, now = server(0.2)
+    back = Waiter("back", 16 * PAGES + 320, host_tokens=16 * PAGES)  # 20 new pages
+    assert planner.query(asked(now + 0.01, back, host_empty=PAGES - 1))
+    assert not planner.query(asked(now + 0.01, back, host_empty=PAGES))
+
+
+def test_host_pages_that_nobody_is_known_to_need_are_room_as_well() -> None:
+    planner, now = server(0.2)
+    old = keys_of(9)
+    planner.observe(PagesPlaced(old[1:], Tier.HOST, now))
+    assert planner.query(asked(now + 0.01))
+    planner.observe(PagesPlaced(old[:1], Tier.HOST, now))
+    assert not planner.query(asked(now + 0.01))
+    planner.observe(RequestArrived("w", now, 16 * PAGES + 1, old))
+    assert planner.query(asked(now + 0.01)), "another request waits for them"
 
 
 def test_it_takes_the_pages_of_a_session_that_returns_later() -> None:

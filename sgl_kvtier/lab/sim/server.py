@@ -504,7 +504,11 @@ class Server:
         empty = device.capacity - device.used
         if not empty < pages <= device.available:
             return False
-        question = HeldBack(_waiter(live), pages, device.available, empty, self._env.now)
+        host = self._hands.caches.host
+        host_empty = host.capacity - host.used
+        question = HeldBack(
+            _waiter(live), pages, device.available, empty, host_empty, self._env.now
+        )
         held = cast(Consulted, self._planner).query(question)
         self._held = self._held or held
         return held

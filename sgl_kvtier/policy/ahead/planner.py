@@ -17,6 +17,7 @@ PagesDropped. A Move that fails is a PagesDropped in the target tier.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -62,6 +63,9 @@ _ROUNDS: Final = 4
 """Once in this many steps, victims are named for the pages that prefill will claim until the next
 time, each turn's time reaches the map, and the queue is measured.
 """
+
+_LAST: Final = sys.float_info.max
+"""Only pages without a known next use are needed later."""
 
 
 @dataclass(slots=True)
@@ -145,16 +149,22 @@ class Lookahead:
         before `until`, in seconds of the executor's clock. Leaves no trace.
         """
         free, empty = view.free_pages[Tier.DEVICE], view.empty_pages.get(Tier.DEVICE)
-        return self._room(free, empty, pages, until)
+        return self._room(Tier.DEVICE, free, empty, pages, until)
 
     def returns_into(self, question: HeldBack, within_s: float) -> bool:
         """Whether a session probably comes within this time whose pages on the device the request
-        would take. Leaves no trace.
+        would take. Not where host memory has room for the request's beside all that are known to
+        be needed: the session finds its own there. Leaves no trace.
         """
-        until, pages = question.now + within_s, question.pages
-        return self._room(
-            question.free, question.empty, pages, until
-        ) < pages and self._idle.comes_by(until)
+        until, one, page = question.now + within_s, question.request, self._engine.page_tokens
+        new = -(-(one.prompt_tokens - one.device_tokens - one.host_tokens) // page)
+        host_free = question.host_empty + self.map.evictable(Tier.HOST)
+        return (
+            self._room(Tier.DEVICE, question.free, question.empty, question.pages, until)
+            < question.pages
+            and self._room(Tier.HOST, host_free, question.host_empty, new, _LAST) < new
+            and self._idle.comes_by(until)
+        )
 
     def sessions_with(self, question: SessionsWith) -> tuple[str, ...]:
         """The sessions whose prompts have this page, abandoned ones included. O(pages of those)."""
@@ -198,10 +208,10 @@ class Lookahead:
         )
         return self.last.evictions, self.last.moves + self._idle.demotions(view)
 
-    def _room(self, free: int, empty: int | None, pages: int, until: float) -> int:
+    def _room(self, tier: Tier, free: int, empty: int | None, pages: int, until: float) -> int:
         self.map.owners.asked_aside = True
         try:
-            return Room(self.map, Tier.DEVICE, free, empty).take(pages, until)
+            return Room(self.map, tier, free, empty).take(pages, until)
         finally:
             self.map.owners.asked_aside = False
 

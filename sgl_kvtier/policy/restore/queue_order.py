@@ -7,7 +7,7 @@ clock, since work is predicted for compute and links alone: memory may be short 
 those that came before it run in the order of arrival.
 
 A session that returns in a moment overtakes as well, where it finds its pages in memory. So a
-request that would take them waits for it, within the same bound.
+request that would push them out of it waits for the session, within the same bound.
 
 A long prompt that is computed in chunks takes all tokens of every step, and all behind it wait for
 its end, however little there is to compute for them. So its chunk leaves room for such requests.

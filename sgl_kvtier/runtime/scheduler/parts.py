@@ -130,8 +130,8 @@ class Parts:
         """Whether a request that could be admitted waits for a session to return. Pages of the
         device: those it needs, those that may be claimed, and those of them that hold nothing.
         """
-        device, now = (pages, free, empty), self.context.moment()
-        return self._ask(lambda queue: queue.held_back(req, device, now), False)
+        pools = (pages, free, empty, self.context.host.available() // self.context.page)
+        return self._ask(lambda queue: queue.held_back(req, pools, self.context.moment()), False)
 
     def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass; None: SGLang decides."""
