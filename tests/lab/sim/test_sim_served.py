@@ -181,6 +181,7 @@ def test_one_that_would_take_a_sessions_pages_waits_as_in_a_server() -> None:
     asked = planner.of(HeldBack)
     assert asked[0].request.rid == "b" and len(asked) > 100
     assert asked[0].pages == 25 and asked[0].free == 40 and asked[0].empty < 25
+    assert asked[0].host_empty == 80 - 24, "the other one has its copies there"
     assert waits["again"].resident_tokens == 24 * PAGE > goes["again"].resident_tokens
     assert (waits["b"].first_chunk_s or 0.0) >= 103.0
 
