@@ -430,15 +430,11 @@ class ChunkBeside(Question[int]):
 @message
 class HeldBack(Question[bool]):
     """Does a request that could be admitted wait for a session that is about to return, whose pages
-    it would take? It needs `pages` of the device, of which `free` may be claimed and `empty` hold
-    nothing; of host memory `host_empty` hold nothing. The planner takes note of requests that it
-    holds back.
+    it would push out of host memory? Of that `host_empty` pages hold nothing. The planner takes
+    note of requests that it holds back.
     """
 
     request: Waiter
-    pages: int
-    free: int
-    empty: int
     host_empty: int
     now: float
 

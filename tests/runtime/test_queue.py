@@ -170,16 +170,16 @@ class Holding(Shortest):
 def test_whether_one_waits_for_a_session_is_the_planners_word() -> None:
     planner, one = Holding(), request("one", 900, device=64, host=32)
     ordered = queue(planner, one=400)
-    assert ordered.held_back(one, (60, 90, 10, 5), 7.5)
-    assert planner.held == [HeldBack(Waiter("one", 900, 64, 32, 304), 60, 90, 10, 5, 7.5)]
+    assert ordered.held_back(one, 5, 7.5)
+    assert planner.held == [HeldBack(Waiter("one", 900, 64, 32, 304), 5, 7.5)]
 
 
 def test_one_that_the_planner_has_no_place_for_does_not_wait() -> None:
     planner = Holding()
     ordered, waiting = queue(planner), [request(f"r{n}") for n in range(65)]
     ordered.sort(waiting, 0.0)
-    assert ordered.held_back(waiting[0], (6, 9, 1, 2), 0.0)
-    assert not ordered.held_back(waiting[64], (6, 9, 1, 2), 0.0)
+    assert ordered.held_back(waiting[0], 2, 0.0)
+    assert not ordered.held_back(waiting[64], 2, 0.0)
     assert [one.request.rid for one in planner.held] == ["r0"]
 
 
@@ -189,7 +189,7 @@ def test_the_planner_hears_that_one_held_back_alone_has_gone() -> None:
     ordered, alone = queue(planner), [request("alone")]
     ordered.sort(alone, 0.0)
     assert not planner.asked
-    ordered.held_back(alone[0], (6, 9, 1, 2), 0.0)
+    ordered.held_back(alone[0], 2, 0.0)
     assert ordered.holds
     ordered.sort(alone, 0.01)
     assert not ordered.holds, "not in this pass"

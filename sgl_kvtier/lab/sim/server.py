@@ -499,16 +499,10 @@ class Server:
             or live.restoring is not None
         ):
             return False
-        device = self._hands.caches.device
-        pages = live.whole_pages - live.resident_pages
-        empty = device.capacity - device.used
-        if not empty < pages <= device.available:
+        caches = self._hands.caches
+        if live.whole_pages - live.resident_pages > caches.device.available:
             return False
-        host = self._hands.caches.host
-        host_empty = host.capacity - host.used
-        question = HeldBack(
-            _waiter(live), pages, device.available, empty, host_empty, self._env.now
-        )
+        question = HeldBack(_waiter(live), caches.host.capacity - caches.host.used, self._env.now)
         held = cast(Consulted, self._planner).query(question)
         self._held = self._held or held
         return held

@@ -34,7 +34,7 @@ class Behind:
         self._put_off: dict[str, None] = {}
         self._before: dict[str, None] = {}
         """Sessions that would be put off if they did not come so soon."""
-        self._until = -math.inf
+        self.until = -math.inf
         """Sessions expected earlier are put off until this time."""
         self._soon = -math.inf
         """But not those that probably come by then."""
@@ -65,11 +65,11 @@ class Behind:
         """
         self._soon = now + soon_s
         again = [*self._before]
-        if now + queue_s > self._until or self._until - now > _LOOSE * queue_s:
+        if now + queue_s > self.until or self.until - now > _LOOSE * queue_s:
             again += self._put_off
             self._put_off = {}
-            self._until = now + _SPARE * queue_s if queue_s > 0 else -math.inf
-        for heap, before in ((self._order, self._until), (self._later, self._soon)):
+            self.until = now + _SPARE * queue_s if queue_s > 0 else -math.inf
+        for heap, before in ((self._order, self.until), (self._later, self._soon)):
             while heap and heap[0][0] < before:
                 expected, session = heapq.heappop(heap)
                 if self._expected.get(session) == expected:
@@ -82,7 +82,7 @@ class Behind:
         expected = self._expected[session]
         self._before.pop(session, None)
         self._put_off.pop(session, None)
-        if expected >= self._until:
+        if expected >= self.until:
             self._push(self._order, session)
         elif session in self._likely and expected < self._soon:
             self._before[session] = None
@@ -103,5 +103,5 @@ class Behind:
     def _put(self, session: str) -> None:
         self._put_off[session] = None
         self._map.expect(
-            owner_of(session), self._until - _APART * (self._until - self._expected[session])
+            owner_of(session), self.until - _APART * (self.until - self._expected[session])
         )

@@ -141,14 +141,19 @@ class IdleSessions:
         if self._expected:
             self._behind.queue(now, queue_s, soon_s)
 
+    @property
+    def put_off_until(self) -> float:
+        """About when the requests that wait now are done; -infinity where none waits."""
+        return self._behind.until
+
     def comes_by(self, until: float) -> bool:
-        """Whether a session with pages on the device, and likely to return, should be back by then.
-        O(idle sessions).
+        """Whether a session that has pages in memory, and is likely to return, should be back by
+        then. O(idle sessions).
         """
         for one in self._expected.values():
             if one.chance >= LIKELY and one.at <= until:
                 missing = self._prefetcher.missing(owner_of(one.session))
-                if missing.reach > missing.lacking:
+                if missing.reach > missing.below:
                     return True
         return False
 

@@ -17,7 +17,6 @@ PagesDropped. A Move that fails is a PagesDropped in the target tier.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -63,9 +62,6 @@ _ROUNDS: Final = 4
 """Once in this many steps, victims are named for the pages that prefill will claim until the next
 time, each turn's time reaches the map, and the queue is measured.
 """
-
-_LAST: Final = sys.float_info.max
-"""Only pages without a known next use are needed later."""
 
 
 @dataclass(slots=True)
@@ -152,19 +148,15 @@ class Lookahead:
         return self._room(Tier.DEVICE, free, empty, pages, until)
 
     def returns_into(self, question: HeldBack, within_s: float) -> bool:
-        """Whether a session probably comes within this time whose pages on the device the request
-        would take. Not where host memory has room for the request's beside all that are known to
-        be needed: the session finds its own there. Leaves no trace.
+        """Whether a session with pages in memory probably comes within this time, and host memory
+        has no room for the request's beside those that are needed until then, or until the queue is
+        done. Pages of the device have a copy there, or need one when they leave. Leaves no trace.
         """
-        until, one, page = question.now + within_s, question.request, self._engine.page_tokens
+        one, empty, page = question.request, question.host_empty, self._engine.page_tokens
         new = -(-(one.prompt_tokens - one.device_tokens - one.host_tokens) // page)
-        host_free = question.host_empty + self.map.evictable(Tier.HOST)
-        return (
-            self._room(Tier.DEVICE, question.free, question.empty, question.pages, until)
-            < question.pages
-            and self._room(Tier.HOST, host_free, question.host_empty, new, _LAST) < new
-            and self._idle.comes_by(until)
-        )
+        until, free = question.now + within_s, empty + self.map.evictable(Tier.HOST)
+        room = self._room(Tier.HOST, free, empty, new, max(until, self._idle.put_off_until))
+        return room < new and self._idle.comes_by(until)
 
     def sessions_with(self, question: SessionsWith) -> tuple[str, ...]:
         """The sessions whose prompts have this page, abandoned ones included. O(pages of those)."""

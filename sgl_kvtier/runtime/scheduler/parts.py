@@ -126,12 +126,10 @@ class Parts:
         """
         return self._ask(lambda queue: queue.chunk(req, left, most, room), most)
 
-    def held_back(self, req: Req, pages: int, free: int, empty: int) -> bool:
-        """Whether a request that could be admitted waits for a session to return. Pages of the
-        device: those it needs, those that may be claimed, and those of them that hold nothing.
-        """
-        pools = (pages, free, empty, self.context.host.available() // self.context.page)
-        return self._ask(lambda queue: queue.held_back(req, pools, self.context.moment()), False)
+    def held_back(self, req: Req) -> bool:
+        """Whether a request that could be admitted waits for a session to return."""
+        empty = self.context.host.available() // self.context.page
+        return self._ask(lambda queue: queue.held_back(req, empty, self.context.moment()), False)
 
     def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass; None: SGLang decides."""

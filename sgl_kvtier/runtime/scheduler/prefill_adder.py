@@ -232,19 +232,15 @@ class KVTierPrefillAdder(PrefillAdder):
 
     def _held_back(self, req: Req) -> bool:
         """Whether a request that could be admitted waits for a session that is about to return,
-        whose pages its prompt would take.
+        whose pages its prompt would push out of host memory.
         """
-        parts, page = self.tree_cache.kvtier, self.page_size
+        parts = self.tree_cache.kvtier
         if not parts.orders or parts.ahead is None:
             return False
         left = requests.prompt_tokens(req) - requests.found(req).device
-        tokens, empty = int(self.rem_total_tokens), parts.context.device.available()
-        evictable = self.memory_budget._available_and_evictable() - empty
-        pages, free = -(-left // page), tokens // page
-        empty_left = max(0, free - evictable // page)
-        if pages <= empty_left or left + requests.output_room(req, page) > tokens:
+        if left + requests.output_room(req, self.page_size) > int(self.rem_total_tokens):
             return False
-        return parts.held_back(req, pages, free, empty_left)
+        return bool(parts.held_back(req))
 
     def _passed_over(self) -> AddReqResult | None:
         """CONTINUE for a request that needs the taken slot, in a pass whose chunk was cut: SGLang

@@ -74,14 +74,13 @@ class Queue:
         done = requests.prompt_tokens(req) - left
         return self._planner.query(ChunkBeside(done, left, most, room, waiting))
 
-    def held_back(self, req: Req, pools: tuple[int, int, int, int], now: float) -> bool:
-        """Whether a request waits for a session that is about to return. Pages of the device: those
-        it needs, those that may be claimed, and those of them that hold nothing; of host memory:
-        those that hold nothing.
+    def held_back(self, req: Req, host_empty: int, now: float) -> bool:
+        """Whether a request waits for a session that is about to return. So many pages of host
+        memory hold nothing.
         """
         if len(self._waiting) > 1 and req.rid not in self._known:
             return False  # too far behind to have a place
-        question = HeldBack(self._waiter(req), *pools, now)
+        question = HeldBack(self._waiter(req), host_empty, now)
         held: bool = self._planner.query(question)
         self.holds, self._held = self.holds or held, self._held or held
         return held

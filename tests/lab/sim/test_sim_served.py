@@ -178,9 +178,8 @@ def test_one_that_would_take_a_sessions_pages_waits_as_in_a_server() -> None:
     waits, goes = (
         {one.rid: one for one in _run(kind, requests).requests} for kind in (planner, Asked(left))
     )
-    asked = planner.of(HeldBack)
-    assert asked[0].request.rid == "b" and len(asked) > 100
-    assert asked[0].pages == 25 and asked[0].free == 40 and asked[0].empty < 25
+    asked = [question for question in planner.of(HeldBack) if question.request.rid == "b"]
+    assert len(asked) > 100
     assert asked[0].host_empty == 80 - 24, "the other one has its copies there"
     assert waits["again"].resident_tokens == 24 * PAGE > goes["again"].resident_tokens
     assert (waits["b"].first_chunk_s or 0.0) >= 103.0
