@@ -160,9 +160,8 @@ class Rules:
     before it when it came, its own included. 0: requests run in the order of arrival.
     """
     holding: float = 2.0
-    """A request that would take the device's pages of a session waits for it where it should return
-    within this many times the request's own work, and host memory has no room for both: it then
-    runs first, from memory. 0: none waits.
+    """A request that would push pages out of host memory waits for a session that should return
+    within this many times the request's own work: it then runs first, from memory. 0: none waits.
     """
     beside: float = 0.25
     """Share of a step's tokens that the chunk of a prompt that restores nothing has beside waiting
