@@ -429,9 +429,9 @@ class ChunkBeside(Question[int]):
 
 @message
 class HeldBack(Question[bool]):
-    """Does a request that could be admitted wait for a session that is about to return, whose pages
-    it would push out of host memory? Of that `host_empty` pages hold nothing. The planner takes
-    note of requests that it holds back.
+    """Does a request that could be admitted, for which pages would have to leave the device, wait
+    for a session that is about to return? Of host memory `host_empty` pages hold nothing. The
+    planner takes note of requests that it holds back.
     """
 
     request: Waiter

@@ -161,7 +161,7 @@ class Rules:
     """
     holding: float = 2.0
     """A request that would push pages out of host memory waits for a session that should return
-    within this many times the request's own work: it then runs first, from memory. 0: none waits.
+    within this many times the request's own work: that runs first, from memory. 0: none waits.
     """
     beside: float = 0.25
     """Share of a step's tokens that the chunk of a prompt that restores nothing has beside waiting

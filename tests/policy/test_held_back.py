@@ -1,4 +1,4 @@
-"""A request that would take the pages of a session that is about to return waits for it."""
+"""A request waits for a session that is about to return, where host memory is short."""
 
 from __future__ import annotations
 
@@ -147,8 +147,16 @@ def test_nobody_waits_for_a_session_that_has_nothing_in_memory() -> None:
             planner.observe(PagesPlaced(keys_of(session), Tier.STORAGE, now))
             planner.observe(PagesDropped(keys_of(session), tier, now))
     planner.observe(RequestArrived("w", now, 16 * PAGES + 1, keys_of(5)))
+    planner.observe(ChunkStarted("w", Span(0, 16 * PAGES), now))
     planner.observe(PagesPlaced(keys_of(5), Tier.HOST, now))
     assert not planner.query(asked(now + 0.01))
+
+
+def test_nobody_waits_where_no_waiting_makes_room() -> None:
+    """The request has more pages than host memory."""
+    planner, now = server(0.2)
+    assert planner.query(asked(now + 0.01, Waiter("whole", 16 * 2 * PAGES)))
+    assert not planner.query(asked(now + 0.01, Waiter("more", 16 * 2 * PAGES + 1)))
 
 
 @pytest.mark.parametrize(

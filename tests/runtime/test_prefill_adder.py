@@ -42,7 +42,12 @@ def adder_with(
     """
     adder = KVTierPrefillAdder.__new__(KVTierPrefillAdder)
     parts = SimpleNamespace(
-        engine=engine, orders=chunk is not None, chunk_beside=chunk, held_back=held, ahead=object()
+        engine=engine,
+        orders=chunk is not None,
+        chunk_beside=chunk,
+        held_back=held,
+        ahead=object(),
+        context=SimpleNamespace(device=SimpleNamespace(available=lambda: free // 2)),
     )
     adder.tree_cache = SimpleNamespace(kvtier=parts)
     adder.page_size = PAGE
@@ -204,7 +209,7 @@ def test_one_that_needs_the_taken_slot_keeps_none_waiting_that_a_chunk_was_cut_f
 
 def holding(*answers: bool) -> tuple[KVTierPrefillAdder, list[str]]:
     """An adder whose planner answers so when asked whether one waits, and of which it is asked.
-    4,096 tokens of the device can be claimed; 1,000 are others' already.
+    4,096 tokens of the device can be claimed, half of them by evicting; 1,000 are others' already.
     """
     asked: list[str] = []
     left = list(answers)
@@ -220,14 +225,14 @@ def holding(*answers: bool) -> tuple[KVTierPrefillAdder, list[str]]:
 
 def test_one_that_fits_waits_where_the_planner_says_so(monkeypatch):
     added = left_to_sglang(monkeypatch)
-    adder, asked = holding(True, False, False)
+    adder, asked = holding(True, False)
     large = in_chunks("large", 2000)
     assert adder.add_one_req(large, False, None) is AddReqResult.OTHER
     assert not added, "SGLang ends the pass, and tries again"
     adder.add_one_req(large, False, None)
     adder.add_one_req(in_chunks("small", 1000), False, None)
     adder.add_one_req(in_chunks("huge", 4000), False, None)
-    assert asked == ["large", "large", "small"], "the other does not fit anyway"
+    assert asked == ["large"] * 2, "what is empty is enough for one, and the other does not fit"
     assert added == ["large", "small", "huge"]
 
 

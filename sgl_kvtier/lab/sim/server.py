@@ -500,7 +500,8 @@ class Server:
         ):
             return False
         caches = self._hands.caches
-        if live.whole_pages - live.resident_pages > caches.device.available:
+        device, pages = caches.device, live.whole_pages - live.resident_pages
+        if not device.capacity - device.used < pages <= device.available:
             return False
         question = HeldBack(_waiter(live), caches.host.capacity - caches.host.used, self._env.now)
         held = cast(Consulted, self._planner).query(question)

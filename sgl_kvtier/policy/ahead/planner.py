@@ -150,13 +150,13 @@ class Lookahead:
     def returns_into(self, question: HeldBack, within_s: float) -> bool:
         """Whether a session with pages in memory probably comes within this time, and host memory
         has no room for the request's beside those that are needed until then, or until the queue is
-        done. Pages of the device have a copy there, or need one when they leave. Leaves no trace.
+        done. Not where waiting could not make that room. Leaves no trace.
         """
         one, empty, page = question.request, question.host_empty, self._engine.page_tokens
         new = -(-(one.prompt_tokens - one.device_tokens - one.host_tokens) // page)
         until, free = question.now + within_s, empty + self.map.evictable(Tier.HOST)
         room = self._room(Tier.HOST, free, empty, new, max(until, self._idle.put_off_until))
-        return room < new and self._idle.comes_by(until)
+        return room < new <= free and self._idle.comes_by(until)
 
     def sessions_with(self, question: SessionsWith) -> tuple[str, ...]:
         """The sessions whose prompts have this page, abandoned ones included. O(pages of those)."""

@@ -6,8 +6,8 @@ before it when it came, its own included. The time counts from the first that ov
 clock, since work is predicted for compute and links alone: memory may be short as well. Then it and
 those that came before it run in the order of arrival.
 
-A session that returns in a moment overtakes as well, where it finds its pages in memory. So a
-request that would push them out of it waits for the session, within the same bound.
+A session that returns in a moment overtakes as well, where it finds its pages in memory. So where
+that is short, a request waits for the session, within the same bound.
 
 A long prompt that is computed in chunks takes all tokens of every step, and all behind it wait for
 its end, however little there is to compute for them. So its chunk leaves room for such requests.

@@ -231,16 +231,16 @@ class KVTierPrefillAdder(PrefillAdder):
         return self.budget_state()
 
     def _held_back(self, req: Req) -> bool:
-        """Whether a request that could be admitted waits for a session that is about to return,
-        whose pages its prompt would push out of host memory.
+        """Whether a request that could be admitted waits for a session that is about to return. Not
+        one for which no page has to leave the device.
         """
         parts = self.tree_cache.kvtier
         if not parts.orders or parts.ahead is None:
             return False
         left = requests.prompt_tokens(req) - requests.found(req).device
-        if left + requests.output_room(req, self.page_size) > int(self.rem_total_tokens):
-            return False
-        return bool(parts.held_back(req))
+        needed = left + requests.output_room(req, self.page_size)
+        empty = parts.context.device.available() - self.memory_budget.total_offset
+        return empty < needed <= int(self.rem_total_tokens) and bool(parts.held_back(req))
 
     def _passed_over(self) -> AddReqResult | None:
         """CONTINUE for a request that needs the taken slot, in a pass whose chunk was cut: SGLang

@@ -75,8 +75,8 @@ class Queue:
         return self._planner.query(ChunkBeside(done, left, most, room, waiting))
 
     def held_back(self, req: Req, host_empty: int, now: float) -> bool:
-        """Whether a request waits for a session that is about to return. `host_empty`: pages of host
-        memory that hold nothing.
+        """Whether a request waits for a session that is about to return. `host_empty`: the pages of
+        host memory that hold nothing.
         """
         if len(self._waiting) > 1 and req.rid not in self._known:
             return False  # too far behind to have a place
