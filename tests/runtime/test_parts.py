@@ -75,5 +75,20 @@ def test_a_planner_that_fails_leaves_the_prefix_to_sglang_and_is_counted() -> No
     assert parts.engine.counters.planner_failures == 1
 
 
+def test_whether_one_waits_is_asked_with_the_empty_pages_of_host_memory() -> None:
+    asked: list[Any] = []
+
+    def held_back(*question: Any) -> bool:
+        asked.append(question)
+        return True
+
+    parts = parts_with(None, Queue(fresh=0, ahead=0))
+    parts.context.host = SimpleNamespace(available=lambda: 7 * PAGE)  # type: ignore[assignment]
+    parts.queue = SimpleNamespace(held_back=held_back)  # type: ignore[assignment]
+    req: Any = object()
+    assert parts.held_back(req)
+    assert asked == [(req, 7, 3.0)]
+
+
 def test_a_cache_of_sglangs_own_has_no_parts() -> None:
     assert parts_of(SimpleNamespace()) is None
