@@ -116,7 +116,7 @@ def test_it_takes_the_pages_of_a_session_that_returns_later() -> None:
 
 
 def test_but_not_where_the_queue_takes_until_that_one_returns_as_well() -> None:
-    """It runs behind the queue, and there would have to be read from storage."""
+    """It runs behind the queue, and its pages would have to be read from storage by then."""
     planner, now = server(0.2)
     for turn in range(10):  # it comes every 2 s
         begin(planner, now - 2 * (9 - turn), 2, turn)
