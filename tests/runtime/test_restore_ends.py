@@ -216,6 +216,18 @@ def test_hits_of_another_backend_are_left_to_it():
     assert engine.counters.declined == {"another backend": 1}
 
 
+def test_room_for_a_waiting_request_is_given_only_by_those_behind_it():
+    engine, r, mover = engine_with()
+    load(engine, Span(0, 4))
+    mover.wait_news(0.0)
+    settle(engine, 1.0)
+    queue = [SimpleNamespace(rid=rid) for rid in ("first", "r", "last")]
+    engine.context.scheduler = SimpleNamespace(waiting_queue=queue)  # type: ignore[assignment]
+    assert not engine.give_room(PAGE, to="last") and not r.closed
+    assert not engine.give_room(PAGE, to="r") and not r.closed
+    assert engine.give_room(PAGE, to="first") and r.closed
+
+
 def test_transfers_are_timed_by_the_agreed_clock_alone():
     engine, _, _ = engine_with()
     engine.context.now = 10.0

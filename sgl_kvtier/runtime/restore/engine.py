@@ -35,7 +35,7 @@ from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.restore.offers import LATER, Offers
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
-from sgl_kvtier.runtime.sglang import storage_ops
+from sgl_kvtier.runtime.sglang import step, storage_ops
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Handle
 from sgl_kvtier.runtime.step.context import StepContext
@@ -100,6 +100,10 @@ class RestoreEngine:
         """Whether hits are taken over at all."""
         return self.offers.taking
 
+    def stops(self, handle: Handle) -> bool:
+        """Whether SGLang's read for this request was stopped for a restoration."""
+        return self.offers.stops(handle)
+
     @property
     def holds_memory(self) -> bool:
         """Whether transfers or slots of ours are in the pools."""
@@ -140,22 +144,29 @@ class RestoreEngine:
         if self.kept is not None:
             self.kept.drop(rid)
 
-    def give_room(self, tokens: int, but_for: str | None = None) -> bool:
+    def give_room(self, tokens: int, to: str | None = None) -> bool:
         """Device memory is short and nothing is left to evict: the youngest waiting restorations
-        give up their slots, and the tree pages they protect from eviction. Returns whether any did.
+        give up their slots, and the tree pages they protect from eviction; for a request `to` that
+        waits itself, only those behind it in the queue. Returns whether any did.
         """
         before = len(self.restorations)
         if self.context.slots.claiming:
             return False
+        first = self._up_to(to) if to is not None else set[str]()
         for r in reversed(list(self.restorations.values())):
             if tokens <= 0:
                 break
             held = (sum(sum(load.held) for load in r.loads) + r.resident) * self.context.page
-            if held and not r.admitted and r.rid != but_for:
+            if held and not r.admitted and r.rid not in first:
                 self.abandon(r, "gave room")
                 tokens -= held
         self.context.slots.free()
         return len(self.restorations) < before
+
+    def _up_to(self, rid: str) -> set[str]:
+        """This waiting request and those before it in the queue."""
+        waiting = [req.rid for req in step.waiting(self.context.scheduler)]
+        return set(waiting[: waiting.index(rid) + 1]) if rid in waiting else {rid}
 
     def abandon_all(self, how: str) -> None:
         """Ends every restoration; their requests are computed as usual."""

@@ -207,8 +207,8 @@ class KVTierPrefillAdder(PrefillAdder):
             and not self.can_run_list
             and not self.running_batch.reqs
         ):
-            # Nothing runs that could free room: only waiting restorations can give up slots.
-            engine.give_room(engine.context.device.tokens, but_for=req.rid)
+            # Nothing runs that could free room: only restorations behind it can, which wait for it.
+            engine.give_room(engine.context.device.tokens, to=req.rid)
         return verdict
 
     def _add_plain(self, req: Req, has_chunked_req: bool, align: int | None) -> Any:
