@@ -116,6 +116,35 @@ def test_a_prefix_in_host_memory_and_storage_is_restored(served: Served) -> None
     assert after["loaded_bytes_total host-device"] > before.get("loaded_bytes_total host-device", 0)
 
 
+def test_a_read_begun_for_want_of_device_room_is_taken_back_when_there_is_room(
+    served: Served,
+) -> None:
+    (stored,), (running,) = prompts(1, LONGER, seed=30), prompts(1, LONG, seed=31)
+    assert change(served, policy__restore=AUTO)
+    served.flush()
+    begun = time.monotonic()
+    first = served.ask(stored)
+    seconds = time.monotonic() - begun
+    assert change(served, throttle__read_gbps=LONGER // 16 * PAGE_BYTES * 8 / seconds / 1e9)
+    for pause_s in PAUSES_S:
+        served.flush()
+        before = settled(served)
+        with ThreadPoolExecutor(2) as pool:
+            beside = pool.submit(served.ask, running, 16)
+            time.sleep(pause_s)
+            again = pool.submit(served.ask, stored).result()
+            beside.result()
+        after = settled(served)
+        assert again.tokens == first.tokens
+        taken = "turn_reads_total taken back"
+        if after.get(taken, 0) > before.get(taken, 0):
+            break
+    else:
+        raise AssertionError("all of it was read by SGLang")
+    assert after["ended_total met"] > before["ended_total met"]
+    assert change(served, throttle__read_gbps=GBPS)
+
+
 def test_a_short_one_runs_beside_the_chunks_of_a_long_one(served: Served) -> None:
     (long,), (short,) = prompts(1, 3570, seed=20), prompts(1, 40, seed=21)
     found = []

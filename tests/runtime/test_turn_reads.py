@@ -50,7 +50,10 @@ class Lab:
         context = self.context = StepContext(self.tree, alone=False)
         context.scheduler = self.scheduler
         self.counters = RestoreCounters()
-        restoring = SimpleNamespace(taking=True, restorations={})
+        self.stopped: set[Handle] = set()
+        restoring = SimpleNamespace(
+            taking=True, restorations={}, stops=lambda handle: handle in self.stopped
+        )
         planner = SimpleNamespace(query=due)
         self.turns = TurnReads(
             context,
@@ -194,3 +197,15 @@ def test_a_device_that_hangs_keeps_nobody_waiting_for_long():
     for _ in range(10_000):
         lab.turns.passed(ran=False)
     assert lab.turns.kept_back == []
+
+
+def test_what_a_stopped_read_has_not_read_is_still_known_to_be_stored():
+    lab = Lab()
+    lab.arrives("a", 320)
+    (req,) = lab.queue
+    lab.stopped.add(req.cache_request_handle)
+    lab.lands(req, 64, 320)
+    assert lab.turns.stored_tokens("a") == 320
+    lab.stopped.clear()
+    lab.lands(req, 64, 320)
+    assert lab.turns.stored_tokens("a") == 64

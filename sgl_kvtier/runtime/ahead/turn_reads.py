@@ -110,7 +110,7 @@ class TurnReads:
 
     def landed(self, operation: Operation) -> None:
         """SGLang's read of a prefix has ended. Pages that could not be read, or not in time, are
-        not read again.
+        not read again, unless the read was stopped for a restoration.
         """
         stored, req = (
             self._stored.get(operation.handle.rid),
@@ -118,7 +118,9 @@ class TurnReads:
         )
         if stored is None or req is None:
             return
-        if operation.completed_tokens < operation.storage_hit_count:
+        if operation.completed_tokens < operation.storage_hit_count and not self._restoring.stops(
+            operation.handle
+        ):
             stored.end = operation.storage_start + operation.completed_tokens
         requests.match(req, self._tree)
         stored.node = req.best_match_node

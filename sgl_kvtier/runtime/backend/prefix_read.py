@@ -47,7 +47,7 @@ class PrefixRead:
         self.seconds = 0.0
         """From the first call's begin to the last one's end."""
         self._started = 0.0
-        self._keys = keys
+        self.keys = keys
         self._slots = host_slots
         self._per_page = len(host_slots) // max(1, len(keys))
         self._ahead = ReadAhead(
@@ -62,7 +62,7 @@ class PrefixRead:
         last = first + len(keys)
         return (
             bool(keys)
-            and self._keys[first:last] == keys
+            and self.keys[first:last] == keys
             and torch.equal(self._slots_of(first, last), host_slots)
         )
 

@@ -276,6 +276,12 @@ class KVTierStorage(HiCacheStorage):
             if prefix.pages_read and prefix.tells and tier is not None:
                 self.own_reads.append((tier, nbytes, prefix.seconds))
 
+    def stop_reading(self, keys: list[str]) -> None:
+        """Gives up what was not begun of the read ahead of exactly this list. Any thread."""
+        for read in list(self._reading.values()):
+            if isinstance(read, PrefixRead) and read.keys is keys:
+                read.cancel()
+
     # ---- copies: pages as flat tensors ----
 
     def get(

@@ -6,6 +6,7 @@ Whatever is refused here goes SGLang's own way and is counted under the reason. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -29,6 +30,12 @@ of the other: each costs the planner time in every step.
 """
 
 
+_MOST_STOPPING_S = 1.0
+"""Longest time, in seconds, for which a request waits for the end of a read that was stopped."""
+_MOST_STOPPING_TICKS = 10_000
+"""The same in ticks, where ranks have no common clock."""
+
+
 class Stored(NamedTuple):
     """Pages of a prompt below host memory: from page `start` on those of `keys`. `sources` are
     their tiers, ascending; what is in none of them is a hole.
@@ -37,6 +44,15 @@ class Stored(NamedTuple):
     start: int
     keys: tuple[PageKey, ...]
     sources: tuple[tuple[Span, Tier], ...]
+
+
+@dataclass
+class _Stopped:
+    """A read of SGLang's that was stopped, so that its request is restored when it has ended."""
+
+    stored: Stored
+    since: float
+    ticks: int = 0
 
 
 class Offers:
@@ -65,6 +81,10 @@ class Offers:
         self._leave = leave
         self._looking: dict[Any, Stored | None] = {}
         self._again: dict[Any, tuple[Any, Stored | None]] = {}
+        self._left: dict[Handle, Operation] = {}
+        self._stopped: dict[Handle, _Stopped] = {}
+        self._claimable = 0
+        """Device slots when a read was left to SGLang, or at the last tick since."""
 
     @property
     def open(self) -> bool:
@@ -73,28 +93,100 @@ class Offers:
 
     @property
     def delayed(self) -> list[str]:
-        """Requests that are offered when loads of their earlier restoration have ended."""
-        return [handle.rid for handle in self._again]
+        """Requests that are offered when loads of their earlier restoration, or SGLang's read that
+        was stopped for this one, have ended.
+        """
+        return [handle.rid for handle in (*self._again, *self._stopped)]
 
     def is_delayed(self, handle: Handle) -> bool:
         """Whether this request is one of those."""
-        return handle in self._again
+        return handle in self._again or handle in self._stopped
+
+    def stops(self, handle: Handle) -> bool:
+        """Whether SGLang's read for this request was stopped, and has not ended yet."""
+        return handle in self._stopped
 
     def forget(self, rid: str) -> None:
         """A request is gone."""
-        if self._again:
-            self._again = {
-                handle: offer for handle, offer in self._again.items() if handle.rid != rid
-            }
+        for there in (self._again, self._left, self._stopped):
+            for handle in [handle for handle in there if handle.rid == rid]:
+                del there[handle]
 
     def hit(self, operation: Operation, hit_tokens: int) -> bool:
         """A storage hit of a waiting request, before SGLang reserves host pages. True: restored."""
         req = self._context.waiting(operation.handle)
         if req is not None and store_of(self._context.tree.cache_controller) is None:
             return self._fall_back("another backend")
-        return req is not None and self._offer(
-            req, stored_of(operation, hit_tokens, self._context.page)
+        if req is None:
+            return False
+        offered = self._offer(req, stored_of(operation, hit_tokens, self._context.page))
+        if self.taking and not offered:
+            self._left[operation.handle] = operation
+            self._claimable = self._context.device.claimable()
+        return offered
+
+    def look_again(self) -> bool:
+        """Asks the planner again about the prefix that SGLang reads now, where more device slots
+        can be claimed than before: it may have been left for want of room. Returns whether that
+        read was stopped for a restoration. Once per tick.
+        """
+        tree = self._context.tree
+        for handle, stopped in list(self._stopped.items()):
+            stopped.ticks += 1
+            if not storage_ops.asked(tree, handle):  # what was read is in the tree
+                self._looking[handle] = stopped.stored
+                del self._stopped[handle]
+            elif self._hangs(stopped):
+                del self._stopped[handle]
+        for handle in [handle for handle in self._left if not storage_ops.asked(tree, handle)]:
+            del self._left[handle]
+        if not self._left or not self.taking:
+            return False
+        before, self._claimable = self._claimable, self._context.device.claimable()
+        if self._claimable <= before:
+            return False
+        handle, operation = next(iter(self._left.items()))  # reads are made in this order
+        stored = self._takes_back(operation)
+        if stored is None:
+            return False
+        del self._left[handle]
+        self._stopped[handle] = _Stopped(stored, self._context.moment())
+        storage_ops.stop(tree, operation)
+        return True
+
+    def _takes_back(self, operation: Operation) -> Stored | None:
+        """What storage has for a request whose pages SGLang reads, if the planner wants to restore
+        it now. What was read so far lies in host memory then.
+        """
+        context, page = self._context, self._context.page
+        req = context.waiting(operation.handle)
+        if req is None or req.rid in self._restorations or operation.is_terminated():
+            return None
+        stored = stored_of(operation, operation.storage_hit_count, page)
+        found = find(context, req, stored)
+        if isinstance(found, str):
+            return None
+        read = max(found.resident, stored.start + operation.completed_tokens // page)
+        below = tuple(
+            (Span(max(span.start, read), span.stop), tier)
+            for span, tier in found.sources
+            if span.stop > read
         )
+        if sum(len(span) for span, _ in below) * page < max(1, self.min_tokens):
+            return None
+        host = ((Span(found.resident, read), Tier.HOST),) if read > found.resident else ()
+        offer = RestoreOffered(
+            req.rid, LATER, found.prompt_tokens, found.resident, found.pages, (*host, *below)
+        )
+        return stored if self._leave(offer) is None else None
+
+    def _hangs(self, stopped: _Stopped) -> bool:
+        """Whether a read has not ended long after it was stopped. SGLang ends it then, and the
+        request runs with what was read.
+        """
+        context = self._context
+        late = context.moment() - stopped.since > _MOST_STOPPING_S
+        return late if context.alone else late or stopped.ticks > _MOST_STOPPING_TICKS
 
     def look_at(self, handle: Handle, operation: Operation | None = None) -> None:
         """A waiting request for which SGLang reads nothing. Pages that storage has behind a missing

@@ -148,6 +148,8 @@ class RestoreTick:
             self.hear()
             self.ahead.look(scheduler)
         self.turns.look(scheduler)
+        if engine.offers.look_again():
+            engine.counters.turn_reads["taken back"] += 1
         self._note_reads()
         if (
             not engine.busy

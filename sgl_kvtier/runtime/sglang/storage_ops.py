@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req, Scheduler, Tree
 
 
@@ -47,6 +48,18 @@ def ask(scheduler: Scheduler, tree: Tree, req: Req) -> bool:
     """Has SGLang look in storage again; whether it does."""
     scheduler._prefetch_kvcache(req)
     return asked(tree, req.cache_request_handle)
+
+
+def stop(tree: Tree, operation: Operation) -> None:
+    """Has SGLang's read of a prefix end: what was read goes into the tree then, and is no loss in
+    SGLang's figures.
+    """
+    controller = tree.cache_controller
+    controller.terminate_prefetch(operation)
+    tree.discard_storage_prefetch_accounting(operation.handle)
+    backend = store_of(controller)
+    if backend is not None:
+        backend.stop_reading(operation.hash_value)
 
 
 def watch_writes(tree: Tree, begun: Callable[[int, Sequence[str]], None]) -> Callable[[], None]:

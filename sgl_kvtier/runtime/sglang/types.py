@@ -63,6 +63,9 @@ class Controller(Protocol):
     def prefetch_rate_limited(self) -> bool:
         """Whether storage is read for as many tokens as are allowed at a time."""
 
+    def terminate_prefetch(self, operation: Operation) -> Any:
+        """Has a read of storage end after the batch that is being read."""
+
 
 class TreeCore(Protocol):
     """The radix tree itself. Nodes are numbers; unknown ones raise KeyError."""
@@ -134,6 +137,9 @@ class Tree(Protocol):
 
     def lock(self, node_id: int) -> Any:
         """Keeps the device pages of a path."""
+
+    def discard_storage_prefetch_accounting(self, request: Handle) -> None:
+        """What was not read for a request is no loss in the figures."""
 
     def unlock(self, lock: Any) -> None:
         """Lets them go."""

@@ -90,6 +90,9 @@ class Restoring(Protocol):
     def taking(self) -> bool:
         """Whether hits are taken over at all."""
 
+    def stops(self, handle: Handle) -> bool:
+        """Whether SGLang's read for this request was stopped for a restoration."""
+
     @property
     def restorations(self) -> Mapping[str, Restored]:
         """Those under way, by request."""
