@@ -59,6 +59,7 @@ class Lab:
         controller = SimpleNamespace(
             mem_pool_host=SimpleNamespace(size=1024, size_per_token=4),
             storage_backend=backend,
+            write_policy="write_through",
             terminate_prefetch=lambda read: setattr(read, "stopped", True),
         )
         self.tree = SimpleNamespace(
@@ -133,12 +134,36 @@ def test_a_read_is_stopped_and_its_request_offered_when_it_has_ended(lab: Lab):
     lab.why = None
     assert lab.room(64) and read.stopped and lab.given_up == [read.hash_value]
     assert lab.offers.is_delayed(read.handle) and lab.offers.delayed == ["a"]
-    assert not lab.room(64) and not lab.restorations, "the read has not ended"
+    assert lab.offers.offer_stopped() == [] and not lab.restorations, "the read has not ended"
     del lab.tree.ongoing_prefetch[read.handle]
-    lab.room(64)
-    assert not lab.offers.is_delayed(read.handle) and lab.offers.open
-    lab.offers.make()
-    assert list(lab.restorations) == ["a"]
+    assert lab.offers.offer_stopped() == []
+    assert not lab.offers.is_delayed(read.handle) and list(lab.restorations) == ["a"]
+
+
+def test_a_stopped_read_whose_request_is_left_once_more_is_made_again(lab: Lab):
+    read = lab.reads("a")
+    lab.why = None
+    assert lab.room(64)
+    del lab.tree.ongoing_prefetch[read.handle]
+    lab.why = "no room"
+    assert lab.offers.offer_stopped() == ["a"] and not lab.restorations
+    assert not lab.offers.is_delayed(read.handle)
+
+
+def test_a_stopped_read_whose_request_is_gone_is_forgotten(lab: Lab):
+    read = lab.reads("a")
+    lab.why = None
+    assert lab.room(64)
+    del lab.tree.ongoing_prefetch[read.handle]
+    lab.queue.clear()
+    assert lab.offers.offer_stopped() == [] and not lab.restorations
+    assert not lab.offers.delayed
+
+
+def test_nothing_is_taken_back_where_host_copies_do_not_stay(lab: Lab):
+    read = lab.reads("a")
+    lab.why, lab.tree.cache_controller.write_policy = None, "write_back"
+    assert not lab.room(64) and not lab.asked and not read.stopped
 
 
 def test_what_was_read_so_far_is_offered_as_host_memory(lab: Lab):
@@ -155,6 +180,17 @@ def test_nothing_is_asked_while_the_device_gets_no_more_room(lab: Lab):
     for tokens in (64, 64, 32, 64, 64):
         lab.room(tokens)
     assert len(lab.asked) == 2
+
+
+def test_the_room_of_one_request_is_no_news_to_the_next(lab: Lab):
+    first = lab.reads("a")
+    lab.claimable = 64
+    lab.reads("b")
+    assert not lab.room(64) and [offer.rid for offer in lab.asked] == ["a"]
+    del lab.tree.ongoing_prefetch[first.handle]
+    assert not lab.room(64) and len(lab.asked) == 1, "b was asked for with as much"
+    lab.room(32)
+    assert not lab.room(64) and [offer.rid for offer in lab.asked] == ["a", "b"]
 
 
 def test_a_rest_that_is_too_short_is_left(lab: Lab):
@@ -183,8 +219,8 @@ def test_a_request_does_not_wait_for_ever_for_a_read_that_hangs(lab: Lab):
     lab.why = None
     assert lab.room(64)
     lab.now = _MOST_STOPPING_S + 0.1
-    lab.room(64)
-    assert not lab.offers.is_delayed(read.handle) and not lab.offers.open
+    assert lab.offers.offer_stopped() == []
+    assert not lab.offers.is_delayed(read.handle) and not lab.restorations
 
 
 def test_on_several_ranks_ticks_count_where_their_time_stands_still(
@@ -194,10 +230,11 @@ def test_on_several_ranks_ticks_count_where_their_time_stands_still(
     read = lab.reads("a")
     lab.why = None
     assert lab.room(64)
+    lab.now = 1e3  # agreed on for the first time after a pause
     for _ in range(_MOST_STOPPING_TICKS):
-        lab.room(64)
+        lab.offers.offer_stopped()
     assert lab.offers.is_delayed(read.handle)
-    lab.room(64)
+    lab.offers.offer_stopped()
     assert not lab.offers.is_delayed(read.handle)
 
 

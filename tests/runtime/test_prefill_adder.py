@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sgl_kvtier.policy.messages import Compute
 from sgl_kvtier.runtime.scheduler.prefill_adder import KVTierPrefillAdder
-from sgl_kvtier.types import Span
+from sgl_kvtier.types import Span, Tier
 
 PAGE = 16
 
@@ -68,15 +68,33 @@ def test_a_page_that_is_spliced_at_admission_is_not_credited_a_second_time(monke
     adder, seen = adder_with(engine), []
 
     def charged(self: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
-        seen.append((self.memory_budget.total_offset, req.prefix_len))
+        seen.append((self.memory_budget.total_offset, req.prefix_len, req.storage_hit_length))
         return AddReqResult.OTHER
 
     monkeypatch.setattr(PrefillAdder, "add_one_req", charged)
-    req = SimpleNamespace(rid="r", prefix_len=0, host_hit_length=64)
+    hit = {"storage_hit_length": 32, "storage_hit_start": 16}
+    req = SimpleNamespace(rid="r", prefix_len=0, host_hit_length=64, **hit)
     adder.add_one_req(req, False, None)
     # three of the four loaded pages are its prefix; only the fourth is room it will not take
-    assert seen == [(1000 - PAGE, 3 * PAGE)]
+    assert seen == [(1000 - PAGE, 3 * PAGE, 0)]
     assert (adder.memory_budget.total_offset, req.prefix_len, req.host_hit_length) == (1000, 0, 64)
+    assert (req.storage_hit_length, req.storage_hit_start) == (32, 16), "it was not admitted"
+
+
+def test_what_sglang_had_read_of_a_spliced_prefix_is_counted_as_storages():
+    adder = adder_with(SimpleNamespace())
+    adder.log_device_hit_tokens = 6 * PAGE
+    adder.log_host_hit_tokens = adder.log_storage_hit_tokens = 0
+    req = SimpleNamespace(retracted_stain=False)
+    r = SimpleNamespace(spliced={Tier.HOST: 4, Tier.STORAGE: 1})
+    adder._count_admitted(req, r, Span(PAGE, 6 * PAGE), Span(3 * PAGE, 9 * PAGE))
+    assert (req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage) == (
+        PAGE,
+        PAGE,
+        4 * PAGE,
+    )
+    logged = adder.log_device_hit_tokens, adder.log_host_hit_tokens, adder.log_storage_hit_tokens
+    assert logged == (PAGE, PAGE, 4 * PAGE)
 
 
 def test_the_next_chunk_of_any_request_is_what_there_is_room_for(monkeypatch):

@@ -209,3 +209,15 @@ def test_what_a_stopped_read_has_not_read_is_still_known_to_be_stored():
     lab.stopped.clear()
     lab.lands(req, 64, 320)
     assert lab.turns.stored_tokens("a") == 64
+
+
+def test_who_is_kept_back_again_is_read_for_when_there_is_room():
+    lab = Lab()
+    lab.arrives("a", 320)
+    (req,) = lab.queue
+    lab.turns.keep_back("nobody")
+    lab.turns.keep_back("a")
+    assert lab.turns.kept_back == ["a"]
+    assert lab.turns.admissible(req.cache_request_handle) is False
+    lab.turns.look(lab.scheduler)
+    assert lab.asked == ["a"] and lab.turns.kept_back == []

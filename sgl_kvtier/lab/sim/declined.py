@@ -63,10 +63,14 @@ def declined(lines: Iterable[str]) -> list[Declined]:
         if isinstance(record, (LinesDropped, PlannerFailed)):
             break
         if isinstance(record, Query) and isinstance(record.question, LeftToEngine):
+            rid = record.question.offer.rid
             if record.answer is not None:
                 one = _declined(planner, record.question, str(record.answer))
                 found.append(one)
-                waiting.setdefault(one.rid, []).append(one)
+                waiting.setdefault(rid, []).append(one)
+            else:  # restored after all
+                gone = waiting.pop(rid, ())
+                found = [one for one in found if one not in gone]
         elif isinstance(record, ChunkDone):
             _computed(waiting, record)
         _follow(planner, record)

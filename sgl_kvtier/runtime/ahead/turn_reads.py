@@ -108,6 +108,11 @@ class TurnReads:
         self._keep_back(rid)
         return True
 
+    def keep_back(self, rid: str) -> None:
+        """The rest of this waiting request's stored pages is read when there is room."""
+        if self.active and rid in self._stored:
+            self._keep_back(rid)
+
     def landed(self, operation: Operation) -> None:
         """SGLang's read of a prefix has ended. Pages that could not be read, or not in time, are
         not read again, unless the read was stopped for a restoration.

@@ -30,7 +30,7 @@ of the other: each costs the planner time in every step.
 """
 
 
-_MOST_STOPPING_S = 1.0
+_MOST_STOPPING_S = 2.0
 """Longest time, in seconds, for which a request waits for the end of a read that was stopped."""
 _MOST_STOPPING_TICKS = 10_000
 """The same in ticks, where ranks have no common clock."""
@@ -44,6 +44,16 @@ class Stored(NamedTuple):
     start: int
     keys: tuple[PageKey, ...]
     sources: tuple[tuple[Span, Tier], ...]
+
+
+@dataclass
+class _Left:
+    """A read that the planner left to SGLang, and the fewest device slots that could be claimed
+    since it was last asked.
+    """
+
+    operation: Operation
+    lowest: int
 
 
 @dataclass
@@ -81,10 +91,8 @@ class Offers:
         self._leave = leave
         self._looking: dict[Any, Stored | None] = {}
         self._again: dict[Any, tuple[Any, Stored | None]] = {}
-        self._left: dict[Handle, Operation] = {}
+        self._left: dict[Handle, _Left] = {}
         self._stopped: dict[Handle, _Stopped] = {}
-        self._claimable = 0
-        """Device slots when a read was left to SGLang, or at the last tick since."""
 
     @property
     def open(self) -> bool:
@@ -121,8 +129,7 @@ class Offers:
             return False
         offered = self._offer(req, stored_of(operation, hit_tokens, self._context.page))
         if self.taking and not offered:
-            self._left[operation.handle] = operation
-            self._claimable = self._context.device.claimable()
+            self._left[operation.handle] = _Left(operation, self._context.device.claimable())
         return offered
 
     def look_again(self) -> bool:
@@ -131,28 +138,40 @@ class Offers:
         read was stopped for a restoration. Once per tick.
         """
         tree = self._context.tree
-        for handle, stopped in list(self._stopped.items()):
-            stopped.ticks += 1
-            if not storage_ops.asked(tree, handle):  # what was read is in the tree
-                self._looking[handle] = stopped.stored
-                del self._stopped[handle]
-            elif self._hangs(stopped):
-                del self._stopped[handle]
         for handle in [handle for handle in self._left if not storage_ops.asked(tree, handle)]:
             del self._left[handle]
         if not self._left or not self.taking:
             return False
-        before, self._claimable = self._claimable, self._context.device.claimable()
-        if self._claimable <= before:
+        claimable = self._context.device.claimable()
+        for left in self._left.values():
+            left.lowest = min(left.lowest, claimable)
+        handle, left = next(iter(self._left.items()))  # reads are made in this order
+        if claimable <= left.lowest:
             return False
-        handle, operation = next(iter(self._left.items()))  # reads are made in this order
-        stored = self._takes_back(operation)
+        left.lowest = claimable
+        stored = self._takes_back(left.operation)
         if stored is None:
             return False
         del self._left[handle]
         self._stopped[handle] = _Stopped(stored, self._context.moment())
-        storage_ops.stop(tree, operation)
+        storage_ops.stop(tree, left.operation)
         return True
+
+    def offer_stopped(self) -> list[str]:
+        """Offers prefixes whose reads were stopped and have ended. Returns the requests whose rest
+        SGLang has to read after all. Once per tick.
+        """
+        tree, again = self._context.tree, list[str]()
+        for handle, stopped in list(self._stopped.items()):
+            stopped.ticks += 1
+            ended = not storage_ops.asked(tree, handle)  # what was read is in the tree
+            if not ended and not self._hangs(stopped):
+                continue
+            del self._stopped[handle]
+            req = self._context.waiting(handle)
+            if ended and req is not None and not self._offer(req, stopped.stored):
+                again.append(req.rid)
+        return again
 
     def _takes_back(self, operation: Operation) -> Stored | None:
         """What storage has for a request whose pages SGLang reads, if the planner wants to restore
@@ -160,7 +179,12 @@ class Offers:
         """
         context, page = self._context, self._context.page
         req = context.waiting(operation.handle)
-        if req is None or req.rid in self._restorations or operation.is_terminated():
+        if (
+            req is None
+            or req.rid in self._restorations
+            or operation.is_terminated()
+            or context.host.write_back  # what was read could not be restored
+        ):
             return None
         stored = stored_of(operation, operation.storage_hit_count, page)
         found = find(context, req, stored)
@@ -185,8 +209,9 @@ class Offers:
         request runs with what was read.
         """
         context = self._context
-        late = context.moment() - stopped.since > _MOST_STOPPING_S
-        return late if context.alone else late or stopped.ticks > _MOST_STOPPING_TICKS
+        if not context.alone:
+            return stopped.ticks > _MOST_STOPPING_TICKS
+        return context.moment() - stopped.since > _MOST_STOPPING_S
 
     def look_at(self, handle: Handle, operation: Operation | None = None) -> None:
         """A waiting request for which SGLang reads nothing. Pages that storage has behind a missing

@@ -274,13 +274,17 @@ class KVTierPrefillAdder(PrefillAdder):
         held = (len(r.owner) - len(compute.splice)) * self.page_size
         self.memory_budget.total_offset -= held
         requests.set_found(req, requests.Found(compute.splice.stop * self.page_size, 0))
+        read = requests.read_from_storage(req)
+        requests.set_read_from_storage(req, Span(0, 0))  # SGLang would count it a second time
         verdict = self._add_with_limit(req, has_chunked_req, align, compute.tokens)
         if not (self.can_run_list and self.can_run_list[-1] is req):
             requests.set_found(req, found)
+            requests.set_read_from_storage(req, read)
             self.memory_budget.total_offset += held
             return verdict
         prefix = engine.splice(r, compute.splice) if compute.splice else None
-        self._count_admitted(req, r, found.device)
+        there = Span(found.device, max(found.device, compute.splice.stop * self.page_size))
+        self._count_admitted(req, r, there, read)
         self.memory_budget.total_offset += held
         self._reserve(r, req, req.extend_end)
         engine.admitted(r, prefix, req.extend_end)
@@ -304,15 +308,20 @@ class KVTierPrefillAdder(PrefillAdder):
                 None if whole is None else whole - (limit - (self.rem_chunk_tokens or 0))
             )
 
-    def _count_admitted(self, req: Req, r: Restoration, resident: int) -> None:
-        """The split by tier of a prefix that SGLang has just logged as the device's."""
+    def _count_admitted(self, req: Req, r: Restoration, spliced: Span, read: Span) -> None:
+        """The split by tier of a prefix that SGLang has just logged as the device's. Of the tokens
+        `spliced` behind the resident ones, those that SGLang `read` before are storage's.
+        """
         if req.retracted_stain:
             return
         host, storage = (pages * self.page_size for pages in _by_place(r.spliced))
+        both = min(spliced.stop, read.stop) - max(spliced.start, read.start)
+        moved = min(host, max(0, both))
+        host, storage = host - moved, storage + moved
         self.log_device_hit_tokens -= host + storage
         self.log_host_hit_tokens += host
         self.log_storage_hit_tokens += storage
-        req.cached_tokens_device = resident
+        req.cached_tokens_device = spliced.start
         req.cached_tokens_host = host
         req.cached_tokens_storage = storage
         req._cache_breakdown_computed = True

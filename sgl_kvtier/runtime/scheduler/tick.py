@@ -150,6 +150,8 @@ class RestoreTick:
         self.turns.look(scheduler)
         if engine.offers.look_again():
             engine.counters.turn_reads["taken back"] += 1
+        for rid in engine.offers.offer_stopped():
+            self.turns.keep_back(rid)
         self._note_reads()
         if (
             not engine.busy

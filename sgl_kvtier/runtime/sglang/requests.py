@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from sgl_kvtier.runtime.sglang.types import Req, Tree
+from sgl_kvtier.types import Span
 
 _CLIP = 4096
 """SGLang's own bound on the output reserved for a request (CLIP_MAX_NEW_TOKENS)."""
@@ -39,6 +40,17 @@ def found(req: Req) -> Found:
 def set_found(req: Req, there: Found) -> None:
     """Has SGLang go on as if this had been found."""
     req.prefix_len, req.host_hit_length = there
+
+
+def read_from_storage(req: Req) -> Span:
+    """The tokens of its prompt that SGLang has read from storage into host memory for it."""
+    start = req.storage_hit_start or 0
+    return Span(start, start + req.storage_hit_length)
+
+
+def set_read_from_storage(req: Req, tokens: Span) -> None:
+    """Has SGLang count these as what it has read."""
+    req.storage_hit_length, req.storage_hit_start = len(tokens), tokens.start if tokens else None
 
 
 def tokens_of(req: Req) -> Any:
