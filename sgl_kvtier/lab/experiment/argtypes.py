@@ -342,9 +342,11 @@ def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions
 
 
 def add_replay_arguments(
-    parser: argparse.ArgumentParser, defaults: ReplayOptions, elsewhere: str = ""
+    parser: argparse.ArgumentParser, defaults: ReplayOptions, elsewhere: str = "", paused: str = ""
 ) -> None:
-    """How to replay them. `elsewhere` says what is the default number at a time otherwise."""
+    """How to replay them. `elsewhere` says what is the default number at a time otherwise, `paused`
+    where gaps are not the recorded ones unless one asks for those.
+    """
     group = parser.add_argument_group("replay")
     how_many = group.add_mutually_exclusive_group()
     # No default: argparse does not take an option for given where it has its default's value.
@@ -360,11 +362,15 @@ def add_replay_arguments(
         metavar="R",
         help="open loop instead: R sessions arrive a second on average, at random times that follow from the seed",
     )
-    add_session_arguments(group, defaults)
+    add_session_arguments(group, defaults, paused)
 
 
-def add_session_arguments(group: argparse._ArgumentGroup, defaults: ReplayOptions) -> None:
-    """How each session is replayed, however many there are at a time."""
+def add_session_arguments(
+    group: argparse._ArgumentGroup, defaults: ReplayOptions, paused: str = ""
+) -> None:
+    """How each session is replayed, however many there are at a time. `paused` says where gaps are
+    not the recorded ones unless one asks for those.
+    """
     group.add_argument(
         "--route",
         choices=tuple(ROUTES),
@@ -380,19 +386,24 @@ def add_session_arguments(group: argparse._ArgumentGroup, defaults: ReplayOption
         "the server's (default %(default)s)",
     )
     group.add_argument(
+        "--pause",
+        type=not_negative,
+        metavar="S",
+        help="every tool gap lasts S seconds, whatever was recorded"
+        + (f" ({paused})" if paused else ""),
+    )
+    group.add_argument(
         "--gap-scale",
         type=not_negative,
-        default=defaults.gap_scale,
         metavar="X",
-        help="recorded tool gaps times X (default %(default)s; 0 = no waiting)",
+        help=f"recorded tool gaps times X (default {defaults.gap_scale:g}; 0 = no waiting)",
     )
     group.add_argument(
         "--gap-cap",
         type=not_negative,
-        default=defaults.gap_cap_s,
         metavar="S",
-        help="no gap longer than S seconds (default: "
-        + ("none)" if defaults.gap_cap_s is None else "%(default)s)"),
+        help="no recorded gap longer than S seconds (default: "
+        + ("none)" if defaults.gap_cap_s is None else f"{defaults.gap_cap_s:g})"),
     )
     add_options(group, RUN, "seed")
 
@@ -401,15 +412,19 @@ def replay_options(
     args: argparse.Namespace, defaults: ReplayOptions, most_output_tokens: int | None = None
 ) -> ReplayOptions:
     """The options that `add_replay_arguments` parsed; `defaults` fill those not given. The load
-    says how many tokens are generated.
+    says how many tokens are generated. Raises BenchError.
     """
+    recorded = args.gap_scale is not None or args.gap_cap is not None
+    if recorded and args.pause is not None:
+        raise BenchError("--pause is instead of the recorded gaps: leave --gap-scale and --gap-cap")
     return ReplayOptions(
         concurrency=None if args.rate is not None else args.concurrency or defaults.concurrency,
         rate=args.rate,
         seed=args.seed,
         route=args.route,
         feedback=args.feedback,
-        gap_scale=args.gap_scale,
-        gap_cap_s=args.gap_cap,
+        gap_scale=defaults.gap_scale if args.gap_scale is None else args.gap_scale,
+        gap_cap_s=defaults.gap_cap_s if args.gap_cap is None else args.gap_cap,
+        pause_s=None if recorded else defaults.pause_s if args.pause is None else args.pause,
         most_output_tokens=most_output_tokens,
     )

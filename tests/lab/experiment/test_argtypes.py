@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 
@@ -124,6 +125,29 @@ def test_the_settings_of_a_replay_name_its_rate_or_its_concurrency():
     assert (by_rate.rate, by_rate.concurrency, by_rate.seed) == (0.5, None, 7)
     assert (by_number.rate, by_number.concurrency) == (None, 3)
     assert (usual.rate, usual.concurrency) == (None, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "waits_s"),
+    [
+        ([], [0.0, 2.0]),
+        (["--pause", "5"], [0.0, 5.0]),
+        (["--gap-scale", "10"], [1.0, 1.0]),
+        (["--gap-cap", "0.05"], [0.05, 0.05]),
+    ],
+)
+def test_gaps_of_a_quick_paced_load_are_pauses_unless_recorded_ones_are_asked_for(words, waits_s):
+    args = parser_of(compare).parse_args([*PACED, "--quick", *words])
+    usual = compare.replay_defaults(args, args.device, SimpleNamespace(sessions=[0] * 5))
+    options = replay_options(args, usual)
+    assert options.concurrency == 5
+    assert [options.wait_s(turn, 0.1) for turn in (1, 2)] == waits_s
+
+
+def test_recorded_gaps_and_pauses_of_one_length_exclude_each_other():
+    args = parser_of(compare).parse_args([*PACED, "--pause", "5", "--gap-cap", "1"])
+    with pytest.raises(BenchError, match="--pause is instead of the recorded gaps"):
+        replay_options(args, compare.REPLAY)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,10 @@ _PACED = LoadOptions(
     sessions=12, turns=6, divisor=1, most_output_tokens=16, least_prompt_tokens=36_000, begin=0.8
 )
 _PACED_QUICK = LoadOptions(sessions=5, turns=4, divisor=1, most_output_tokens=16, begin=0.6)
+_QUICK_PAUSE_S = 2.0
+"""The recorded gaps of the SWE-bench sessions are those of short shell commands, 0.2 s in the
+median. In so short a load sessions would find their pages in memory, and nothing would be restored.
+"""
 _PACED_ROUNDS = 4
 """At least four, or no winner is named."""
 _PACED_DILATION = 2.0
@@ -141,7 +145,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"kvtier writes its planner's decisions into DIR/kvtier/{DECISIONS} of --folder; offers that it declined are "
         "judged in hindsight",
     )
-    add_replay_arguments(parser, REPLAY, "; on a paced device all")
+    paused = (
+        f"default on a paced device with --quick: {_QUICK_PAUSE_S:g}; --gap-scale 1: as recorded"
+    )
+    add_replay_arguments(parser, REPLAY, "; on a paced device all", paused)
 
 
 def add_comparison(parser: argparse.ArgumentParser, quick: str, rounds: str) -> None:
@@ -206,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
         model = model_of(args, shape.device)
         wanted = load_options(args, load_defaults(args, shape.device))
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
-        usual = replay_defaults(shape.device, chosen)
+        usual = replay_defaults(args, shape.device, chosen)
         replaying = replay_options(args, usual, wanted.most_output_tokens)
         setup = make_setup(args, shape, model, chosen, replaying)
         rounds = args.rounds or _rounds(args, shape.device)
@@ -371,7 +378,9 @@ def replay_notes(options: ReplayOptions) -> list[str]:
     return [
         *([] if options.rate is None else [arrive]),
         f"Tool gaps are the trace's times {scale:g}"
-        + ("." if cap is None else f", at most {cap:g} s."),
+        + ("." if cap is None else f", at most {cap:g} s.")
+        if options.pause_s is None
+        else f"Tool gaps last {options.pause_s:g} s each, whatever the trace has.",
         "Outputs are as long as the trace's"
         + ("." if most is None else f", at most {most} tokens."),
         fed_back[options.feedback],
@@ -449,9 +458,12 @@ def load_defaults(args: argparse.Namespace, device: str) -> LoadOptions:
     return _CPU if device == "cpu" else _GPU
 
 
-def replay_defaults(device: str, chosen: Load) -> ReplayOptions:
+def replay_defaults(args: argparse.Namespace, device: str, chosen: Load) -> ReplayOptions:
     """How they are replayed where nothing else is asked for: on a paced device all at a time."""
-    return replace(REPLAY, concurrency=len(chosen.sessions)) if is_paced(device) else REPLAY
+    if not is_paced(device):
+        return REPLAY
+    pause_s = _QUICK_PAUSE_S if args.quick else None
+    return replace(REPLAY, concurrency=len(chosen.sessions), pause_s=pause_s)
 
 
 def chosen_arms(args: argparse.Namespace) -> list[str]:
