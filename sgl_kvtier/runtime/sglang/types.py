@@ -177,6 +177,8 @@ class Req(Protocol):
     output_ids: Sequence[int]
     prefix_len: int
     host_hit_length: int
+    storage_hit_length: int
+    storage_hit_start: int | None
     extend_end: int
     last_node: int
     best_match_node: int
