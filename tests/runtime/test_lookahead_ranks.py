@@ -83,7 +83,9 @@ class Rank:
         self.context = StepContext(tree, alone=False)
         self.engine = SimpleNamespace(layers=None,
             context=self.context, loads=[], restorations={}, computes={}, busy=False, ending=False,
-            offers=SimpleNamespace(make=lambda: None), settle=lambda states, ends: None,
+            offers=SimpleNamespace(
+                make=lambda: None, look_again=lambda: False, offer_stopped=list
+            ), settle=lambda states, ends: None,
             abandon_all=lambda how: None, counters=RestoreCounters(),
         )  # fmt: skip
         planner = SimpleNamespace(observe=self.told.append, step=lambda view: StepPlan())
