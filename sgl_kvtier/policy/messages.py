@@ -356,8 +356,8 @@ class Question(Generic[_A]):
 class LeftToEngine(Question[str | None]):
     """Why is this prefix better left to an engine that can load by itself? None: it is not. To be
     asked before a restoration is offered, since the engine does not resume its own read of a prefix
-    that was dropped for a restoration. In the view the request is not among the fresh ones. Changes
-    nothing.
+    that was dropped for a restoration, and again while the engine reads. In the view the request is
+    not among the fresh ones. Changes nothing.
     """
 
     offer: RestoreOffered

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_request import PLAIN
 
 from sgl_kvtier.policy.messages import RestoreOffered
 from sgl_kvtier.runtime.restore import offers as offers_module
@@ -93,12 +94,7 @@ class Lab:
         """A request that was left to SGLang, which reads its pages now."""
         read = Read(Handle(rid))
         self.queue.append(
-            SimpleNamespace(
-                rid=rid,
-                cache_request_handle=read.handle,
-                last_node=0,
-                **dict.fromkeys(_ASKED_OF_REQUESTS),
-            )
+            SimpleNamespace(rid=rid, cache_request_handle=read.handle, last_node=0, **PLAIN)
         )
         assert not self.offers.hit(read, HIT * PAGE)
         self.tree.ongoing_prefetch[read.handle] = SimpleNamespace(operation=read)
@@ -109,19 +105,6 @@ class Lab:
         """A tick with so much claimable; whether a read was taken back."""
         self.claimable = tokens
         return self.offers.look_again()
-
-
-_ASKED_OF_REQUESTS = [
-    "return_logprob",
-    "return_hidden_states",
-    "input_embeds",
-    "positional_embed_overrides",
-    "multimodal_inputs",
-    "token_indices_to_pool",
-    "is_prefill_only",
-    "beam_group",
-    "session",
-]
 
 
 @pytest.fixture

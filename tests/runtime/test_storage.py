@@ -405,6 +405,20 @@ def test_a_prefix_with_a_page_missing_says_which_and_other_pages_than_expected_a
     ]
 
 
+def test_a_read_that_is_stopped_ends_with_the_pages_that_were_begun(make):
+    backend = make(host_pool(), throttle={"read_gbps": 0.005})  # a page takes 40 ms
+    names = keys(*range(20))
+    backend.batch_set_v1(names, slots(list(range(20))))
+    with ThreadPoolExecutor(1) as other:
+        own = other.submit(transfer, backend, names, list(range(20)))
+        while not backend._reading and not own.done():
+            time.sleep(0.001)
+        backend.stop_reading(names)
+        read = own.result(timeout=15)
+    assert read == sorted(read, reverse=True) and not all(read)
+    assert transfer(backend, names, list(range(20))) == [True] * 20, "it is read again as asked"
+
+
 def test_a_restorations_pages_are_read_before_those_sglang_reads(make):
     backend = make(host_pool(), throttle={"read_gbps": 0.005})  # a page takes 40 ms
     names = keys(*range(24))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from plain_request import PLAIN
 
 from sgl_kvtier.policy.messages import RestoreOffered
 from sgl_kvtier.runtime.restore import offers as offers_room
@@ -22,18 +23,6 @@ from sgl_kvtier.types import PageKey, Span, Tier
 
 PAGE = 4
 NAMES = [f"{number:064x}" for number in range(10)]
-_PLAIN = (
-    "return_logprob",
-    "return_hidden_states",
-    "input_embeds",
-    "positional_embed_overrides",
-    "multimodal_inputs",
-    "token_indices_to_pool",
-    "is_prefill_only",
-    "beam_group",
-    "session",
-)
-"""What a request for text alone does not ask for."""
 KEYS = [PageKey(bytes.fromhex(name)) for name in NAMES]
 
 
@@ -211,7 +200,7 @@ def request(device: int, host: int) -> Any:
         full_untruncated_fill_ids=range(len(NAMES) * PAGE + 3),
         best_match_node=1,
         last_node=1,
-        **dict.fromkeys(_PLAIN),
+        **PLAIN,
     )
 
 

@@ -50,10 +50,8 @@ class Lab:
         context = self.context = StepContext(self.tree, alone=False)
         context.scheduler = self.scheduler
         self.counters = RestoreCounters()
-        self.stopped: set[Handle] = set()
-        restoring = SimpleNamespace(
-            taking=True, restorations={}, stops=lambda handle: handle in self.stopped
-        )
+        self.owned: list[str] = []
+        restoring = SimpleNamespace(taking=True, restorations={}, owned=self.owned)
         planner = SimpleNamespace(query=due)
         self.turns = TurnReads(
             context,
@@ -203,10 +201,10 @@ def test_what_a_stopped_read_has_not_read_is_still_known_to_be_stored():
     lab = Lab()
     lab.arrives("a", 320)
     (req,) = lab.queue
-    lab.stopped.add(req.cache_request_handle)
+    lab.owned.append("a")
     lab.lands(req, 64, 320)
     assert lab.turns.stored_tokens("a") == 320
-    lab.stopped.clear()
+    lab.owned.clear()
     lab.lands(req, 64, 320)
     assert lab.turns.stored_tokens("a") == 64
 

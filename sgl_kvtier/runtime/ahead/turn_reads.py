@@ -123,9 +123,8 @@ class TurnReads:
         )
         if stored is None or req is None:
             return
-        if operation.completed_tokens < operation.storage_hit_count and not self._restoring.stops(
-            operation.handle
-        ):
+        short = operation.completed_tokens < operation.storage_hit_count
+        if short and req.rid not in self._restoring.owned:
             stored.end = operation.storage_start + operation.completed_tokens
         requests.match(req, self._tree)
         stored.node = req.best_match_node

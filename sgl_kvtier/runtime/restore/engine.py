@@ -100,10 +100,6 @@ class RestoreEngine:
         """Whether hits are taken over at all."""
         return self.offers.taking
 
-    def stops(self, handle: Handle) -> bool:
-        """Whether SGLang's read for this request was stopped for a restoration."""
-        return self.offers.stops(handle)
-
     @property
     def holds_memory(self) -> bool:
         """Whether transfers or slots of ours are in the pools."""

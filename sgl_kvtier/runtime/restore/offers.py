@@ -48,7 +48,7 @@ class Stored(NamedTuple):
 
 @dataclass
 class _Left:
-    """A read that the planner left to SGLang, and the fewest device slots that could be claimed
+    """A read that was left to SGLang, and the fewest device slots that could be claimed
     since it was last asked.
     """
 
@@ -109,10 +109,6 @@ class Offers:
     def is_delayed(self, handle: Handle) -> bool:
         """Whether this request is one of those."""
         return handle in self._again or handle in self._stopped
-
-    def stops(self, handle: Handle) -> bool:
-        """Whether SGLang's read for this request was stopped, and has not ended yet."""
-        return handle in self._stopped
 
     def forget(self, rid: str) -> None:
         """A request is gone."""
@@ -199,10 +195,8 @@ class Offers:
         if sum(len(span) for span, _ in below) * page < max(1, self.min_tokens):
             return None
         host = ((Span(found.resident, read), Tier.HOST),) if read > found.resident else ()
-        offer = RestoreOffered(
-            req.rid, LATER, found.prompt_tokens, found.resident, found.pages, (*host, *below)
-        )
-        return stored if self._leave(offer) is None else None
+        found.sources = (*host, *below)
+        return stored if self._leave(_offer_of(found)) is None else None
 
     def _hangs(self, stopped: _Stopped) -> bool:
         """Whether a read has not ended long after it was stopped. SGLang ends it then, and the
@@ -265,9 +259,7 @@ class Offers:
         ):
             found = "short"
         if isinstance(found, Restoration):
-            offer = RestoreOffered(
-                req.rid, LATER, found.prompt_tokens, found.resident, found.pages, found.sources
-            )
+            offer = _offer_of(found)
             found = found if taken and found.keys else self._leave(offer) or found
         if isinstance(found, str):
             return self._fall_back(found)
@@ -287,6 +279,10 @@ class Offers:
         """Leaves a hit to SGLang's own way, and counts why: every hit that is not restored."""
         self._counters.declined[why] += 1
         return False
+
+
+def _offer_of(r: Restoration) -> RestoreOffered:
+    return RestoreOffered(r.rid, LATER, r.prompt_tokens, r.resident, r.pages, r.sources)
 
 
 def stored_of(operation: Operation, hit_tokens: int, page: int) -> Stored:

@@ -90,8 +90,9 @@ class Restoring(Protocol):
     def taking(self) -> bool:
         """Whether hits are taken over at all."""
 
-    def stops(self, handle: Handle) -> bool:
-        """Whether SGLang's read for this request was stopped for a restoration."""
+    @property
+    def owned(self) -> list[str]:
+        """Requests whose prefix SGLang need not ask storage for."""
 
     @property
     def restorations(self) -> Mapping[str, Restored]:

@@ -71,6 +71,13 @@ def test_what_was_offered_to_us_and_what_never_ended_is_not_judged() -> None:
     assert (found.rid, found.took_s, found.right) == ("b", None, None)
 
 
+def test_an_offer_that_was_taken_later_is_not_judged() -> None:
+    left, taken = asked("a", 10.0, "no room"), asked("a", 10.5, None)
+    other = asked("b", 10.2, "no room")
+    found = declined(log_of(left, other, taken, computed("a", 984, 11.0)))
+    assert [(one.rid, one.took_s) for one in found] == [("b", None)]
+
+
 def test_behind_a_gap_nothing_is_judged() -> None:
     lines = log_of(asked("a", 1.0, "no room"), LinesDropped(3), computed("a", 984, 2.0))
     assert declined(lines)[0].took_s is None
