@@ -7,6 +7,7 @@ for servers that are started with them to measure what a rule is worth.
     Cake, CacheFlow, TierKV         as published
     LongestFirst, ShortestFirst     kvtier's, with another order of requests to load for
     Uncharged                       kvtier's, computing not made dearer by requests that wait
+    DecodesCharged                  kvtier's, computing made dearer by requests that decode
     ByArrival                       kvtier's, requests computed in the order they came
     ByLayers                        lower layers of a whole prefix computed, upper ones loaded
     InTurn                          one of these at a time, changed in the running server
@@ -76,6 +77,12 @@ class Uncharged(Rules):
     queue_charge = 0.0
 
 
+class DecodesCharged(Rules):
+    """kvtier's, with a second of computing dearer by one for each request that decodes."""
+
+    decode_charge = 1.0
+
+
 class ByArrival(Rules):
     """kvtier's, with requests computed in the order they came."""
 
@@ -106,6 +113,7 @@ IN_TURN: Mapping[str, type[Rules]] = {
     "longest-io-first": LongestFirst,
     "shortest-io-first": ShortestFirst,
     "uncharged": Uncharged,
+    "decodes-charged": DecodesCharged,
     "by-arrival": ByArrival,
     "layers": ByLayers,
 }

@@ -155,6 +155,10 @@ class Rules:
     """Extra weight of computing per request that waits behind: it delays them all, and a link's
     work goes on beside.
     """
+    decode_charge: float = 0.0
+    """Extra weight of computing per request that decodes: each stands still for a whole chunk. None
+    here: `policy.max_stall_ms` bounds their gaps (docs/results/batches.md has both).
+    """
     overtaking: float = 1.0
     """Shorter requests overtake one that waits for this many times the predicted work that stood
     before it when it came, its own included. 0: requests run in the order of arrival.

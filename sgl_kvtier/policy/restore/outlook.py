@@ -13,8 +13,8 @@ from sgl_kvtier.policy.restore.modes import Forecast, Restoration
 from sgl_kvtier.policy.restore.under_way import UnderWay, in_run_order
 from sgl_kvtier.types import Link
 
-_MOST_BEHIND: Final = 8
-"""At most this many waiting requests are charged for."""
+_MOST_CHARGED: Final = 8
+"""At most this many waiting requests are charged for, and as many that decode."""
 
 
 class Outlook:
@@ -129,11 +129,16 @@ class Outlook:
         return split
 
     def charge(self, view: StepView) -> float:
-        """The factor for a second of compute: it delays all waiting requests, while a link works
+        """The factor for a second of compute: it delays all that wait or decode, while a link works
         beside it.
         """
-        behind = min(len(view.waiting) - 1, _MOST_BEHIND)
-        return 1 + self._under_way.rules.queue_charge * behind if behind > 0 else 1.0
+        rules = self._under_way.rules
+        behind = min(max(0, len(view.waiting) - 1), _MOST_CHARGED)
+        return (
+            1
+            + rules.queue_charge * behind
+            + rules.decode_charge * min(view.decoding, _MOST_CHARGED)
+        )
 
     def meeting_if_taken_back(
         self, item: Restoration, view: StepView, compute_at_s: float, front: int

@@ -66,6 +66,9 @@ BATCH_ARMS: dict[str, RestoreArm] = {
     "uncharged": replace(
         _OURS, rule="uncharged", about="kvtier, computing not made dearer by requests that wait"
     ),
+    "decodes-charged": replace(
+        _OURS, rule="decodes-charged", about="kvtier, computing made dearer by requests that decode"
+    ),
     "by-arrival": replace(
         _OURS, rule="by-arrival", about="kvtier, requests computed in the order they came"
     ),
