@@ -365,6 +365,23 @@ def test_predictions_are_compared_with_what_happened():
     }  # fmt: skip
 
 
+def test_pages_that_the_engine_fetches_at_the_turn_were_not_there_in_time():
+    bench = Bench()
+    bench.request("late", named(40), Tier.HOST)
+    bench.request("early", named(40, 1000), Tier.HOST)
+    plan = bench.plan([turn("late", 0, 0.0), turn("early", 1, 1.0)])
+    assert [test.held for test in plan.tests] == [False, True]
+    assert {move.rid for move in plan.moves} == {"early"}
+    bench.land(plan.moves, 0.4)
+    bench.map.placed(named(40), Tier.DEVICE, 1.0)
+    bench.prefetcher.placed(named(40), Tier.DEVICE, 1.0)
+    bench.prefetcher.started("late", ())
+    bench.prefetcher.started("early", ())
+    counts = bench.prefetcher.overlaps.counts
+    assert (counts["failed_right"], counts["held_right"]) == (1, 1)
+    assert (counts["failed_wrong"], counts["held_wrong"]) == (0, 0)
+
+
 def test_nothing_is_moved_when_it_is_off_or_k_is_0():
     for config in ({"prefetch": "off"}, {"lookahead": 0}, {"rules": TierKV, "lookahead": 0}):
         bench = Bench(**config)

@@ -62,6 +62,12 @@ class Lacking:
 
     def placed(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
         """Pages are in a tier from now on."""
+        if tier is Tier.DEVICE and len(self.overlaps):
+            # Not moved ahead: the engine brings them in the step that admits their request. Others
+            # may share all but the last.
+            page = self._map.page(keys[-1]) if keys and keys[-1] not in self._flights else None
+            for owner in () if page is None or Tier.HOST not in page.tiers else page.owners:
+                self.overlaps.fetched(owner)
         if len(self._flights):
             self._flights.ended(keys, tier, now)
 

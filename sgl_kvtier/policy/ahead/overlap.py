@@ -34,6 +34,7 @@ class Overlaps:
         """held_right: predicted to be hidden, and all pages were there at the turn. failed_wrong:
         predicted not to be hidden, but they were there.
         """
+        self._fetched: set[str] = set()
 
     def __contains__(self, owner: str) -> bool:
         """Whether this turn was tested before."""
@@ -47,10 +48,21 @@ class Overlaps:
         self.counts["held" if test.held else "failed"] += 1
         return True
 
+    def __len__(self) -> int:
+        """How many turns are still to come."""
+        return len(self._open)
+
+    def fetched(self, owner: str) -> None:
+        """Its turn has come, and the engine brings pages that were missing."""
+        if owner in self._open:
+            self._fetched.add(owner)
+
     def started(self, owner: str, complete: bool) -> None:
-        """The turn has come; `complete`: none of its pages was missing."""
+        """It runs; `complete`: no page is missing. With pages just fetched some were."""
         held = self._open.pop(owner, None)
         if held is not None:
+            complete = complete and owner not in self._fetched
+            self._fetched.discard(owner)
             self.counts[
                 ("held_" if held else "failed_") + ("right" if held is complete else "wrong")
             ] += 1
@@ -58,3 +70,4 @@ class Overlaps:
     def forget(self, owner: str) -> None:
         """The turn will not come."""
         self._open.pop(owner, None)
+        self._fetched.discard(owner)
