@@ -160,3 +160,20 @@ def test_an_unknown_arm_is_refused_with_those_there_are(tmp_path: Path) -> None:
         match=r"no arm named lmcache.*recompute, hicache, hicache-file, hicache-nixl, hicache-mooncake",
     ):
         prepare("lmcache", CPU, tmp_path)
+
+
+def test_stock_reads_ahead_by_its_best_policy_on_a_paced_device_and_ours_by_the_default(
+    tmp_path: Path,
+) -> None:
+    flag = "--hicache-storage-prefetch-policy"
+    paced = replace(CPU, device="paced:h100-llama8b", page_size=64, dtype="float32")
+    for arm in STORAGE_ARMS:
+        on_paced = as_options(prepare(arm, paced, tmp_path / "p" / arm).arguments)
+        on_cpu = as_options(prepare(arm, CPU, tmp_path / "c" / arm).arguments)
+        assert on_paced.get(flag) == (None if arm.startswith("kvtier") else "best_effort")
+        assert flag not in on_cpu
+    asked = replace(paced, extra=(flag, "wait_complete"))
+    assert (
+        as_options(prepare("hicache-file", asked, tmp_path / "a").arguments)[flag]
+        == "wait_complete"
+    )
