@@ -382,6 +382,14 @@ def test_pages_that_the_engine_fetches_at_the_turn_were_not_there_in_time():
     assert (counts["failed_wrong"], counts["held_wrong"]) == (0, 0)
 
 
+def test_without_room_nothing_is_predicted_to_be_there_in_time():
+    for free, share, held in ((40, 1.0, True), (39, 1.0, False), (40, 0.1, False)):
+        bench = Bench(prefetch_share=share)
+        bench.request("r", named(40), Tier.HOST)
+        plan = bench.plan([turn("r", 1)], free={Tier.DEVICE: free, Tier.HOST: 0})
+        assert [test.held for test in plan.tests] == [held], (free, share)
+
+
 def test_nothing_is_moved_when_it_is_off_or_k_is_0():
     for config in ({"prefetch": "off"}, {"lookahead": 0}, {"rules": TierKV, "lookahead": 0}):
         bench = Bench(**config)

@@ -180,7 +180,8 @@ class Prefetcher(Lacking):
         for place in range(near):
             turn = turns[place]
             if step.spent(budget, horizon_s, place < from_host):
-                self._judge_others(step, turns[place:near])
+                room = budget > 0 and device.left > 0
+                self._judge_others(step, turns[place:near], room)
                 break
             missing, claimed = (
                 self.missing(turn.owner) if step.moves else known[place],
@@ -188,13 +189,20 @@ class Prefetcher(Lacking):
             )
             if turn.before:
                 device.take(turn.before, step.now + turn.window_s)
+            new = missing.runs and turn.owner not in self.overlaps
+            transfer_s = self._transfer_s(step, missing) if new else 0.0
+            room = missing.lacking <= budget
             if missing.runs:
-                self._judge(step, turn, missing)
                 if self.brought.may_move(turn.owner, turn.chance, Tier.DEVICE, step.now):
                     budget -= self._promote(step, turn, missing, budget, horizon_s)
+                else:
+                    room = False
             # Pages that it will claim when it runs are not for the turns behind it.
             lacking = missing.lacking - (device.claimed - claimed)
-            device.take(missing.pages - missing.reach + lacking, step.now + turn.window_s)
+            own = missing.pages - missing.reach + lacking
+            room = device.take(own, step.now + turn.window_s) == own and room
+            if new:
+                self._judge(step, turn, missing, transfer_s, room)
         host = step.rooms[Tier.HOST]
         ahead = self._rules.lookahead_ssd < 0 and host.empty > 0
         for place, (turn, missing) in enumerate(zip(turns, known, strict=True)):
@@ -226,26 +234,31 @@ class Prefetcher(Lacking):
             at = max(at, self._map.owners.turn(number))
         return at if turn.rid is not None else step.now + _SPREAD * (at - step.now)
 
-    def _judge_others(self, step: Step, turns: Sequence[Turn]) -> None:
+    def _judge_others(self, step: Step, turns: Sequence[Turn], room: bool) -> None:
         """The same test for turns for which nothing can be prefetched in this step."""
         for turn in turns:
             if turn.owner not in self.overlaps:
                 missing = self.missing(turn.owner)
                 if missing.runs:
-                    self._judge(step, turn, missing)
+                    self._judge(step, turn, missing, self._transfer_s(step, missing), room)
 
-    def _judge(self, step: Step, turn: Turn, missing: Missing) -> None:
-        """Eq. 1 for all pages that are missing, behind the charged ones."""
-        if turn.owner in self.overlaps:
-            return
-        pcie, pages = step.links[Link.HOST_TO_DEVICE], missing.lacking
-        transfer_s = pcie.end_s + pcie.seconds(pages)
+    def _judge(
+        self, step: Step, turn: Turn, missing: Missing, transfer_s: float, room: bool
+    ) -> None:
+        """Eq. 1 for all pages that are missing. Without room for them nothing is hidden."""
+        window_s = turn.window_s + self._rules.scheduling_slack_s
+        held = transfer_s <= window_s and room
+        self.test(step, Overlap(turn.owner, missing.lacking, transfer_s, window_s, held))
+
+    def _transfer_s(self, step: Step, missing: Missing) -> float:
+        """Seconds until all pages that are missing are there, behind the charged ones."""
+        pcie = step.links[Link.HOST_TO_DEVICE]
+        transfer_s = pcie.end_s + pcie.seconds(missing.lacking)
         for first, below in step.firsts(missing) if missing.below else ():
             if below:
                 first_s = first.end_s + first.seconds(below) + pcie.seconds(1)
                 transfer_s = max(transfer_s, first_s)
-        window_s = turn.window_s + self._rules.scheduling_slack_s
-        self.test(step, Overlap(turn.owner, pages, transfer_s, window_s, transfer_s <= window_s))
+        return transfer_s
 
     def _promote(
         self, step: Step, turn: Turn, missing: Missing, budget: int, horizon_s: float
