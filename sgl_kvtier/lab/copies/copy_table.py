@@ -31,7 +31,7 @@ from sgl_kvtier.runtime.backend.host_pages import bytes_of, parts_of
 from sgl_kvtier.runtime.cuda.all_layers import all_layers_of
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.flashinfer_scatter import FlashInferScatter
-from sgl_kvtier.runtime.cuda.page_shape import LAYOUTS, unfit
+from sgl_kvtier.runtime.cuda.page_shape import LAYOUTS, host_pool_of, unfit
 from sgl_kvtier.runtime.cuda.scatter import TritonScatter
 from sgl_kvtier.runtime.restore.copy_device import MakeScatter, StreamCopies, copies_for, staged_by
 
@@ -74,10 +74,11 @@ def ways_on(device: str) -> list[Way]:
 
 def _staged(make: MakeScatter) -> Callable[[Any], Any]:
     def made(controller: Any) -> Any:
-        reason = unfit(controller)
+        memory = _memory()
+        reason = unfit(controller) or memory.unread(host_pool_of(controller))
         if reason is not None:
             raise BenchError(f"not staged: {reason}")
-        return staged_by(make, controller, _memory())
+        return staged_by(make, controller, memory)
 
     return made
 

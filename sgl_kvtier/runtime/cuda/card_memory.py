@@ -31,6 +31,15 @@ class CardMemory:
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
 
+    def unread(self, pool: Any) -> str | None:
+        """Why the copy engine cannot read the pages of this host pool, or None."""
+        return None if pool.pin_memory else "host memory that is not pinned"
+
+    def free_bytes(self) -> int:
+        """Device memory that nobody has."""
+        free: int = torch.get_device_module("cuda").mem_get_info()[0]
+        return free
+
     def pinned(self, numel: int) -> torch.Tensor:
         """Host memory for `numel` indices (int64) that the copy engine can read."""
         return torch.empty(numel, dtype=torch.int64, pin_memory=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 LAYOUTS = ("page_first", "page_first_direct")
 """Host layouts in which a page's K is one piece, and its V another, made of whole token rows."""
 
@@ -54,12 +52,10 @@ def shape_of(pool: Any) -> PageShape:
 
 
 def unfit(controller: Any) -> str | None:
-    """Why pages of this server cannot be staged, and how to correct it where that is possible; or
+    """Why pages of this shape cannot be staged, and how to correct it where that is possible; or
     None.
     """
     pool = host_pool_of(controller)
-    if torch.device(controller.device).type != "cuda":
-        return f"the device is {controller.device}"
     if pool.layout not in LAYOUTS:
         return f"host pages of layout {pool.layout} (--hicache-mem-layout page_first)"
     if not getattr(pool, "device_v_buffers", None) or pool.kv_buffer.shape[0] != 2:
@@ -70,4 +66,4 @@ def unfit(controller: Any) -> str | None:
         return "device rows that lie apart"
     if getattr(controller.mem_pool_device, "host_transfer_translate", None) is not None:
         return "device slots with other numbers than the pool's"
-    return None if pool.pin_memory else "host memory that is not pinned"
+    return None

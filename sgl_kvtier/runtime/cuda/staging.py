@@ -12,10 +12,13 @@ from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.page_shape import PageShape
 
 LOAD_BYTES = 16 << 20
-"""A room holds a load of this size: from there on a bus is as fast as it gets."""
+"""A room holds a load of this size: from there on a bus is as fast as it gets. This and the next
+are smaller on a device whose pages are those of a real one at scale.
+"""
+MOST_BYTES = 256 << 20
+"""Of all rooms, where these are `_FEWEST` or more."""
 _ROOMS = 8
 _FEWEST = 3
-_MOST_BYTES = 256 << 20
 
 
 @dataclass(eq=False)
@@ -77,4 +80,4 @@ def staging_bytes(shape: PageShape) -> int:
 
 
 def _rooms(nbytes: int) -> int:
-    return max(_FEWEST, min(_ROOMS, _MOST_BYTES // nbytes))
+    return max(_FEWEST, min(_ROOMS, MOST_BYTES // nbytes))

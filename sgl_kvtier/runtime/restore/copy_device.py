@@ -7,6 +7,8 @@ way is chosen here:
                               rows lie equally far apart (latents), else a launch per layer
     any other accelerator     `StreamCopies`, a launch per layer
 
+What copies as a card does is in `CARDS`.
+
 A slot that was just freed may still be read or written by a forward that runs. So the code
 that claims slots takes a fence, and no page is placed in them before it has come.
 """
@@ -36,6 +38,16 @@ MakeScatter: TypeAlias = Callable[[PageShape, int, list[torch.Tensor]], Scatter]
 SCATTER: MakeScatter = TritonScatter
 """`FlashInferScatter` needs one launch per layer. Which is faster is to be measured on a card
 (kvtier bench copy-table).
+"""
+
+
+def _cuda(controller: Any) -> tuple[CardMemory, MakeScatter]:
+    return CardMemory(torch.get_device_module(controller.device).current_device()), SCATTER
+
+
+CARDS: dict[str, Callable[[Any], tuple[CardMemory, MakeScatter]]] = {"cuda": _cuda}
+"""Kinds of devices that have a copy engine and a kernel for pages in staging: what gives a HiCache
+controller both. A stand-in for the CPU adds itself.
 """
 
 
@@ -192,19 +204,19 @@ def copies_for(controller: Any, *, restores: bool = True) -> CopyDevice:
     """
     if works_at_once(controller.device):
         return CpuCopies(controller)
-    if torch.device(controller.device).type != "cuda":
+    card = CARDS.get(torch.device(controller.device).type)
+    if card is None:
         return StreamCopies(controller)
-    module = torch.get_device_module(controller.device)
-    memory = CardMemory(module.current_device())
+    memory, scatter = card(controller)
     if not restores:
         return StreamCopies(controller, memory, all_layers_of(controller))
-    reason = unfit(controller)
+    reason = unfit(controller) or memory.unread(host_pool_of(controller))
     if reason is None:
-        staged = _staged(controller, module, memory)
+        staged = _staged(controller, memory, scatter)
         if not isinstance(staged, str):
             logger.info(
-                "kvtier: loads go through %d MiB of staging, %d tokens at once",
-                staging_bytes(shape_of(host_pool_of(controller))) >> 20, staged.most_tokens,
+                "kvtier: loads go through %.3g MiB of staging, %d tokens at once",
+                staging_bytes(shape_of(host_pool_of(controller))) / 2**20, staged.most_tokens,
             )  # fmt: skip
             return staged
         reason = staged
@@ -214,18 +226,16 @@ def copies_for(controller: Any, *, restores: bool = True) -> CopyDevice:
     return StreamCopies(controller, memory, all_layers)
 
 
-def _staged(controller: Any, module: Any, memory: CardMemory) -> StagedCopies | str:
-    """Staged copies with our own kernel, or why there are none."""
-    pool = host_pool_of(controller)
-    shape = shape_of(pool)
-    needed, (free, _) = staging_bytes(shape), module.mem_get_info()
+def _staged(controller: Any, memory: CardMemory, scatter: MakeScatter) -> StagedCopies | str:
+    """Staged copies, or why there are none."""
+    needed, free = staging_bytes(shape_of(host_pool_of(controller))), memory.free_bytes()
     if free < 2 * needed:  # what is taken here is missing at the next long prefill
         return (
             f"{free >> 20} MiB of device memory are free, and staging takes {needed >> 20} and "
             "leaves as much (a lower --mem-fraction-static)"
         )
     try:
-        return staged_by(SCATTER, controller, memory)
+        return staged_by(scatter, controller, memory)
     except Exception as error:
         # Whatever a driver, a compiler or another version of Triton raises: there is another way.
         return (

@@ -12,6 +12,7 @@ from device_pools import controller, latent_pools
 from pools import host_pool, latent_host_pool, latent_pool
 
 from sgl_kvtier.runtime.cuda.all_layers import AllLayers
+from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.fences import fence
 from sgl_kvtier.runtime.cuda.page_shape import shape_of, unfit
 from sgl_kvtier.runtime.cuda.staging import LOAD_BYTES, pages_of_room, staging_bytes
@@ -36,10 +37,9 @@ def test_pages_of_keys_and_values_can_be_staged(layout: str) -> None:
 def test_what_cannot_be_staged_is_said() -> None:
     assert "layout page_head" in str(unfit(controller_of(host_pool("page_head"))))
     assert "latents" in str(unfit(controller_of(latent_host_pool(latent_pool(2)))))
-    assert "the device is xpu" in str(unfit(controller_of(host_pool(), "xpu")))
-    pool = controller_of(host_pool())
-    pool.mem_pool_host.pin_memory = False
-    assert "pinned" in str(unfit(pool))
+    pool = host_pool()
+    pool.pin_memory = False
+    assert "pinned" in str(CardMemory(0).unread(pool))
     moved = controller_of(host_pool())
     moved.mem_pool_device.host_transfer_translate = lambda slots: slots
     assert "other numbers" in str(unfit(moved))
@@ -88,6 +88,12 @@ def test_latents_are_copied_by_sglangs_kernel_of_all_layers(
     assert all(isinstance(how[-1], AllLayers) for how in given) and len(given) == 2
     (line,) = [record.getMessage() for record in caplog.records if "kvtier" in record.getMessage()]
     assert "all layers in one launch: pages of latents" in line
+
+
+def test_an_accelerator_that_is_no_card_has_sglangs_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_device, "StreamCopies", lambda *how: how)
+    served = controller_of(host_pool(), "xpu")
+    assert copies_for(served) == (served,)
 
 
 def test_a_device_without_streams_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
