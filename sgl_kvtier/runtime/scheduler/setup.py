@@ -19,7 +19,7 @@ from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.cpu.platform import works_at_once
-from sgl_kvtier.runtime.cuda.staging import LOAD_BYTES
+from sgl_kvtier.runtime.cuda import staging
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
 from sgl_kvtier.runtime.records import cost_profile
@@ -137,7 +137,7 @@ def build(tree: Tree, server_args: Any) -> Parts:
         staged=True,
         whole_load_pages=1
         if works_at_once(controller.device)
-        else max(1, LOAD_BYTES // context.agreed_page_bytes),
+        else max(1, staging.LOAD_BYTES // context.agreed_page_bytes),
     )
     same = agreement.same(context.host.tokens)
     unlike = looks_ahead(policy) and not same
