@@ -21,6 +21,7 @@ Times are seconds of the monotonic clock. All methods may be called from any thr
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 import time
 import weakref
@@ -36,7 +37,8 @@ it.
 """
 _lock = threading.RLock()
 _local = threading.local()
-_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+_streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
 
 
 def sleep_until(at: float) -> None:
@@ -46,15 +48,18 @@ def sleep_until(at: float) -> None:
 
 
 class Stream:
-    """Stands for torch.cuda.Stream. `tail` is when everything launched on it is over."""
+    """Stands for torch.cuda.Stream. `tail` is when everything launched on it is over. A driver
+    knows it by the number `cuda_stream`.
+    """
 
     device = "cpu"
 
     def __init__(self, *_: Any, priority: int = 0, **__: Any) -> None:
         self.priority = priority
         self.tail = 0.0
+        self.cuda_stream = next(_numbers)
         with _lock:
-            _streams.add(self)
+            _streams[self.cuda_stream] = self
 
     def launch(self, seconds: float, at: float | None = None) -> tuple[float, float]:
         """Begin and end of work launched now, or at a time `at` before now."""
@@ -147,11 +152,16 @@ def current_stream(device: Any = None) -> Stream:
     return _currents()[-1]
 
 
+def stream_of(number: int) -> Stream:
+    """The stream whose `cuda_stream` this is."""
+    return _streams[number]
+
+
 def synchronize(device: Any = None) -> None:
     """Sleeps until all streams of this process are over."""
     del device
     with _lock:
-        last = max(stream.tail for stream in _streams)
+        last = max(stream.tail for stream in _streams.values())
     sleep_until(last)
 
 
@@ -174,9 +184,13 @@ class Link:
     def copy(self, stream: Stream, nbytes: float) -> tuple[float, float]:
         """Begin and end of a copy launched now on `stream`."""
         with _lock:
-            begin, end = self._take(max(stream.tail, now()), nbytes / self._bytes_per_s)
+            begin, end = self._take(max(stream.tail, now()), self.seconds_of(nbytes))
             stream.delay(end)
             return begin, end
+
+    def seconds_of(self, nbytes: float) -> float:
+        """For which it is busy with so many bytes."""
+        return nbytes / self._bytes_per_s
 
     def _take(self, earliest: float, seconds: float) -> tuple[float, float]:
         self._forget()

@@ -1,5 +1,5 @@
-"""HiCache's copies on the links of a paced device, the disk of SGLang's file backend, and the tier
-of each page.
+"""HiCache's copies and a card's on the links of a paced device, the disk of SGLang's file backend,
+and the tier of each page.
 
 Bytes are really moved, at the scale of the pools at hand. Links and disk are charged the bytes of
 the modelled model. SGLang's threads.
@@ -7,14 +7,30 @@ the modelled model. SGLang's threads.
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from sgl_kvtier.lab.paced.clock import Disk, Link, current_stream
+from sgl_kvtier.lab.paced.clock import Disk, Link, current_stream, stream_of
+from sgl_kvtier.runtime.cuda import card_memory
+from sgl_kvtier.runtime.cuda.card_memory import CardMemory
+from sgl_kvtier.runtime.cuda.page_shape import PageShape
+from sgl_kvtier.runtime.cuda.staging import Room
 
+_SCATTER_SHARE = 0.03
+"""Seconds of a scatter for each of the link: an H100 reads and writes its own memory at 3,350 GB/s,
+and the link carries 50.
+"""
+_FREE_BYTES = 1 << 40
+"""The pool at hand leaves no less: the modelled card's is sized by who starts the server."""
+_DRIVER_COPY = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t
+)
+_FAILED = 719
+"""cudaErrorLaunchFailure."""
 _COMPUTED, _HOST, _STORAGE = "the device", "host memory", "storage"
 _TIERS = (_COMPUTED, _HOST, _STORAGE)
 
@@ -104,6 +120,16 @@ class Copies:
         self._pages = pages
         self._damage = damage
 
+    def card(self, pool: Any) -> tuple[CardMemory, Callable[..., Scatter]]:
+        """What staged copies from a host pool ask of a card."""
+        memory = Memory(pool, self._to_device, self._scale)
+
+        def scatter(shape: PageShape, room_pages: int, buffers: list[torch.Tensor]) -> Scatter:
+            del room_pages  # every room says its own
+            return Scatter(shape, buffers, memory, self._pages, self._damage)
+
+        return memory, scatter
+
     def load(self, copy: Callable[..., None]) -> Callable[..., None]:
         """Around transfer_kv_per_layer_direct_pf_lf."""
 
@@ -140,6 +166,111 @@ class Copies:
             self._damage.strike("host", dst_ptrs[0], dst_indices[::page_size] // page_size)
 
         return all_layers
+
+
+class Memory(CardMemory):
+    """A paced card's memory, and its copy engine: a driver's function, or torch's copies where C
+    cannot call it. Mover's thread.
+    """
+
+    def __init__(self, pool: Any, link: Link, bytes_scale: float) -> None:
+        super().__init__(0)
+        self._device = torch.device("cpu")
+        self._pool, self._link, self._scale = pool, link, bytes_scale
+        self._driver = _DRIVER_COPY(self._driver_copied)
+        self._sources: dict[int, tuple[int, int]] = {}
+        """By the address of a piece of a room: whence its bytes came, and how many."""
+
+    def unread(self, pool: Any) -> str | None:
+        """None: all memory of this device is the host's."""
+        del pool
+        return None
+
+    def free_bytes(self) -> int:
+        """Enough for any staging."""
+        return _FREE_BYTES
+
+    def pinned(self, numel: int) -> torch.Tensor:
+        """Memory of the host."""
+        return torch.empty(numel, dtype=torch.int64)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Moves the bytes now; the current stream has them when its link does."""
+        target.copy_(source)
+        self._took(target.data_ptr(), source.data_ptr(), source.nbytes, current_stream())
+
+    def driver_copy(self) -> int | None:
+        """The same as a driver's function."""
+        if card_memory._native is None:
+            return None
+        return ctypes.cast(self._driver, ctypes.c_void_p).value
+
+    def _driver_copied(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> int:
+        """As cudaMemcpyAsync: called without the interpreter, from C."""
+        del kind
+        try:
+            ctypes.memmove(to, source, nbytes)
+            self._took(to, source, nbytes, stream_of(stream))
+        except Exception:  # C knows numbers only
+            return _FAILED
+        return 0
+
+    def _took(self, to: int, source: int, nbytes: int, stream: Any) -> None:
+        self._link.copy(stream, nbytes * self._scale)
+        self._sources[to] = source, nbytes
+
+    def copied(self, room: Room, pages: int) -> tuple[torch.Tensor, float]:
+        """The host pages whose K came into a room last, and the link's seconds for K and V."""
+        base = self._pool.kv_buffer.data_ptr()
+        found: list[int] = []
+        while len(found) < pages:
+            source, nbytes = self._sources[room.place[0] + len(found) * room.half_bytes]
+            first = (source - base) // room.half_bytes
+            found.extend(range(first, first + nbytes // room.half_bytes))
+        moved = 2 * pages * room.half_bytes * self._scale
+        return torch.tensor(found[:pages]), self._link.seconds_of(moved)
+
+
+class Scatter:
+    """Staged pages into their slots by torch, in the time that a card's kernel takes."""
+
+    def __init__(
+        self,
+        shape: PageShape,
+        buffers: list[torch.Tensor],
+        memory: Memory,
+        pages: Pages,
+        damage: Damage,
+    ) -> None:
+        """`buffers` as for `TritonScatter`."""
+        self._shape, self._memory, self._pages, self._damage = shape, memory, pages, damage
+        self._keys = buffers[0]
+        whole = shape.tokens * shape.row_bytes
+        self._buffers = [buffer.view(torch.uint8).view(-1, whole) for buffer in buffers]
+
+    def prepare(self) -> None:
+        """There is nothing to compile."""
+
+    def launch(self, room: Room, slots: torch.Tensor) -> None:
+        """On the current stream."""
+        shape = self._shape
+        firsts = slots[:: shape.tokens]
+        for half in (0, 1):
+            rows = self._layers(room.piece(half, 0, len(firsts)), len(firsts))
+            for layer in range(shape.layers):
+                into = self._buffers[half * shape.layers + layer]
+                into.index_copy_(0, firsts // shape.tokens, rows[:, layer].reshape(len(firsts), -1))
+        host_pages, seconds = self._memory.copied(room, len(firsts))
+        current_stream().launch(seconds * _SCATTER_SHARE)
+        self._pages.loaded(host_pages * shape.tokens, firsts)
+        self._damage.strike("device", self._keys, slots)
+
+    def _layers(self, piece: torch.Tensor, pages: int) -> torch.Tensor:
+        """[page, layer, token, byte], as the rows of a layer lie in the pool."""
+        shape = self._shape
+        if shape.layer_major:
+            return piece.view(pages, shape.layers, shape.tokens, shape.row_bytes)
+        return piece.view(pages, shape.tokens, shape.layers, shape.row_bytes).transpose(1, 2)
 
 
 def _row_bytes(buffer: torch.Tensor) -> int:

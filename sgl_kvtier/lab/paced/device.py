@@ -35,11 +35,15 @@ from sgl_kvtier.lab.paced.pace import PaceLog
 from sgl_kvtier.lab.paced.signatures import Decode, Extend, Signer, chain_of
 from sgl_kvtier.runtime.cpu import copies as host_copies
 from sgl_kvtier.runtime.cpu.platform import ATTENTION
+from sgl_kvtier.runtime.cuda import staging
+from sgl_kvtier.runtime.cuda.page_shape import host_pool_of
+from sgl_kvtier.runtime.restore.copy_device import CARDS
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "KVTIER_PACED"
 """Holds a `Settings` as JSON."""
+_DEVICE = "cpu"
 _POOLS = ("mha", "mla")
 _CHAIN = "kvtier_paced_chain"
 _NIXL = "storage.nixl.hicache_nixl.HiCacheNixl._xfer_pre_registered"
@@ -304,6 +308,7 @@ def install() -> None:
     ATTENTION_BACKENDS[ATTENTION] = Attention
     damage = Damage(settings.damage, settings.damage_at)
     moved = Copies(device.to_device, device.to_host, settings.bytes_scale, device.pages, damage)
+    _copy_as_a_card(settings, moved)
     for name in _POOLS:
         module: Any = importlib.import_module(f"sglang.srt.mem_cache.pool_host.{name}")
         module.transfer_kv_per_layer_direct_pf_lf = moved.load(
@@ -319,6 +324,19 @@ def install() -> None:
         settings.profile,
         settings.dilation,
     )
+
+
+def _copy_as_a_card(settings: Settings, moved: Copies) -> None:
+    """Loads of our own go the way that they go on a card, through staging of as many pages."""
+
+    def card(controller: Any) -> tuple[Any, Any]:
+        return moved.card(host_pool_of(controller))
+
+    CARDS[_DEVICE] = card
+    gpus = profile.document(settings.profile)["gpus"]  # each stages its share of a page
+    for name in ("LOAD_BYTES", "MOST_BYTES"):
+        at_scale = int(getattr(staging, name) * gpus / settings.bytes_scale)
+        setattr(staging, name, at_scale)
 
 
 def _say(settings: Settings) -> None:

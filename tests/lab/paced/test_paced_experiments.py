@@ -46,6 +46,10 @@ def test_every_arm_restores_a_stored_prompt_right(tmp_path: Path) -> None:
         assert result["pace"][arm]["steps"] > 0
     assert result["pace"]["load"]["checked_tokens"] >= 2 * 8192
     assert result["curves"][0]["prefix_bytes"] == 8192 * 131072
+    # Two pages of 8 MiB to a load, as on a card; the log of stock has no such line.
+    said = "kvtier: loads go through 0.25 MiB of staging, 128 tokens at once"
+    logs = [file.read_text() for file in (tmp_path / "work").rglob("server.log")]
+    assert sum(said in text for text in logs) == 1
 
 
 def test_a_fuzz_run_finds_a_page_that_was_damaged_on_its_way_to_the_device(tmp_path: Path) -> None:
