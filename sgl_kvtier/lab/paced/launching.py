@@ -182,6 +182,7 @@ class Paced:
             "KVTIER_CPU_DEVICE": _INSTALL,
             "SGLANG_PLATFORM": "kvtier_cpu",
             "SGLANG_EXTERNAL_MODEL_PACKAGE": _STUBS,
+            "SGLANG_ENABLE_WAR_BARRIER": "1",  # as on CUDA
             "OMP_WAIT_POLICY": "PASSIVE",
             "OMP_NUM_THREADS": "1",
         }
