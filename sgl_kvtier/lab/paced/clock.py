@@ -12,7 +12,7 @@ The rules are CUDA's:
 4. Streams do not disturb each other, except that copies in one direction share its link. A copy
    that waits for a forward blocks no other; one that is ready takes the first time that is free.
    Compute is not slowed by copies.
-5. A forward behind a layer-wise load begins each layer when that layer has come (`layered_end`).
+5. A forward behind a layer-wise load begins each layer when that layer has come (`layered`).
 6. Only `synchronize` makes a thread wait. It sleeps: it needs neither a core nor the interpreter.
 
 Times are seconds of the monotonic clock. All methods may be called from any thread.
@@ -241,19 +241,19 @@ class Disk:
             sleep_until(end)
 
 
-def layered_end(
+def layered(
     begin: float, seconds: float, layers: int, loaded: Sequence[float], load_begin: float
-) -> float:
-    """The end of a forward of `layers` equal layers, each of which begins when its keys and values
-    came.
+) -> tuple[float, float]:
+    """When a forward of `layers` equal layers begins its first, and ends. Each of them begins when
+    its keys and values came.
 
     `loaded` are the ends of a load in equal parts, of any number. The load that the device at hand
     copies layer by layer stands for the layers of the modelled model.
     """
-    end = begin
+    first = end = max(begin, _loaded_at(1 / layers, loaded, load_begin))
     for layer in range(layers):
         end = max(end, _loaded_at((layer + 1) / layers, loaded, load_begin)) + seconds / layers
-    return end
+    return first, end
 
 
 def _loaded_at(share: float, loaded: Sequence[float], load_begin: float) -> float:

@@ -143,7 +143,7 @@ class Device:
             lengths = forward_batch.seq_lens.tolist()
             tokens = self._decode(signer, req_to_token, forward_batch, requests, lengths)
             kind, seconds = "decode", self._profile.decode_seconds(lengths)
-            size = {"tokens": len(lengths), "context": sum(lengths)}
+            size: dict[str, Any] = {"tokens": len(lengths), "context": sum(lengths)}
         else:
             spans = _spans(forward_batch)
             tokens = self._extend(signer, req_to_token, forward_batch, requests, spans)
@@ -151,7 +151,9 @@ class Device:
             run = layers.taken(forward_batch)
             size = {"tokens": sum(n for n, _ in spans), "context": sum(p for _, p in spans)}
         if run is None:
-            begin, end, load_wait_s = self._launch(pool, seconds * self._settings.dilation, called)
+            took = self._launch(pool, seconds * self._settings.dilation, called)
+            begin, end, load_wait_s, load = took
+            size |= load
         else:
             begin, end, load_wait_s = self._launch_by_layers(signer, requests, run, called)
         self._log.step(
@@ -174,19 +176,27 @@ class Device:
         self._tell(signer, called)
         return tokens
 
-    def _launch(self, pool: Any, seconds: float, called: float) -> tuple[float, float, float]:
-        """Begin and end of a step, and how long of that it waits for pages, layer by layer."""
+    def _launch(
+        self, pool: Any, seconds: float, called: float
+    ) -> tuple[float, float, float, dict[str, Any]]:
+        """Begin and end of a step, how long of that it waits for pages, layer by layer, and the
+        times of a load that is not over when it begins.
+        """
         stream = clock.current_stream()
         begin, end = stream.launch(seconds, at=called)
         counter = getattr(pool, "layer_transfer_counter", None)
         if counter is None or counter.consumer_index < 0:
-            return begin, end, 0.0
+            return begin, end, 0.0, {}
         loading = counter.events[counter.consumer_index]
         loaded = [event.at for event in loading.load_events]
-        first = max(loading.start_event.at, loaded[0] - (loaded[-1] - loaded[0]) / len(loaded))
-        late = clock.layered_end(begin, seconds, self._profile.layers, loaded, first)
+        if loaded[-1] <= begin:
+            return begin, end, 0.0, {}
+        part_s = (loaded[-1] - loaded[0]) / max(len(loaded) - 1, 1)
+        first = max(loading.start_event.at, loaded[0] - part_s)
+        computing, late = clock.layered(begin, seconds, self._profile.layers, loaded, first)
         stream.delay(late)
-        return begin, max(late, end), max(late - end, 0.0)
+        load = {"load_begin": first, "layers_loaded": loaded, "first_layer": computing}
+        return begin, max(late, end), max(late - end, 0.0), load
 
     def _launch_by_layers(
         self, signer: Signer, requests: list[Any], run: Any, called: float

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from weakref import WeakValueDictionary
 
 import pytest
 
 from sgl_kvtier.lab.paced import clock
-from sgl_kvtier.lab.paced.clock import Disk, Event, Link, Stream, StreamContext, layered_end
+from sgl_kvtier.lab.paced.clock import Disk, Event, Link, Stream, StreamContext, layered
 
 
 class Time:
@@ -28,6 +29,7 @@ def time(monkeypatch) -> Time:
     found = Time()
     monkeypatch.setattr(clock, "now", lambda: found.now)
     monkeypatch.setattr(clock, "time", SimpleNamespace(sleep=found.sleep))
+    monkeypatch.setattr(clock, "_streams", WeakValueDictionary())  # others may not be gone yet
     return found
 
 
@@ -118,6 +120,11 @@ def test_synchronizing_the_device_waits_for_all_streams(time):
     assert time.now == 105.0
 
 
+def test_a_driver_knows_a_stream_by_its_number(time):
+    one, other = Stream(), Stream()
+    assert [clock.stream_of(stream.cuda_stream) for stream in (one, other)] == [one, other]
+
+
 def test_the_current_stream_is_the_threads_own(time):
     mine, seen = Stream(), []
     with StreamContext(mine):
@@ -193,20 +200,20 @@ def test_a_disk_does_not_save_up_bandwidth_while_nobody_reads(time):
 
 
 def test_a_forward_behind_a_load_that_is_over_takes_its_own_time(time):
-    assert layered_end(100.0, 2.0, 32, [90.0, 95.0], 80.0) == pytest.approx(102.0)
+    assert layered(100.0, 2.0, 32, [90.0, 95.0], 80.0) == pytest.approx((100.0, 102.0))
 
 
 def test_a_forward_faster_than_its_load_ends_one_layer_behind_it(time):
     loaded = [101.0, 102.0, 103.0, 104.0]
-    assert layered_end(100.0, 0.32, 32, loaded, 100.0) == pytest.approx(104.01)
+    assert layered(100.0, 0.32, 32, loaded, 100.0) == pytest.approx((100.125, 104.01))
 
 
 def test_a_forward_slower_than_its_load_waits_for_the_first_layer_only(time):
     loaded = [100.1, 100.2, 100.3, 100.4]
-    assert layered_end(100.0, 8.0, 32, loaded, 100.0) == pytest.approx(108.0 + 0.4 / 32)
+    assert layered(100.0, 8.0, 32, loaded, 100.0) == pytest.approx((100.0125, 108.0 + 0.4 / 32))
 
 
 def test_a_load_in_few_parts_stands_for_one_in_as_many_as_the_model_has_layers(time):
-    exact = layered_end(0.0, 3.2, 32, [(n + 1) * 0.15 for n in range(32)], 0.0)
-    coarse = layered_end(0.0, 3.2, 32, [1.2, 2.4, 3.6, 4.8], 0.0)
+    exact = layered(0.0, 3.2, 32, [(n + 1) * 0.15 for n in range(32)], 0.0)
+    coarse = layered(0.0, 3.2, 32, [1.2, 2.4, 3.6, 4.8], 0.0)
     assert coarse == pytest.approx(exact)
