@@ -189,7 +189,7 @@ class Link:
             return begin, end
 
     def seconds_of(self, nbytes: float) -> float:
-        """For which it is busy with so many bytes."""
+        """For which a copy of `nbytes` keeps it busy."""
         return nbytes / self._bytes_per_s
 
     def _take(self, earliest: float, seconds: float) -> tuple[float, float]:

@@ -36,7 +36,7 @@ class CardMemory:
         return None if pool.pin_memory else "host memory that is not pinned"
 
     def free_bytes(self) -> int:
-        """Device memory that nobody has."""
+        """Device memory that is free."""
         free: int = torch.get_device_module("cuda").mem_get_info()[0]
         return free
 
