@@ -3,7 +3,8 @@ source.
 
 A file has seconds by (tokens, prefix) of one request's prefill and by (batch, context) of a decode
 step, measured operator by operator. Between points times are bilinear; beyond them they go on as
-between the last two. `scripts/make-profiles` writes the files.
+between the last two. Each number type of keys and values has its own tables.
+`scripts/make-profiles` writes the files.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 from sgl_kvtier.errors import BenchError
 
 _FOLDER = files("sgl_kvtier.lab.paced") / "profiles"
+BF16, FP8 = "bfloat16", "fp8_e4m3"
+"""Number types of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Profile:
     to_host_gbytes_per_s: float
     prefill: Table
     decode: Table
+    kv_dtype: str = BF16
 
     def prefill_seconds(self, spans: Sequence[tuple[int, int]]) -> float:
         """Seconds of one batch of (tokens, prefix), one pair per request.
@@ -94,9 +98,14 @@ def document(name: str) -> dict[str, Any]:
     return found
 
 
-def read(name: str) -> Profile:
-    """A profile by its name. Raises BenchError, with the names there are."""
+def read(name: str, kv_dtype: str = BF16) -> Profile:
+    """A profile by its name, with keys and values of one type. Raises BenchError, with the names
+    there are.
+    """
     found = document(name)
+    if kv_dtype != BF16:
+        own = found[kv_dtype]
+        found |= own | {"source": found["source"] | {"model": own["model"]}}
 
     def table(part: str, rows: str, columns: str) -> Table:
         data = found[part]
@@ -113,4 +122,5 @@ def read(name: str) -> Profile:
         to_host_gbytes_per_s=found["to_host_gbytes_per_s"],
         prefill=table("prefill", "tokens", "prefix"),
         decode=table("decode", "batch", "context"),
+        kv_dtype=kv_dtype,
     )

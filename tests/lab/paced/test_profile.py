@@ -25,8 +25,10 @@ def test_there_are_the_promised_profiles():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_times_between_the_points_are_those_of_the_database(name):
-    read, between = profile.read(name), profile.document(name)["between"]
+@pytest.mark.parametrize("kv_dtype", [profile.BF16, profile.FP8])
+def test_times_between_the_points_are_those_of_the_database(name, kv_dtype):
+    read, found = profile.read(name, kv_dtype), profile.document(name)
+    between = found.get(kv_dtype, found)["between"]
     off = [read.prefill.at(n, p) / seconds - 1 for n, p, seconds in between["prefill"]]
     off += [read.decode.at(b, c) / seconds - 1 for b, c, seconds in between["decode"]]
     assert len(off) == 16
@@ -39,6 +41,16 @@ def test_a_profile_says_where_its_times_come_from_and_how_to_make_it_again(name)
     assert "aiconfigurator 0.12.0" in source["database"]
     assert source["command"] == f"scripts/make-profiles {name}"
     assert "bilinear" in source["interpolation"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_and_values_in_fp8_have_half_the_bytes_and_times_of_their_own(name):
+    usual, fp8 = profile.read(name), profile.read(name, profile.FP8)
+    assert fp8.kv_bytes_per_token * 2 == usual.kv_bytes_per_token
+    assert fp8.source == usual.source | {"model": fp8.source["model"]}
+    assert "KV cache bf16" in usual.source["model"]
+    assert "KV cache fp8_e4m3" in fp8.source["model"]
+    assert fp8.decode.at(32, 32768) != usual.decode.at(32, 32768)
 
 
 @pytest.mark.parametrize("name", NAMES)
