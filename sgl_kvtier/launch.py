@@ -83,10 +83,10 @@ def host_of(device: str) -> str:
     return "cpu" if device.startswith(PACED) else device
 
 
-def paced_device(device: str, dilation: float) -> Any:
+def paced_device(device: str, dilation: float, words: Sequence[str] = ()) -> Any:
     """What a server on a paced device is started with (sgl_kvtier/lab/paced/launching.py), or None
-    for another device. Raises BenchError where the laboratory is not installed or has no such
-    profile, and for another device's dilation.
+    for another device. `words` are the server's further arguments. Raises BenchError where the
+    laboratory is not installed or has no such profile, and for another device's dilation.
     """
     if not device.startswith(PACED):
         if dilation != 1.0:
@@ -100,7 +100,7 @@ def paced_device(device: str, dilation: float) -> Any:
             f"--device {device} is part of the laboratory, which needs {error.name}. Install it "
             "with: pip install 'sgl-kvtier[lab]'"
         ) from error
-    return launching.parse(device, dilation)
+    return launching.parse(device, dilation, words)
 
 
 def detect_device() -> str:

@@ -112,7 +112,7 @@ class Setup:
         """The paced device that servers run on, if it is one."""
         if not is_paced(self.device):
             return None
-        return parse(self.device, self.dilation, self.paced_layers)
+        return parse(self.device, self.dilation, self.extra, self.paced_layers)
 
     @property
     def host(self) -> str:

@@ -482,4 +482,4 @@ def _options(args: argparse.Namespace, chaos: Chaos, setup: Setup, log: FuzzLog)
 
 
 def _paced(args: argparse.Namespace) -> Paced | None:
-    return parse(args.device, args.dilation) if is_paced(args.device) else None
+    return parse(args.device, args.dilation, args.server_arg) if is_paced(args.device) else None

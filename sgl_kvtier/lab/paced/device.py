@@ -32,6 +32,7 @@ from sgl_kvtier.lab.paced import clock, profile
 from sgl_kvtier.lab.paced.copies import Copies, Damage, Pages, file_backend, nixl_backend
 from sgl_kvtier.lab.paced.launching import DISK_READ_GBYTES_PER_S, METRIC
 from sgl_kvtier.lab.paced.pace import PaceLog
+from sgl_kvtier.lab.paced.profile import BF16
 from sgl_kvtier.lab.paced.signatures import Decode, Extend, Signer, chain_of
 from sgl_kvtier.runtime.cpu import copies as host_copies
 from sgl_kvtier.runtime.cpu.platform import ATTENTION
@@ -68,6 +69,7 @@ class Settings:
     most_log_bytes: int = 0
     damage: str = ""
     damage_at: int = 1
+    kv_dtype: str = BF16
 
     def to_env(self) -> dict[str, str]:
         """The variable that `install` reads."""
@@ -119,7 +121,7 @@ class Device:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._profile = profile.read(settings.profile)
+        self._profile = profile.read(settings.profile, settings.kv_dtype)
         self._log = PaceLog(Path(settings.log), settings.most_log_bytes)
         self.batch: Any = None
         """SGLang's batch that the next forward is of."""
@@ -352,11 +354,14 @@ def _copy_as_a_card(settings: Settings, moved: Copies) -> None:
 def _say(settings: Settings) -> None:
     """Has /metrics name the device, for clients that did not start the server."""
     gauge = Gauge(
-        METRIC, "seconds here for one of the profile", ["profile"], multiprocess_mode="max"
+        METRIC,
+        "seconds here for one of the profile",
+        ["profile", "kv_dtype"],
+        multiprocess_mode="max",
     )
     own = settings.disk_read_gbytes_per_s != DISK_READ_GBYTES_PER_S
     disk = f"@{settings.disk_read_gbytes_per_s:g}" if own else ""
-    gauge.labels(profile=settings.profile + disk).set(settings.dilation)
+    gauge.labels(settings.profile + disk, settings.kv_dtype).set(settings.dilation)
 
 
 def _hook_storage(settings: Settings, pages: Pages) -> None:

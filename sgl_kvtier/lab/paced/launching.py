@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,16 @@ _SINGLE = (
     *("--tp-size", "--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size"),
     *("--dp-size", "--data-parallel-size", "--threads"),
 )
-_OWN = {
-    "--dtype": _DTYPE,
-    "--kv-cache-dtype": "auto",
-    "--page-size": str(PAGE_TOKENS),
-    **dict.fromkeys(_SINGLE, "1"),
+_KV_DTYPE = "--kv-cache-dtype"
+_KV_DTYPES = {"auto": profile.BF16, profile.FP8: profile.FP8}
+"""Number types of keys and values, by the argument that asks for them."""
+_NUMBER_BYTES = {profile.BF16: 4, profile.FP8: 1}
+"""Of keys and values at hand, where float32 stands for bf16."""
+_OWN: Mapping[str, tuple[str, ...]] = {
+    "--dtype": (_DTYPE,),
+    _KV_DTYPE: tuple(_KV_DTYPES),
+    "--page-size": (str(PAGE_TOKENS),),
+    **dict.fromkeys(_SINGLE, ("1",)),
 }
 """What every paced device has, by the arguments of commands and servers that ask for it."""
 _PREFETCH_BASE_S, _PREFETCH_PER_KI_TOKEN_S = 1.0, 0.25
@@ -87,7 +92,7 @@ _KINDS: Mapping[str, tuple[dict[str, Any], int]] = {
             "num_key_value_heads": 1,
             "head_dim": 8,
         },
-        2 * 8 * 4,
+        2 * 8,
     ),
     "mla": (
         {
@@ -112,10 +117,10 @@ _KINDS: Mapping[str, tuple[dict[str, Any], int]] = {
             "routed_scaling_factor": 2.5,
             "moe_layer_freq": 1,
         },
-        (8 + 8) * 4,
+        8 + 8,
     ),
 }
-"""The model configuration of each kind of cache, and the bytes a token has there in a layer."""
+"""The model configuration of each kind of cache, and the numbers a token has there in a layer."""
 
 
 @dataclass(frozen=True)
@@ -133,18 +138,26 @@ class Paced:
     @property
     def bytes_scale(self) -> float:
         """Bytes of the model for each byte that is kept and moved here."""
-        return self.profile.kv_bytes_per_token / (_KINDS[self.profile.kind][1] * self.layers)
+        kept = _KINDS[self.profile.kind][1] * _NUMBER_BYTES[self.profile.kv_dtype] * self.layers
+        return self.profile.kv_bytes_per_token / kept
 
     @property
     def slower(self) -> float:
         """By how much a bandwidth is lower here: there are fewer bytes, and times are longer."""
         return self.bytes_scale * self.dilation
 
+    @property
+    def modelled(self) -> str:
+        """What takes the time that it takes here, in the notes of results."""
+        database, numbers = self.profile.source["database"], self.profile.kv_dtype
+        return f"profile {self.profile.name} ({database}), keys and values in {numbers}"
+
     def document(self) -> dict[str, Any]:
         """The device as results describe it, under `device.paced`."""
         return {
             "profile": self.profile.name,
             "source": self.profile.source,
+            "kv_cache_dtype": self.profile.kv_dtype,
             "dilation": self.dilation,
             "bytes_scale": self.bytes_scale,
             "disk_gbytes_per_s": [self.disk_read_gbytes_per_s, self.disk_write_gbytes_per_s],
@@ -152,21 +165,18 @@ class Paced:
 
     def refuse_others(self, words: Sequence[str]) -> None:
         """Raises BenchError where arguments ask for something that this device has otherwise."""
-        for place, word in enumerate(words):
-            flag, _, value = word.partition("=")
-            given = value or next(iter(words[place + 1 :]), "")
-            for name, own in _OWN.items():
-                # argparse takes the beginning of a name for it, as --tp for --tp-size.
-                if len(flag) > len("--") + 1 and name.startswith(flag) and given != own:
-                    raise BenchError(
-                        f"{flag} {given}: {PACED}{self.profile.name} has {own}. A server that "
-                        "computes takes others: --device cpu or cuda"
-                    )
+        for name, flag, given in _own_words(words):
+            if given not in _OWN[name]:
+                raise BenchError(
+                    f"{flag} {given}: {PACED}{self.profile.name} has {' or '.join(_OWN[name])}. A "
+                    "server that computes takes others: --device cpu or cuda"
+                )
 
     def env(self, log: Path, most_log_bytes: int = 0) -> dict[str, str]:
         """Variables of the server's process. `most_log_bytes` is `PaceLog`'s `most_bytes`."""
         told = {
             "profile": self.profile.name,
+            "kv_dtype": self.profile.kv_dtype,
             "dilation": self.dilation,
             "bytes_scale": self.bytes_scale,
             "page_size": PAGE_TOKENS,
@@ -199,12 +209,13 @@ class Paced:
         """The same for a user's own server, with pages and chunks of a GPU's. Its device pool has
         the size that such a card would have left.
         """
+        tokens = DEVICE_TOKENS * (2 if self.profile.kv_dtype == profile.FP8 else 1)
         sizes = {
             "--page-size": PAGE_TOKENS,
             "--chunked-prefill-size": CHUNK_TOKENS,
             "--dtype": _DTYPE,
-            "--max-total-tokens": DEVICE_TOKENS,
-            "--context-length": DEVICE_TOKENS,
+            "--max-total-tokens": tokens,
+            "--context-length": tokens,
             "--max-running-requests": MOST_RUNNING,
         }
         return (*(str(word) for pair in sizes.items() for word in pair), *self.flags())
@@ -243,15 +254,18 @@ def is_paced(device: str | None) -> bool:
     return device is not None and device.startswith(PACED)
 
 
-def parse(device: str, dilation: float = 1.0, layers: int = LAYERS) -> Paced:
+def parse(
+    device: str, dilation: float = 1.0, words: Sequence[str] = (), layers: int = LAYERS
+) -> Paced:
     """A --device of the form paced:PROFILE, or paced:PROFILE@R with a disk that reads R GB/s and
-    writes in proportion. Raises BenchError, with the profiles there are.
+    writes in proportion. `words` are the server's further arguments: they may ask for keys and
+    values in FP8. Raises BenchError, with the profiles there are.
     """
     if not is_paced(device):
         raise BenchError(f"--device {device}: not of the form {PACED}PROFILE")
     if not 0.1 <= dilation <= 100:
         raise BenchError(f"--dilation {dilation:g}: must be from 0.1 to 100")
-    name, at, disk = device.removeprefix(PACED).partition("@")
+    modelled, at, disk = device.removeprefix(PACED).partition("@")
     try:
         read = float(disk) if at else DISK_READ_GBYTES_PER_S
     except ValueError:
@@ -259,7 +273,9 @@ def parse(device: str, dilation: float = 1.0, layers: int = LAYERS) -> Paced:
     if not 0.01 <= read <= 1000:
         raise BenchError(f"--device {device}: {disk!r} is no GB/s of a disk, from 0.01 to 1000")
     write = read * DISK_WRITE_GBYTES_PER_S / DISK_READ_GBYTES_PER_S
-    return Paced(profile.read(name), dilation, read, write, layers=layers)
+    asked = [given for name, _, given in _own_words(words) if name == _KV_DTYPE]
+    kv_dtype = _KV_DTYPES.get(asked[-1] if asked else "auto", profile.BF16)
+    return Paced(profile.read(modelled, kv_dtype), dilation, read, write, layers=layers)
 
 
 def of_server(metrics: Iterable[Sequence[Any]]) -> Paced | None:
@@ -268,8 +284,20 @@ def of_server(metrics: Iterable[Sequence[Any]]) -> Paced | None:
     """
     for name, labels, value in metrics:
         if name == METRIC:
-            return parse(f"{PACED}{labels.get('profile', '')}", value)
+            asked = f"{_KV_DTYPE}={labels.get('kv_dtype', '')}"
+            return parse(f"{PACED}{labels.get('profile', '')}", value, (asked,))
     return None
+
+
+def _own_words(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Of a server's arguments those of `_OWN`: name, as it was written, and value."""
+    for place, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        given = value or next(iter(words[place + 1 :]), "")
+        for name in _OWN:
+            # argparse takes the beginning of a name for it, as --tp for --tp-size.
+            if len(flag) > len("--") + 1 and name.startswith(flag):
+                yield name, flag, given
 
 
 def _write_model(kind: str, layers: int) -> Path:

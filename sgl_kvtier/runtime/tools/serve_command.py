@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints or becomes the server. Raises ConfigError (settings), BenchError (no start)."""
     device = args.device or detect_device()
     settings = _settings_path(args)
-    paced = paced_device(device, args.dilation)
+    paced = paced_device(device, args.dilation, args.extra)
     model, extra = _model(args, paced), args.extra
     # With OpenMP's default spin-wait one busy neighbour slows CPU inference by an order of
     # magnitude.

@@ -15,12 +15,18 @@ PAGE, LAYERS, TOKENS = 16, 3, 320
 PREFIX = TOKENS - PAGE
 
 
+@pytest.fixture(params=[torch.float32, torch.uint8], ids=["float32", "fp8"])
+def kept(request) -> torch.dtype:
+    """The numbers that SGLang keeps rows in: bytes for FP8."""
+    return request.param
+
+
 class Tiers:
     """A device pool, a host pool in SGLang's page_first_direct layout and SGLang's file backend."""
 
-    def __init__(self, folder, damage: Damage) -> None:
-        self.device = [torch.zeros(64 * PAGE, 1, 8) for _ in range(2 * LAYERS)]
-        self.host = [torch.zeros(64, LAYERS, PAGE, 1, 8) for _ in range(2)]
+    def __init__(self, folder, damage: Damage, kept: torch.dtype) -> None:
+        self.device = [torch.zeros(64 * PAGE, 1, 8, dtype=kept) for _ in range(2 * LAYERS)]
+        self.host = [torch.zeros(64, LAYERS, PAGE, 1, 8, dtype=kept) for _ in range(2)]
         self.pages = Pages(PAGE)
         moved = Copies(Link(50.0), Link(50.0), 1.0, self.pages, damage)
         self._load = moved.load(host_copies.transfer_kv_per_layer_direct_pf_lf)
@@ -107,15 +113,15 @@ def through_all_tiers(tiers: Tiers, *, hurt_a_file: bool = False) -> int:
     return tiers.prefill(PREFIX, 32)
 
 
-def test_nothing_damaged_is_found_right_in_every_tier(tmp_path):
-    tiers = Tiers(tmp_path, Damage())
+def test_nothing_damaged_is_found_right_in_every_tier(tmp_path, kept):
+    tiers = Tiers(tmp_path, Damage(), kept)
     right = tiers.prefill(0, 0)
     assert through_all_tiers(tiers) == right
     assert tiers.signer.mismatches == []
 
 
-def test_a_page_damaged_in_storage_is_found_and_named(tmp_path):
-    tiers = Tiers(tmp_path, Damage())
+def test_a_page_damaged_in_storage_is_found_and_named(tmp_path, kept):
+    tiers = Tiers(tmp_path, Damage(), kept)
     right = tiers.prefill(0, 0)
     assert through_all_tiers(tiers, hurt_a_file=True) != right
     (found,) = tiers.signer.mismatches
@@ -123,8 +129,8 @@ def test_a_page_damaged_in_storage_is_found_and_named(tmp_path):
     assert found.page == 32 + 7
 
 
-def test_a_page_damaged_in_host_memory_is_found_and_named(tmp_path):
-    tiers = Tiers(tmp_path, Damage("host", seed=1))
+def test_a_page_damaged_in_host_memory_is_found_and_named(tmp_path, kept):
+    tiers = Tiers(tmp_path, Damage("host", seed=1), kept)
     right = tiers.prefill(0, 0)
     tiers.save()
     tiers.load()
@@ -133,8 +139,8 @@ def test_a_page_damaged_in_host_memory_is_found_and_named(tmp_path):
     assert (found.tier, found.tokens) == ("host memory", 1)
 
 
-def test_a_page_damaged_on_its_way_to_the_device_is_found_and_named(tmp_path):
-    tiers = Tiers(tmp_path, Damage("device", seed=1))
+def test_a_page_damaged_on_its_way_to_the_device_is_found_and_named(tmp_path, kept):
+    tiers = Tiers(tmp_path, Damage("device", seed=1), kept)
     right = tiers.prefill(0, 0)
     tiers.save()
     tiers.load()
@@ -143,8 +149,8 @@ def test_a_page_damaged_on_its_way_to_the_device_is_found_and_named(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_page_damaged_where_it_was_computed_is_found_and_named(tmp_path, seed):
-    tiers = Tiers(tmp_path, Damage())
+def test_a_page_damaged_where_it_was_computed_is_found_and_named(tmp_path, kept, seed):
+    tiers = Tiers(tmp_path, Damage(), kept)
     right = tiers.prefill(0, 0)
     chance = torch.Generator().manual_seed(seed)
     slot = int(torch.randint(PREFIX, (1,), generator=chance))

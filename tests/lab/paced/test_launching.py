@@ -14,6 +14,8 @@ from sgl_kvtier.lab.paced import launching, profile
 from sgl_kvtier.lab.paced.device import Settings
 from sgl_kvtier.runtime.tools import serve_command
 
+FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+
 
 @pytest.fixture(autouse=True)
 def _models(tmp_path, monkeypatch):
@@ -28,20 +30,47 @@ def test_the_device_in_the_server_reads_what_it_is_told(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", profile.names())
-def test_bytes_are_scaled_to_the_models_own_pool(name):
-    paced = launching.parse(f"paced:{name}")
+@pytest.mark.parametrize(("words", "number"), [((), 4), (FP8, 1)])
+def test_bytes_are_scaled_to_the_models_own_pool(name, words, number):
+    paced = launching.parse(f"paced:{name}", words=words)
     config = json.loads((paced.model() / "config.json").read_text())
     if paced.profile.kind == "mla":
-        row = (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * 4
+        row = (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * number
     else:
-        row = 2 * config["num_key_value_heads"] * config["head_dim"] * 4
+        row = 2 * config["num_key_value_heads"] * config["head_dim"] * number
     kept = row * config["num_hidden_layers"]
     assert kept * paced.bytes_scale == paced.profile.kv_bytes_per_token
 
 
-def test_the_disk_is_as_much_slower_as_bytes_are_fewer_and_times_longer():
-    throttle = launching.parse("paced:h100-llama8b", 2.0).sections()["lab"]["throttle"]
-    assert throttle["read_gbps"] == pytest.approx(6.4 * 8 / 512 / 2)
+@pytest.mark.parametrize(("words", "scale"), [((), 512), (FP8, 1024)])
+def test_the_disk_is_as_much_slower_as_bytes_are_fewer_and_times_longer(words, scale):
+    throttle = launching.parse("paced:h100-llama8b", 2.0, words).sections()["lab"]["throttle"]
+    assert throttle["read_gbps"] == pytest.approx(6.4 * 8 / scale / 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "kv_dtype"),
+    [
+        ((), "bfloat16"),
+        (FP8, "fp8_e4m3"),
+        (("--kv-cache-dtype=fp8_e4m3",), "fp8_e4m3"),
+        ((*FP8, "--kv-cache-d", "auto"), "bfloat16"),
+    ],
+)
+def test_the_last_number_type_that_was_asked_for_is_that_of_the_device_and_its_results(
+    words, kv_dtype, tmp_path
+):
+    paced = launching.parse("paced:h100-llama8b", words=words)
+    told = json.loads(paced.env(tmp_path / "log")["KVTIER_PACED"])
+    assert paced.document()["kv_cache_dtype"] == told["kv_dtype"] == kv_dtype
+    assert kv_dtype in paced.modelled
+
+
+def test_a_server_says_its_number_type_to_clients_that_did_not_start_it():
+    labels = {"profile": "h100-llama8b@1.6", "kv_dtype": "fp8_e4m3"}
+    assert launching.of_server([(launching.METRIC, labels, 2.0)]) == launching.parse(
+        "paced:h100-llama8b@1.6", 2.0, FP8
+    )
 
 
 def test_a_slower_disk_is_named_behind_the_profile():
@@ -153,6 +182,10 @@ def test_only_a_paced_server_has_a_dilation(tmp_path):
         (("--tp", "2"), "--tp 2: paced:h100-llama8b has 1"),
         (("--tensor-parallel-size=2",), "--tensor-parallel-size 2: paced:h100-llama8b has 1"),
         (("--page-size", "16"), "--page-size 16: paced:h100-llama8b has 64"),
+        (
+            ("--kv-cache-dtype", "mxfp8"),
+            "--kv-cache-dtype mxfp8: paced:h100-llama8b has auto or fp8_e4m3",
+        ),
     ],
 )
 def test_a_paced_server_refuses_arguments_of_another_device(words, said, tmp_path):
@@ -163,6 +196,15 @@ def test_a_paced_server_refuses_arguments_of_another_device(words, said, tmp_pat
 def test_a_paced_server_takes_its_own_and_all_other_arguments(tmp_path, capsys):
     extra = ("--dtype", "float32", "--page-size=64", "--tp", "1", "--disable-overlap-schedule")
     assert serve(*PACED, "--store", str(tmp_path / "s"), extra=extra) == 0
+
+
+def test_a_users_server_in_fp8_has_room_for_twice_the_tokens(tmp_path, capsys):
+    assert serve(*PACED, "--store", str(tmp_path / "s"), extra=FP8) == 0
+    settings, command = capsys.readouterr().out.splitlines()
+    assert f"--max-total-tokens {2 * launching.DEVICE_TOKENS} " in command
+    assert command.endswith(f"{' '.join(FP8)} --port 30000")
+    throttle = json.loads(settings.split(" would be written: ")[1])["lab"]["throttle"]
+    assert throttle["read_gbps"] == pytest.approx(0.05)
 
 
 def test_the_log_of_a_users_server_is_bounded_and_that_of_a_comparison_is_whole(tmp_path):

@@ -1,4 +1,6 @@
-"""SGLang's real server on a paced device: MLA, stock's file backend, and a page damaged on its disk."""
+"""SGLang's real server on a paced device: latents, FP8, stock's file backend and our store, and pages
+damaged on their way and on the disk.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +8,45 @@ import json
 import random
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from sgl_kvtier.lab.experiment.arms import Setup, prepare
-from sgl_kvtier.lab.outside.server import Server, end_on_signals
+from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
+from sgl_kvtier.lab.outside.server import Launch, Server, end_on_signals
 from sgl_kvtier.lab.paced import launching, pace
+from sgl_kvtier.lab.paced.signatures import answer_of
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
-LONG, DEVICE = 6000, 8192
+LONG, DEVICE, OUTPUTS = 6000, 8192, 8
+STOCK = "hicache-file"
+FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 
 
-def test_pages_come_back_right_from_every_tier_and_a_damaged_one_is_named(tmp_path: Path) -> None:
-    paced = launching.parse("paced:h100x8-deepseek-v3")
+@pytest.mark.parametrize(
+    ("arm", "name", "words"),
+    [
+        pytest.param(STOCK, "h100x8-deepseek-v3", (), id="stock, MLA"),
+        pytest.param(STOCK, "h100-llama8b", FP8, id="stock, FP8", marks=pytest.mark.slow),
+        pytest.param(OURS, "h100-llama8b", FP8, id="kvtier, FP8", marks=pytest.mark.slow),
+        pytest.param(
+            OURS, "h100x8-deepseek-v3", FP8, id="kvtier, MLA, FP8", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_pages_come_back_right_from_every_tier_and_a_damaged_one_is_named(
+    arm: str, name: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    paced = launching.parse(f"paced:{name}", words=words)
+    sections = paced.sections()
+    sections["policy"]["restore"] = "both"
     setup = Setup(
         model_path=str(paced.model()),
         served_name="paced",
-        device="paced:h100x8-deepseek-v3",
+        device=f"paced:{name}",
         page_size=64,
         chunk_tokens=2048,
         dtype="float32",
@@ -33,25 +55,47 @@ def test_pages_come_back_right_from_every_tier_and_a_damaged_one_is_named(tmp_pa
         storage_bytes=1 << 28,
         context_tokens=DEVICE,
         max_running=4,
+        extra=words,
+        sections=sections,
     )
-    server = Server("stock", prepare("hicache-file", setup, tmp_path), tmp_path)
+    launch = prepare(arm, setup, tmp_path)
+    damaging = replace(paced, damage="device").env(tmp_path / launching.LOG)
+    server = Server(arm, Launch(launch.arguments, launch.env | damaging), tmp_path)
+    prompt = tokens(1)
+    right = list(answer_of(np.array(prompt), OUTPUTS))
     with end_on_signals(), server:
         server.wait_until_healthy(1500)
-        prompt = tokens(1)
-        cold = ask(server, prompt)
+        assert ask(server, prompt)["output_ids"] == right
         ask(server, tokens(2))
-        assert ask(server, prompt)["output_ids"] == cold["output_ids"]
-        flush(server)
-        stored = ask(server, prompt)
-        assert stored["output_ids"] == cold["output_ids"]
-        assert stored["meta_info"]["cached_tokens_details"]["storage"] > 5000
         assert wrong(tmp_path) == []
+        copied = ask(server, prompt)
+        assert copied["output_ids"] != right
+        (first, *_) = wrong(tmp_path)
+        assert (first["rid"], first["tier"]) == (copied["meta_info"]["id"], "host memory")
         flush(server)
-        for file in (tmp_path / "storage").glob("*.bin"):
+        known, checked = len(wrong(tmp_path)), checked_tokens(tmp_path)
+        stored = ask(server, prompt)
+        assert stored["output_ids"] == right
+        assert len(wrong(tmp_path)) == known
+        assert checked_tokens(tmp_path) > checked + 3000
+        if arm == STOCK:
+            assert stored["meta_info"]["cached_tokens_details"]["storage"] > 5000
+        else:
+            time.sleep(1.5)  # counters are published twice a second
+            assert metric(server, "kvtier:restore_ended_total", 'how="met"') > 0
+            assert metric(server, "kvtier:restore_loaded_tokens_total", 'tier="storage"') > 0
+        flush(server)
+        for file in (tmp_path / "storage").glob("*.bin" if arm == STOCK else "**/seg-*"):
             damage(file)
         damaged = ask(server, prompt)
-    assert damaged["output_ids"] != cold["output_ids"]
-    first = wrong(tmp_path)[0]
+        if arm == OURS:  # our store compares checksums: what is damaged is computed again
+            time.sleep(1.5)
+            assert metric(server, "kvtier:pages_corrupt_total") > 0
+            assert damaged["output_ids"] == right
+            assert len(wrong(tmp_path)) == known
+            return
+    assert damaged["output_ids"] != right
+    first = wrong(tmp_path)[known]
     assert (first["rid"], first["tier"]) == (damaged["meta_info"]["id"], "storage")
     assert "came from storage, in layer" in first["mismatch"]
 
@@ -68,7 +112,7 @@ def post(server: Server, path: str, body: Any = None) -> str:
 
 
 def ask(server: Server, prompt: list[int]) -> dict[str, Any]:
-    sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_new_tokens": OUTPUTS, "temperature": 0, "ignore_eos": True}
     found = post(server, "/generate", {"input_ids": prompt, "sampling_params": sampling})
     answer: dict[str, Any] = json.loads(found)
     return answer
@@ -84,8 +128,21 @@ def wrong(folder: Path) -> list[dict[str, Any]]:
     return [row for row in pace.read(folder / launching.LOG) if "mismatch" in row]
 
 
+def checked_tokens(folder: Path) -> int:
+    return sum(row.get("checked", 0) for row in pace.read(folder / launching.LOG))
+
+
+def metric(server: Server, name: str, label: str = "") -> float:
+    """The sum of a counter's samples with this label."""
+    with urllib.request.urlopen(server.url + "/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [one for one in lines if one.startswith(name + "{") and label in one]
+    return sum(float(one.rpartition(" ")[2]) for one in found)
+
+
 def damage(file: Path) -> None:
-    """Changes one bit in the middle of a page."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 4
-    file.write_bytes(data)
+    """Changes one bit in every 4 KiB, so in every page, under an open file too."""
+    data = np.fromfile(file, np.uint8)
+    data[2048::4096] ^= 4
+    with file.open("r+b") as there:
+        there.write(data.tobytes())

@@ -99,7 +99,7 @@ def paced_of(args: argparse.Namespace) -> Paced | None:
     if not is_paced(args.device):
         return None
     layers = _PACED_PARTS if LAYERS in (args.arms or ()) else launching.LAYERS
-    return launching.parse(args.device, args.dilation, layers)
+    return launching.parse(args.device, args.dilation, args.server_arg, layers)
 
 
 def setup_for(

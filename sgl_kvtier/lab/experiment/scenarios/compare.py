@@ -277,7 +277,7 @@ def make_setup(
     """The servers' common settings. The device pool holds the longest request and about a fifth of
     all contexts.
     """
-    paced = parse(shape.device, args.dilation) if is_paced(shape.device) else None
+    paced = parse(shape.device, args.dilation, args.server_arg) if is_paced(shape.device) else None
     cpu, page = host_of(shape.device) == "cpu", shape.page
     share = 5 if paced is None else 3
     at_once = replaying.concurrency or len(chosen.sessions)
@@ -392,9 +392,8 @@ def paced_notes(paced: Paced | None) -> list[str]:
     if paced is None:
         return []
     return [
-        f"Paced, not computed: forwards, copies and the disk take the time of profile "
-        f"{paced.profile.name} ({paced.profile.source['database']}), dilation {paced.dilation:g}; "
-        "times are divided by it.",
+        f"Paced, not computed: forwards, copies and the disk take the time of {paced.modelled}, "
+        f"dilation {paced.dilation:g}; times are divided by it.",
         "Answers follow from the tokens alone, so recompute is measured in the first round alone.",
     ]
 

@@ -230,8 +230,8 @@ def paced_notes(paced: Paced | None) -> list[str]:
     if paced is None:
         return []
     return [
-        f"Paced, not computed: forwards, copies and the disk take the time of profile {paced.profile.name} "
-        f"({paced.profile.source['database']}), dilation {paced.dilation:g}; times are divided by it. Bytes and bandwidths are "
+        f"Paced, not computed: forwards, copies and the disk take the time of {paced.modelled}, "
+        f"dilation {paced.dilation:g}; times are divided by it. Bytes and bandwidths are "
         f"those of the modelled machine: {paced.bytes_scale:g} times those kept and moved here."
     ]
 
@@ -342,7 +342,7 @@ def _rounds(args: argparse.Namespace) -> int:
 
 def _setup(args: argparse.Namespace, turns: int) -> Setup:
     shape = shape_of(args)
-    paced = parse(args.device, args.dilation) if is_paced(args.device) else None
+    paced = parse(args.device, args.dilation, args.server_arg) if is_paced(args.device) else None
     longest = args.tokens + turns * NEW_TOKENS
     tokens = -(-(_ROOM * longest + _SPARE_TOKENS) // shape.page) * shape.page
     return setup_of(

@@ -289,8 +289,8 @@ def paced_notes(paced: Paced | None) -> list[str]:
     if paced is None:
         return []
     return [
-        f"Paced, not computed: forwards, copies and the disk take the time of profile {paced.profile.name} "
-        f"({paced.profile.source['database']}), dilation {paced.dilation:g}; times are divided by it. Bytes and bandwidths are "
+        f"Paced, not computed: forwards, copies and the disk take the time of {paced.modelled}, "
+        f"dilation {paced.dilation:g}; times are divided by it. Bytes and bandwidths are "
         f"those of the modelled machine: {paced.bytes_scale:g} times those kept and moved here.",
         "A trial that lost more than 10 % of the time to its first token because this machine was too slow is made again. `pace` has "
         "the forwards up to the first token; every row of every prefix was checked.",
