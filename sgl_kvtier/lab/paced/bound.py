@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvtier.lab.paced.profile import Profile
+from sgl_kvtier.lab.profile import Profile
 
 _NEVER = 1 << 62
 

@@ -26,14 +26,15 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.layers import forward as layers
 from sgl_kvtier.lab.outside import nixl
-from sgl_kvtier.lab.paced import clock, profile
+from sgl_kvtier.lab.paced import clock
 from sgl_kvtier.lab.paced.copies import Copies, Damage, Pages, file_backend, nixl_backend
 from sgl_kvtier.lab.paced.launching import DISK_READ_GBYTES_PER_S, METRIC
 from sgl_kvtier.lab.paced.pace import PaceLog
-from sgl_kvtier.lab.paced.profile import BF16
 from sgl_kvtier.lab.paced.signatures import Decode, Extend, Signer, chain_of
+from sgl_kvtier.lab.profile import BF16
 from sgl_kvtier.runtime.cpu import copies as host_copies
 from sgl_kvtier.runtime.cpu.platform import ATTENTION
 from sgl_kvtier.runtime.cuda import staging

@@ -18,9 +18,9 @@ from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.outside.lab_model import models_dir, write_model
 from sgl_kvtier.lab.outside.model_shapes import VOCABULARY
-from sgl_kvtier.lab.paced import profile
 from sgl_kvtier.types import PACED
 
 PAGE_TOKENS = 64

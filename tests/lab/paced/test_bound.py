@@ -8,7 +8,7 @@ import random
 import pytest
 
 from sgl_kvtier.lab.paced.bound import Asked, Machine, both_ends, bound, missing, reused
-from sgl_kvtier.lab.paced.profile import Profile, Table
+from sgl_kvtier.lab.profile import Profile, Table
 
 PAGE = 10
 

@@ -9,8 +9,9 @@ import pytest
 
 from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError, ConfigError
+from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.experiment.arms import Setup, prepare
-from sgl_kvtier.lab.paced import launching, profile
+from sgl_kvtier.lab.paced import launching
 from sgl_kvtier.lab.paced.device import Settings
 from sgl_kvtier.runtime.tools import serve_command
 

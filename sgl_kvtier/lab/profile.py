@@ -18,7 +18,7 @@ from typing import Any
 
 from sgl_kvtier.errors import BenchError
 
-_FOLDER = files("sgl_kvtier.lab.paced") / "profiles"
+_FOLDER = files("sgl_kvtier.lab") / "profiles"
 BF16, FP8 = "bfloat16", "fp8_e4m3"
 """Number types of keys and values."""
 

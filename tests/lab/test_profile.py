@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.paced import profile
-from sgl_kvtier.lab.paced.profile import Table
+from sgl_kvtier.lab import profile
+from sgl_kvtier.lab.profile import Table
 
 NAMES = (
     "h100-llama8b",
