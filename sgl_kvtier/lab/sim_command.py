@@ -42,7 +42,7 @@ from sgl_kvtier.lab.sim.cells import (
 )
 from sgl_kvtier.lab.sim.declined import by_reason, declined
 from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, over_draws, run_policy
-from sgl_kvtier.lab.sim.hardware import known_hardware, known_models
+from sgl_kvtier.lab.sim.hardware import known_hardware, known_models, load_hardware
 from sgl_kvtier.lab.sim.log_pictures import log_html
 from sgl_kvtier.lab.sim.pictures import cells_table, draws_table, policies_table, sim_html
 from sgl_kvtier.lab.sim.policies import AHEAD, POLICIES, policy
@@ -266,9 +266,11 @@ def _run(args: argparse.Namespace) -> int:
     outcomes = [outcome for _, some, _ in drawn for outcome in some]
     description, first, results = drawn[0]
     over = over_draws(outcomes)
+    steps = load_hardware(machine.hardware).measured.get(machine.model, "assumed")
     setup = {
         "workload": description,
         "machine": asdict(machine),
+        "steps": steps,
         "load": asdict(load),
         "policy": asdict(config),
     }
@@ -280,7 +282,9 @@ def _run(args: argparse.Namespace) -> int:
         found = {"setup": setup, "policies": outcomes, "draws": over}
         write_json(envelope(SCHEMA_RUN, _command(), found), args.json)
     if args.json != "-":
-        title = f"{description}: {first[0]['requests']} requests on {machine.hardware}"
+        title = (
+            f"{description}: {first[0]['requests']} requests on {machine.hardware}, steps {steps}"
+        )
         print_table(draws_table(over, title) if args.draws > 1 else policies_table(first, title))
     return 0
 
@@ -437,6 +441,9 @@ def _list(args: argparse.Namespace) -> int:
     print()
     print(f"Machines: {', '.join(known_hardware())}")
     print(f"Models: {', '.join(known_models())}")
+    measured = {name: load_hardware(name).measured for name in known_hardware()}
+    pairs = [f"{model} on {name}" for name, models in measured.items() for model in models]
+    print(f"Measured times of steps, as of paced devices: {', '.join(pairs)}; else assumed.")
     print(f"Papers: {', '.join(PAPERS)}")
     return 0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from sgl_kvtier.policy.learned.cost import PrefillCost
+from sgl_kvtier.lab.profile import Profile
 from sgl_kvtier.types import Span
 
 
@@ -73,9 +73,30 @@ class StepCost:
             + self.per_kv_token_s * batch.kv_tokens
         )
 
-    def prefill(self) -> PrefillCost:
-        """The part a planner can learn, where chunks are long enough to be above the floor."""
-        return PrefillCost(self.fixed_s, self.per_token_s, self.per_token_position_s)
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCost:
+    """Seconds of a step by a profile of measured operators, as a paced device takes them. Launches
+    and the scheduler's own time are in none of them.
+
+    In a step with both, decoding tokens count as tokens of the prefill, and their contexts as in a
+    decode step. Background tokens and passes by layers are of papers, which have other costs.
+    """
+
+    profile: Profile
+
+    def seconds(self, batch: Batch) -> float:
+        """How long the step takes with the machine to itself."""
+        assert not batch.background and not batch.passes, "no profile has times of these"
+        spans = [(len(span), span.start) for span in batch.prefills]
+        if not batch.decodes:
+            return self.profile.prefill_seconds(spans)
+        context = batch.kv_tokens / batch.decodes
+        decode = self.profile.decode
+        if not spans:
+            return decode.at(batch.decodes, context)
+        contexts_s = decode.at(batch.decodes, context) - decode.at(batch.decodes, 0)
+        return self.profile.prefill_seconds([*spans, (batch.decodes, 0)]) + max(contexts_s, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

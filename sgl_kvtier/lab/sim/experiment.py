@@ -19,6 +19,7 @@ from sgl_kvtier.lab.sim.hardware import (
     load_model,
     planner_profile,
     step_cost,
+    with_measured_links,
 )
 from sgl_kvtier.lab.sim.policies import Setting, policy
 from sgl_kvtier.lab.sim.replay import Recording
@@ -61,7 +62,8 @@ class Machine:
         """The machine, the model and the server. Raises ConfigError when a tier is too small for
         anything.
         """
-        hardware, model = load_hardware(self.hardware), load_model(self.model)
+        model = load_model(self.model)
+        hardware = with_measured_links(load_hardware(self.hardware), model)
         for names, gbps in ((("ssd_read",), self.storage_gbps), (("h2d", "d2h"), self.pcie_gbps)):
             for name in names if gbps is not None else ():
                 hardware = hardware.with_pipe(name, bytes_per_s=(gbps or 0) * 1e9 / 8)
@@ -138,7 +140,7 @@ def run_policy(
     """
     hardware, model, spec = machine.parts()
     shape = engine_shape(spec, model)
-    profile = planner_profile(hardware, step_cost(hardware, model))
+    profile = planner_profile(hardware, step_cost(hardware, model), shape)
     chosen = policy(name)
     planner: Planner = chosen.make(Setting(config, shape, profile, spec, requests))
     if log is not None:

@@ -156,7 +156,8 @@ def run_fleet(
         routes={**hardware.routes, **routes},
     )
     chosen, shape = policy(name), engine_shape(spec, model)
-    profile, server = planner_profile(hardware, step_cost(hardware, model)), chosen.server(spec)
+    profile = planner_profile(hardware, step_cost(hardware, model), shape)
+    server = chosen.server(spec)
     load = routed(fleet, machine.page_tokens)
     env = Kernel()
     network = Network(env, {NETWORK: hardware.pipes[NETWORK]})

@@ -1,5 +1,8 @@
 """Machines and models as data: profiles in json with their sources. The step cost and the pipes
 follow from them.
+
+Where a paced device has a profile of a machine and a model, the simulator has the same file: its
+times of steps, and its links to the device.
 """
 
 from __future__ import annotations
@@ -13,11 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.lab.sim.costs import StepCost
+from sgl_kvtier.lab import profile
+from sgl_kvtier.lab.sim.costs import Batch, Cost, MeasuredCost, StepCost
 from sgl_kvtier.lab.sim.links import Pipe
-from sgl_kvtier.types import Link
+from sgl_kvtier.policy.learned.cost import CostModel
+from sgl_kvtier.policy.shape import EngineShape
+from sgl_kvtier.types import Link, Span
 
 _PROFILES = Path(__file__).with_name("profiles")
+_POSITIONS = (0, 4096, 16384, 65536)
+"""In a prompt, at which the planner has seen chunks before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +39,30 @@ class Route:
     depth: int = 1
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """A machine. `pipes` and `routes` carry the bytes; the rest prices compute. All sizes in bytes
-    and per second.
-    """
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """Peak rates of a machine per second, and the shares of them that steps should reach."""
 
-    name: str
     flops: float
-    hbm_bytes: int
     hbm_bytes_per_s: float
     mfu: float
     attention_mfu: float
     hbm_efficiency: float
     step_overhead_s: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine. `pipes` and `routes` carry the bytes. `measured` names the profile with the times
+    of steps by model; `assumed` prices steps of the others, if it is there.
+    """
+
+    name: str
+    hbm_bytes: int
     pipes: Mapping[str, Pipe]
     routes: Mapping[Link, Route]
+    measured: Mapping[str, str] = field(default_factory=dict)
+    assumed: Assumed | None = None
     sources: tuple[str, ...] = field(default=())
 
     def with_pipe(self, name: str, **changes: Any) -> Hardware:
@@ -81,24 +97,22 @@ def load_hardware(name: str) -> Hardware:
     """The machine of this name in profiles/hardware.json. Raises ConfigError naming what there
     is.
     """
-    machine = _pick(_profile("hardware.json")["machines"], name, "machine")
-    pipes = {key: Pipe(**value) for key, value in machine["pipes"].items()}
+    shared = _profile("hardware.json")
+    machine = _pick(shared["machines"], name, "machine")
+    pcie = {"bytes_per_s": machine["pcie_bytes_per_s"]}
+    pipes = {"h2d": pcie, "d2h": pcie, **shared["pipes"]}
     routes = {
         Link(key): Route(tuple(value["pipes"]), value["latency_s"], value["depth"])
-        for key, value in machine["routes"].items()
-    }
-    plain = {
-        key: machine[key]
-        for key in ("flops", "hbm_bytes", "hbm_bytes_per_s", "mfu", "attention_mfu")
+        for key, value in shared["routes"].items()
     }
     return Hardware(
         name=name,
-        **plain,
-        hbm_efficiency=machine["hbm_efficiency"],
-        step_overhead_s=machine["step_overhead_s"],
-        pipes=pipes,
+        hbm_bytes=machine["hbm_bytes"],
+        pipes={key: Pipe(**value) for key, value in pipes.items()},
         routes=routes,
-        sources=tuple(machine["sources"]),
+        measured=machine.get("measured", {}),
+        assumed=Assumed(**machine["assumed"]) if "assumed" in machine else None,
+        sources=(*machine["sources"], *shared["sources"]),
     )
 
 
@@ -117,42 +131,66 @@ def known_models() -> list[str]:
     return list(_profile("models.json")["models"])
 
 
-def step_cost(hardware: Hardware, model: ModelShape) -> StepCost:
-    """The step cost from peak rates and the profile's shares of them.
+def with_measured_links(hardware: Hardware, model: ModelShape) -> Hardware:
+    """The machine with the links to the device that the model's measured profile has, if any."""
+    if model.name not in hardware.measured:
+        return hardware
+    found = profile.read(hardware.measured[model.name])
+    there = hardware.with_pipe("h2d", bytes_per_s=found.to_device_gbytes_per_s * 1e9)
+    return there.with_pipe("d2h", bytes_per_s=found.to_host_gbytes_per_s * 1e9)
+
+
+def step_cost(hardware: Hardware, model: ModelShape) -> Cost:
+    """What steps of this model cost on this machine: as measured, else as assumed. Raises
+    ConfigError where there is neither.
+    """
+    if model.name in hardware.measured:
+        return MeasuredCost(profile.read(hardware.measured[model.name]))
+    return assumed_step_cost(hardware, model)
+
+
+def assumed_step_cost(hardware: Hardware, model: ModelShape) -> StepCost:
+    """The step cost from peak rates and assumed shares of them, as the tables of papers have it.
+    Raises ConfigError where the machine has none.
 
     It has matrix work per token, and attention per token and position. The weights, read once per
     step, are the floor. The KV of decoding sequences is read once each.
     """
-    per_token_s = 2 * model.params / (hardware.flops * hardware.mfu)
+    shares = hardware.assumed
+    if shares is None:
+        raise ConfigError(
+            f"nothing says what steps of {model.name} cost on {hardware.name}. Measured there: "
+            f"{', '.join(hardware.measured)}"
+        )
     # QK^T and PV: 2 multiply-adds each per head, dimension and earlier token, in every layer.
     attention = 4 * model.layers * model.heads * model.head_dim
-    bytes_per_s = hardware.hbm_bytes_per_s * hardware.hbm_efficiency
+    bytes_per_s = shares.hbm_bytes_per_s * shares.hbm_efficiency
     return StepCost(
-        fixed_s=hardware.step_overhead_s,
-        per_token_s=per_token_s,
-        per_token_position_s=attention / (hardware.flops * hardware.attention_mfu),
+        fixed_s=shares.step_overhead_s,
+        per_token_s=2 * model.params / (shares.flops * shares.mfu),
+        per_token_position_s=attention / (shares.flops * shares.attention_mfu),
         floor_s=model.weight_bytes / bytes_per_s,
         per_kv_token_s=model.kv_bytes_per_token / bytes_per_s,
     )
 
 
-def planner_profile(hardware: Hardware, cost: StepCost) -> dict[str, Any]:
-    """The `profile` of `make_planner`: a planner could have learned it of this machine in an
-    earlier run.
+def planner_profile(hardware: Hardware, cost: Cost, engine: EngineShape) -> dict[str, Any]:
+    """The `profile` of `make_planner`: what a planner has learned of this machine in an earlier
+    run, of chunks from a page to a step at `_POSITIONS`.
     """
     links = {
         link.value: min(hardware.pipes[name].bytes_per_s for name in route.pipes)
         for link, route in hardware.routes.items()
     }
-    prefill = cost.prefill()
-    return {
-        "prefill": {
-            "fixed_s": prefill.fixed_s,
-            "per_token_s": prefill.per_token_s,
-            "per_token_position_s": prefill.per_token_position_s,
-        },
-        "links": links,
-    }
+    sizes = [engine.chunk_tokens]
+    while sizes[0] > engine.page_tokens:
+        sizes.insert(0, sizes[0] // 2)
+    learned = CostModel()
+    for start in _POSITIONS:
+        for tokens in sizes:
+            seconds = cost.seconds(Batch((Span(start, start + tokens),)))
+            learned.saw(start, tokens, seconds)
+    return {"prefill": learned.profile(), "links": links}
 
 
 @cache

@@ -29,7 +29,7 @@ def machine(storage: float = 64.0, pcie: float = 1e9, depth: int = 1) -> Hardwar
         Link.DEVICE_TO_HOST: Route(("d2h",)),
         Link.HOST_TO_STORAGE: Route(("ssd_write",)),
     }
-    return Hardware("tiny", 1.0, 1, 1.0, 1.0, 1.0, 1.0, 0.0, pipes, routes)
+    return Hardware("tiny", 1, pipes, routes)
 
 
 def serve(planner: Planner, requests: Sequence[SimRequest], **spec: object) -> SimResult:

@@ -49,7 +49,9 @@ def _run(name: str, requests: list[SimRequest], hardware: Hardware | None = None
     hardware = hardware or machine()
     chosen = policy(name)
     config = PolicyConfig(load_tokens=PAGE, min_restore_tokens=0)
-    planner = chosen.make(Setting(config, SHAPE, planner_profile(hardware, COST), SPEC, requests))
+    planner = chosen.make(
+        Setting(config, SHAPE, planner_profile(hardware, COST, SHAPE), SPEC, requests)
+    )
     return simulate(planner, hardware, MODEL, requests, server=chosen.server(SPEC), cost=COST)
 
 

@@ -66,8 +66,9 @@ def test_a_follower_arrives_its_gap_after_the_one_before_has_ended() -> None:
 
 def test_both_pointers_meet_and_every_page_is_delivered_once() -> None:
     spec = ServerSpec(page_tokens=PAGE, step_tokens=32)
+    shape = engine_shape(spec, MODEL)
     planner = make_planner(
-        PolicyConfig(load_tokens=16), engine_shape(spec, MODEL), planner_profile(machine(), COST)
+        PolicyConfig(load_tokens=16), shape, planner_profile(machine(), COST, shape)
     )
     request = simulate(planner, machine(), MODEL, [_request()], server=spec, cost=COST).requests[0]
     assert request.computed_tokens + request.spliced_tokens == 129
@@ -78,12 +79,11 @@ def test_both_pointers_meet_and_every_page_is_delivered_once() -> None:
 
 def test_splitting_beats_either_resource_alone() -> None:
     spec = ServerSpec(page_tokens=PAGE, step_tokens=32)
+    shape = engine_shape(spec, MODEL)
     seconds = {}
     for mode in ("both", "load", "compute"):
         config = PolicyConfig(restore=mode, load_tokens=16)
-        planner = make_planner(
-            config, engine_shape(spec, MODEL), planner_profile(machine(storage=32), COST)
-        )
+        planner = make_planner(config, shape, planner_profile(machine(storage=32), COST, shape))
         result = simulate(planner, machine(storage=32), MODEL, [_request()], server=spec, cost=COST)
         seconds[mode] = result.requests[0].ttft_s
     assert seconds["both"] < min(seconds["load"], seconds["compute"])

@@ -22,7 +22,13 @@ from sgl_kvtier.lab.papers.cacheflow.splits import crossover_tokens
 from sgl_kvtier.lab.rules import CacheFlow, Cake, LongestFirst, ShortestFirst
 from sgl_kvtier.lab.sim.baselines import RecomputeOnly
 from sgl_kvtier.lab.sim.costs import StepCost
-from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, load_hardware, load_model, step_cost
+from sgl_kvtier.lab.sim.hardware import (
+    Hardware,
+    ModelShape,
+    assumed_step_cost,
+    load_hardware,
+    load_model,
+)
 from sgl_kvtier.lab.sim.links import Pipe
 from sgl_kvtier.lab.sim.requests import ByLayers, SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import simulate
@@ -130,7 +136,7 @@ def rig(place: Place) -> Rig:
     per stage.
     """
     machine, shape = load_hardware(place.hardware), load_model(place.model)
-    whole, engine, stages = step_cost(machine, shape), SCENARIOS["engine"], place.stages
+    whole, engine, stages = assumed_step_cost(machine, shape), SCENARIOS["engine"], place.stages
     cost = dataclasses.replace(
         whole,
         per_token_s=whole.per_token_s * stages.compute,

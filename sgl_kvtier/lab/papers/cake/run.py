@@ -23,7 +23,7 @@ from sgl_kvtier.lab.papers.cake.grid import Setup
 from sgl_kvtier.lab.papers.cake.watch import Watch
 from sgl_kvtier.lab.rules import Cake
 from sgl_kvtier.lab.sim.costs import Batch
-from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, load_hardware, step_cost
+from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, assumed_step_cost, load_hardware
 from sgl_kvtier.lab.sim.links import Pipe
 from sgl_kvtier.lab.sim.requests import SimRequest
 from sgl_kvtier.lab.sim.run import simulate
@@ -98,8 +98,9 @@ def rig(setup: Setup, page_tokens: int = PAGE_TOKENS) -> Rig:
     """
     known, fixed_s = coefficients(), coefficients().load_fixed_s[setup.model]
     profile, model = load_hardware(setup.hardware), shape(setup.model)
-    # The weights, read once per step, from the hardware's profile; all else is fitted.
-    cost = SharedStep(known.cost(setup.hardware, setup.model), step_cost(profile, model).floor_s)
+    # The weights, read once per step, as assumed of the hardware; all else is fitted.
+    floor_s = assumed_step_cost(profile, model).floor_s
+    cost = SharedStep(known.cost(setup.hardware, setup.model), floor_s)
     route = dataclasses.replace(
         profile.routes[Link.STORAGE_TO_DEVICE], pipes=(STORAGE,), latency_s=fixed_s, depth=1
     )
