@@ -287,6 +287,17 @@ def test_the_index_names_every_page_with_figures_of_its_answer():
             ), page.name
 
 
+@pytest.mark.parametrize("document", [INDEX, RESULTS.parents[1] / "README.md"], ids=str)
+def test_a_paced_result_is_marked_wherever_it_is_listed(document):
+    marked = []
+    for row in tables(document.read_text("utf-8"))[0][1:]:
+        for target in LINK.findall(" ".join(row)):
+            page = document.parent / target
+            if "; paced, not computed." in page.read_text("utf-8"):
+                marked.append((page.name, "pace" in re.sub(r"\([^)]*\.md\)", "", " ".join(row))))
+    assert marked and all(said for _, said in marked), marked
+
+
 def test_links_from_other_documents_find_the_pages():
     root = RESULTS.parents[1]
     others = [
