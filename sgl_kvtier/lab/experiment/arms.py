@@ -15,7 +15,7 @@ from typing import Any
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside import nixl
 from sgl_kvtier.lab.outside.server import Launch
-from sgl_kvtier.lab.paced.launching import LAYERS, LOG, Paced, is_paced, parse
+from sgl_kvtier.lab.paced.launching import LAYERS, LOG, MOONCAKE_WAITS, Paced, is_paced, parse
 from sgl_kvtier.launch import HOST, cache_flags, device_flags, storage_flags
 from sgl_kvtier.remote.servers import missing_engine
 
@@ -106,6 +106,10 @@ class Setup:
     """Whether our arms write their planner's decisions down, into `DECISIONS` of their folders."""
     master: str = ""
     """Where Mooncake's master listens, as host:port, for the arm that is SGLang's own backend."""
+    linked: bool = False
+    """Whether its memory is reached over a link of a set speed, which takes the place of the disk of
+    a paced device.
+    """
 
     @property
     def paced(self) -> Paced | None:
@@ -153,6 +157,8 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
     if paced is not None:
         flags += paced.flags()
         env |= paced.env(folder / LOG)
+        if arm == MOONCAKE and not setup.linked:
+            env[MOONCAKE_WAITS] = "1"
     if arm != BASELINE:
         flags += cache_flags(setup.host, setup.host_ratio)
     if arm in STORAGE_ARMS:
@@ -171,8 +177,12 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
 
 
 def missing(arm: str) -> str | None:
-    """Why this arm cannot be started here; None where nothing speaks against it. Takes seconds."""
-    return nixl.missing() if arm == NIXL else missing_engine() if arm == MOONCAKE else None
+    """Why this arm of `ARMS` cannot be started here: a wheel or library that is not installed. None
+    where nothing speaks against it. Takes seconds.
+    """
+    if arm == NIXL:
+        return nixl.missing()
+    return (missing_engine() or None) if arm == MOONCAKE else None
 
 
 def kind_of(arm: str, setup: Setup) -> str:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import random
 import shutil
+import sys
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -120,6 +121,8 @@ class Outcome:
 
     rounds: list[Round] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Arms that were not tried, because a wheel or library is not installed here."""
     start_s: dict[str, float] = field(default_factory=dict)
     commands: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -127,6 +130,10 @@ class Outcome:
     def failed(self) -> list[str]:
         """A note for every arm that failed."""
         return [f"{arm} failed: {why.splitlines()[0]}" for arm, why in self.failures.items()]
+
+    def is_out(self, arm: str) -> bool:
+        """Whether nothing more is measured of an arm."""
+        return arm in self.failures or arm in self.skipped
 
 
 @dataclass(frozen=True)
@@ -161,12 +168,13 @@ class RoundLog(Log):
 @dataclass
 class Up:
     """Servers that are up, by arm, and the arms that have been warmed up. `engines` are the masters
-    and owners of memory that arms have of their own.
+    and owners of memory that arms have of their own; `missing` is why arms cannot be here.
     """
 
     servers: dict[str, Server] = field(default_factory=dict)
     warm: set[str] = field(default_factory=set)
     engines: dict[str, Servers] = field(default_factory=dict)
+    missing: dict[str, str | None] = field(default_factory=dict)
 
     def stop(self, arm: str) -> None:
         """Ends an arm's server, if it is up, and what it has of its own."""
@@ -213,15 +221,32 @@ class Rounds:
         self._now = Up()
 
     def run(self) -> None:
-        """All rounds. Raises BenchError when every arm failed."""
+        """All rounds. Arms that lack a wheel or library are skipped. Raises BenchError when no arm is
+        left.
+        """
         plan, outcome = self._plan, self._outcome
         with servers_up() if self._up is None else contextlib.nullcontext(self._up) as up:
             self._now = up
+            self._skip()
             if self._together():
                 self._start_all()
             self._run_rounds()
-        if len(outcome.failures) == len(plan.arms):
-            raise BenchError("no arm could be measured.\n" + "\n".join(outcome.failures.values()))
+        if all(map(outcome.is_out, plan.arms)):
+            reasons = [f"{arm} is skipped: {why}" for arm, why in outcome.skipped.items()]
+            why = "\n".join([*outcome.failures.values(), *reasons])
+            raise BenchError(f"no arm could be measured.\n{why}")
+
+    def _skip(self) -> None:
+        """Arms that lack a wheel or library, each looked for once."""
+        known = self._now.missing
+        for arm in filter(self._is_left, self._plan.arms):
+            kind = kind_of(arm, self._plan.setup)
+            if kind not in known:
+                known[kind] = missing(kind)
+                if known[kind] is not None:
+                    print(f"{arm} is skipped: {known[kind]}", file=sys.stderr)
+            if (reason := known[kind]) is not None:
+                self._outcome.skipped[arm] = reason
 
     def _together(self) -> bool:
         plan = self._plan
@@ -249,7 +274,7 @@ class Rounds:
 
     def _is_left(self, arm: str) -> bool:
         plan, kept = self._plan, self._log.rounds
-        return any(
+        return not self._outcome.is_out(arm) and any(
             arm in plan.arms_of(number) and (plan.place(arm), arm, number) not in kept
             for number in range(1, plan.rounds + 1)
         )
@@ -261,7 +286,7 @@ class Rounds:
         with progress("measuring", total, work.unit) as shown:
             for number in numbers:
                 for arm in plan.arms_of(number):
-                    if arm in outcome.failures:
+                    if outcome.is_out(arm):
                         continue
                     if self._take_over(arm, number):
                         shown.expect((shown.total or 0) - work.steps)
@@ -322,8 +347,6 @@ class Rounds:
             self._now.stop(arm)
 
     def _start(self, arm: str) -> None:
-        if reason := missing(arm):
-            raise BenchError(f"{arm} is left out: {reason}")
         folder = self._plan.folder / arm
         shutil.rmtree(storage_folder(folder), ignore_errors=True)
         setup = self._plan.setup

@@ -292,6 +292,43 @@ def nixl_backend(read: Disk, write: Disk, bytes_scale: float) -> Callable[..., A
     return transfer
 
 
+def mooncake_backend(
+    read: Disk, write: Disk, bytes_scale: float
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Hooks around MooncakeStore._get_batch_zero_copy_impl and _put_batch_zero_copy_impl: a batch
+    waits for the disk's bandwidth, for the pages of it that were moved.
+    """
+
+    def get(
+        original: Callable[..., Any], store: Any, keys: Any, buffers: Any, sizes: Sequence[Any]
+    ) -> Any:
+        done = original(store, keys, buffers, sizes)
+        moved = [size for size, code in zip(sizes, done, strict=True) if code > 0]
+        read.serve(_total(moved) * bytes_scale)
+        return done
+
+    def put(
+        original: Callable[..., Any],
+        store: Any,
+        keys: Any,
+        buffers: Any,
+        sizes: Sequence[Any],
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        done = original(store, keys, buffers, sizes, *rest, **more)
+        moved = [size for size, code in zip(sizes, done, strict=True) if code == 0]
+        write.serve(_total(moved) * bytes_scale)
+        return done
+
+    return get, put
+
+
+def _total(sizes: Sequence[Any]) -> int:
+    """Bytes of pages, each in one buffer or in several."""
+    return sum(one if isinstance(one, int) else sum(one) for one in sizes)
+
+
 def file_backend(
     read: Disk, write: Disk, bytes_scale: float
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:

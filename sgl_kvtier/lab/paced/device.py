@@ -30,8 +30,15 @@ from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.layers import forward as layers
 from sgl_kvtier.lab.outside import nixl
 from sgl_kvtier.lab.paced import clock
-from sgl_kvtier.lab.paced.copies import Copies, Damage, Pages, file_backend, nixl_backend
-from sgl_kvtier.lab.paced.launching import DISK_READ_GBYTES_PER_S, METRIC
+from sgl_kvtier.lab.paced.copies import (
+    Copies,
+    Damage,
+    Pages,
+    file_backend,
+    mooncake_backend,
+    nixl_backend,
+)
+from sgl_kvtier.lab.paced.launching import DISK_READ_GBYTES_PER_S, METRIC, MOONCAKE_WAITS
 from sgl_kvtier.lab.paced.pace import PaceLog
 from sgl_kvtier.lab.paced.signatures import Decode, Extend, Signer, chain_of
 from sgl_kvtier.lab.profile import BF16
@@ -49,6 +56,7 @@ _DEVICE = "cpu"
 _POOLS = ("mha", "mla")
 _CHAIN = "kvtier_paced_chain"
 _NIXL = "storage.nixl.hicache_nixl.HiCacheNixl._xfer_pre_registered"
+_MOONCAKE = "storage.mooncake_store.mooncake_store.MooncakeStore."
 _TICK = "sgl_kvtier.runtime.scheduler.tick"
 _MOST_REMEMBERED = 4096
 """Requests that restored."""
@@ -382,6 +390,11 @@ def _hook_storage(settings: Settings, pages: Pages) -> None:
         if os.environ.get(nixl.FOLDER):
             around = nixl_backend(read, write, settings.bytes_scale)
             HookRegistry.register(root + _NIXL, around, HookType.AROUND)
+        if os.environ.get(MOONCAKE_WAITS):
+            get, put = mooncake_backend(read, write, settings.bytes_scale)
+            store = root + _MOONCAKE
+            HookRegistry.register(store + "_get_batch_zero_copy_impl", get, HookType.AROUND)
+            HookRegistry.register(store + "_put_batch_zero_copy_impl", put, HookType.AROUND)
     HookRegistry.apply_hooks()
 
 

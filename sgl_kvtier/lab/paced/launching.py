@@ -37,6 +37,8 @@ LOG = "pace.jsonl"
 DISK_READ_GBYTES_PER_S, DISK_WRITE_GBYTES_PER_S = 6.4, 4.0
 """One PCIe 4.0 x4 drive, as they are sold: 6.4 to 7 GB/s read, 4 to 5 written."""
 
+MOONCAKE_WAITS = "KVTIER_PACED_MOONCAKE"
+"""Set where SGLang's Mooncake backend waits for the modelled disk."""
 METRIC = "kvtier:paced_dilation"
 """The gauge in which a server on a paced device says its dilation, and in a label its profile."""
 

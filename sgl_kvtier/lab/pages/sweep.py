@@ -11,7 +11,7 @@ from typing import Any
 from sgl_kvtier.console.table import Column, Table
 from sgl_kvtier.lab.pages import html
 from sgl_kvtier.lab.pages.compare.figures import first_token_cdf, has_samples
-from sgl_kvtier.lab.pages.compare.result import OURS, STOCK, paced
+from sgl_kvtier.lab.pages.compare.result import OURS, STOCK, paced, skipped_arms
 from sgl_kvtier.lab.pages.plots import Series, lines
 
 SCHEMA = "kvtier.sweep/1"
@@ -40,7 +40,9 @@ def sweep_tables(result: dict) -> list[Table]:
     rows = [{"load": f"{load:g}", "arm": arm, **figures} for load, arm, figures in _each(result)]
     bound = result["settings"]["ttft_bound_ms"]
     note = f"In time: requests whose first token came within {bound:g} ms. Later: without each session's first."
-    table = Table("Throughput and time to first token", columns, rows, notes=(note,))
+    table = Table(
+        "Throughput and time to first token", columns, rows, notes=(note, *skipped_arms(result))
+    )
     device = paced(result)
     if device is None:
         return [table]

@@ -18,7 +18,9 @@ from sgl_kvtier.lab.experiment.arms import (
     prepare,
     storage_folder,
 )
+from sgl_kvtier.lab.experiment.remote.arms import REMOTE_ARMS
 from sgl_kvtier.lab.outside import nixl
+from sgl_kvtier.lab.paced.launching import MOONCAKE_WAITS
 from sgl_kvtier.launch import serve_flags
 
 CPU = Setup(
@@ -114,6 +116,16 @@ def test_nixl_is_told_of_its_plugin_and_of_the_arms_own_folder(tmp_path: Path) -
     settings = json.loads((tmp_path / "storage.json").read_text())
     assert settings["plugin"] == {"posix": {"active": True}}
     assert settings["l3_cleaner_enabled"] is False
+
+
+def test_mooncake_waits_for_a_paced_devices_disk_unless_a_link_has_its_speed(
+    tmp_path: Path,
+) -> None:
+    setup = replace(CPU, device="paced:h100-llama8b", page_size=64)
+    assert MOONCAKE_WAITS in prepare("hicache-mooncake", setup, tmp_path).env
+    linked = REMOTE_ARMS["hicache-mooncake"].setup(setup, "127.0.0.1:1")
+    assert MOONCAKE_WAITS not in prepare("hicache-mooncake", linked, tmp_path).env
+    assert MOONCAKE_WAITS not in prepare("hicache-mooncake", CPU, tmp_path).env
 
 
 def test_our_settings_file_is_one_the_server_accepts(tmp_path: Path) -> None:

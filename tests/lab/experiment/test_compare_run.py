@@ -11,13 +11,13 @@ import signal
 import subprocess
 import time
 from argparse import ArgumentParser
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 from commands import Command, Done, child, environment, run_child
 
+from sgl_kvtier.lab.experiment import rounds
 from sgl_kvtier.lab.experiment.scenarios import compare as scenario
 
 LOAD = [
@@ -318,14 +318,53 @@ def test_another_model_on_a_paced_device_is_refused(paced: Command, other: tuple
     assert "brings a model of its own" in done.err
 
 
-@pytest.mark.skipif(find_spec("nixl") is not None, reason="NIXL is installed here")
-def test_an_arm_whose_wheel_is_missing_is_left_out_with_the_reason(paced: Command) -> None:
-    done = paced("--rounds", "1", "--arms", "recompute,hicache-nixl")
+@pytest.fixture
+def no_nixl(compare: Command, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A machine without NIXL's wheel; the arms that were looked for."""
+    asked: list[str] = []
+
+    def missing(arm: str) -> str | None:
+        asked.append(arm)
+        return "NIXL cannot be used (no nixl)" if arm == "hicache-nixl" else None
+
+    monkeypatch.setattr(rounds, "missing", missing)
+    return asked
+
+
+def test_an_arm_whose_wheel_is_missing_is_skipped_with_the_reason(
+    compare: Command, no_nixl: list[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    arms = ("--arms", "recompute,hicache-nixl,kvtier")
+    done = compare("--rounds", "2", *arms, "--html", str(page))
+    assert done.status == 0, done.err
+    found = done.result["arms"]
+    assert found["hicache-nixl"]["skipped"] == "NIXL cannot be used (no nixl)"
+    assert found["hicache-nixl"]["failure"] is None
+    assert [arm["requests"] for arm in found.values()] == [8, 0, 8]
+    said = "hicache-nixl was skipped: NIXL cannot be used (no nixl)."
+    assert said in done.out
+    assert said in page.read_text()
+    assert no_nixl.count("hicache-nixl") == 1
+
+
+def test_a_comparison_of_nothing_but_skipped_arms_fails(
+    compare: Command, no_nixl: list[str]
+) -> None:
+    done = compare("--rounds", "1", "--arms", "hicache-nixl")
+    assert (done.status, done.result) == (1, {})
+    assert "no arm could be measured.\nhicache-nixl is skipped: NIXL cannot be used" in done.err
+    assert no_nixl == ["hicache-nixl"]
+
+
+def test_a_skipped_arm_beside_one_that_failed_is_no_success(
+    compare: Command, no_nixl: list[str]
+) -> None:
+    arms = ("--arms", "recompute,hicache-nixl,kvtier")
+    done = compare("--rounds", "1", *arms, task="kvtier:refuse")
     assert done.status == 1
-    arms = done.result["arms"]
-    assert "hicache-nixl is left out: NIXL cannot be used" in arms["hicache-nixl"]["failure"]
-    assert arms["hicache-nixl"]["requests"] == 0
-    assert arms["recompute"]["requests"] == 4
+    assert done.result["arms"]["kvtier"]["failure"] is not None
+    assert "hicache-nixl" in no_nixl
 
 
 def test_recompute_is_measured_once_on_a_paced_device_and_all_are_compared_with_it(

@@ -138,3 +138,20 @@ def test_concurrencies_and_rates_exclude_each_other(sweep: Command) -> None:
     done = sweep("--concurrency", "1", "--rate", "0.5")
     assert done.status == 2
     assert "--rate: not allowed with argument --concurrency" in done.err
+
+
+def test_an_arm_that_is_skipped_is_looked_for_once(
+    sweep: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def missing(arm: str) -> str | None:
+        asked.append(arm)
+        return "no wheel" if arm == "hicache-nixl" else None
+
+    monkeypatch.setattr(rounds, "missing", missing)
+    done = sweep(*LOADS, "--arms", "hicache-nixl,kvtier")
+    assert done.status == 0, done.err
+    assert done.result["arms"]["hicache-nixl"]["skipped"] == "no wheel"
+    assert "hicache-nixl was skipped: no wheel." in done.out
+    assert asked.count("hicache-nixl") == 1

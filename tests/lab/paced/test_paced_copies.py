@@ -7,7 +7,14 @@ import torch
 
 from sgl_kvtier.lab.paced import clock
 from sgl_kvtier.lab.paced.clock import Link, Stream, StreamContext
-from sgl_kvtier.lab.paced.copies import Copies, Damage, Pages, file_backend, nixl_backend
+from sgl_kvtier.lab.paced.copies import (
+    Copies,
+    Damage,
+    Pages,
+    file_backend,
+    mooncake_backend,
+    nixl_backend,
+)
 from sgl_kvtier.runtime.cpu import copies as host_copies
 
 PAGE, LAYERS = 4, 3
@@ -133,6 +140,26 @@ def test_a_batch_of_nixls_waits_for_the_disk_and_one_that_failed_does_not():
     assert around(lambda *call: False, None, buffers, ["a", "b"], "READ") is False
     around(lambda *call: True, None, buffers[:1], ["a"], "WRITE")
     assert (read.served, write.served) == ([96 * 512.0], [64 * 512.0])
+
+
+def test_pages_that_mooncake_moved_wait_for_the_disk_and_others_do_not():
+    read, write = Disk(), Disk()
+    get, put = mooncake_backend(read, write, 512.0)
+    keys, buffers = ["a", "b", "c"], [0, 64, 128]
+    assert get(lambda *call: [64, -704, 32], None, keys, buffers, [64, 64, 32]) == [64, -704, 32]
+    assert put(lambda *call: [0, 0, -200], None, keys, buffers, [64, 64, 32], None) == [0, 0, -200]
+    assert (read.served, write.served) == ([96 * 512.0], [128 * 512.0])
+
+
+def test_a_page_of_mooncakes_may_lie_in_several_buffers():
+    read, write = Disk(), Disk()
+    get, put = mooncake_backend(read, write, 2.0)
+    sizes = [[16, 8], [16, 8]]
+    get(lambda *call: [24, 24], None, ["a", "b"], [[0, 16], [24, 40]], sizes)
+    put(
+        lambda *call, **more: [0, -1], None, ["a", "b"], [[0, 16], [24, 40]], sizes, group_ids=["g"]
+    )
+    assert (read.served, write.served) == ([48 * 2.0], [24 * 2.0])
 
 
 def test_a_file_page_waits_for_the_disk_and_a_missing_one_does_not():

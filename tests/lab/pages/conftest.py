@@ -142,6 +142,8 @@ def _arm(name: str, samples: list[dict]) -> dict:
         "throughput_tokens_per_s": 64 * len(good) / (sum(s["e2e_ms"] for s in good) / 4 / 1000),
         "bytes": {"read": 412 << 20 if stored else 0, "written": 777 << 20 if stored else None},
         "restore": None,
+        "failure": None,
+        "skipped": None,
     }
 
 

@@ -34,7 +34,7 @@ class RemoteArm:
             sections["remote"] = {"engine": "mooncake", "master": master}
         if self.policy:
             sections["policy"] = {**sections.get("policy", {}), **self.policy}
-        return replace(setup, sections=sections, master=master)
+        return replace(setup, sections=sections, master=master, linked=True)
 
 
 REMOTE_ARMS = {

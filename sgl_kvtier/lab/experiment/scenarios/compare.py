@@ -319,7 +319,7 @@ def about(setup: Setup, chosen: Load, replaying: ReplayOptions) -> dict[str, Any
     folder may differ.
     """
     work = {k: v for k, v in chosen.to_json().items() if k not in ("description", "rows")}
-    apart = ("model_path", "variants", "master", "decisions")
+    apart = ("model_path", "variants", "master", "linked", "decisions")
     servers = {k: v for k, v in asdict(setup).items() if k not in apart}
     return {"workload": work, **servers, **asdict(replaying)}
 
@@ -337,6 +337,7 @@ def results(plan: Plan, work: Replaying, outcome: Outcome) -> dict[str, Any]:
             **declined_of(plan.folder / arm / DECISIONS, plan.setup),
             "server_start_s": outcome.start_s.get(arm),
             "failure": outcome.failures.get(arm),
+            "skipped": outcome.skipped.get(arm),
         }
         for arm in plan.arms
     }

@@ -280,10 +280,12 @@ class Sweep:
             figures = arm_figures(arm, rounds, rows)
             starts = [cell.outcome.start_s.get(arm) for cell in cells]
             failures = [cell.outcome.failures.get(arm) for cell in cells]
+            skipped = [cell.outcome.skipped.get(arm) for cell in cells]
             found[arm] = {
                 **{name: figures[name] for name in _OF_ARM if name in figures},
                 "server_start_s": next(filter(None, starts), None),
                 "failure": next(filter(None, failures), None),
+                "skipped": next(filter(None, skipped), None),
             }
         return found
 

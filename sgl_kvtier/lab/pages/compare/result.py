@@ -31,6 +31,15 @@ def arm_rows(result: dict) -> list[dict]:
     return [{"arm": name, **arm} for name, arm in result["arms"].items()]
 
 
+def skipped_arms(result: dict) -> list[str]:
+    """A line for every arm that was not tried, with the reason."""
+    return [
+        f"{name} was skipped: {arm['skipped']}."
+        for name, arm in result["arms"].items()
+        if arm.get("skipped")
+    ]
+
+
 def good_samples(result: dict, arm: str) -> list[dict]:
     """The samples of an arm that ended without an error."""
     return [s for s in result.get("samples") or [] if s.get("arm") == arm and not s.get("error")]

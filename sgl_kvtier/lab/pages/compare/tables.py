@@ -19,6 +19,7 @@ from sgl_kvtier.lab.pages.compare.result import (
     paced,
     prompt_parts,
     seconds,
+    skipped_arms,
 )
 from sgl_kvtier.lab.pages.stats import summary
 from sgl_kvtier.sizes import format_bytes
@@ -99,7 +100,7 @@ def outcome_table(result: dict) -> Table:
         Column("errors", "Errors"),
         Column("equal_tokens_fraction", "Equal", format=format_share),
     )
-    notes = (_FIRST_TURNS, *_least(result))
+    notes = (_FIRST_TURNS, *_least(result), *skipped_arms(result))
     return Table("Time to first token of later turns", columns, rows, notes)
 
 
