@@ -15,7 +15,7 @@ from fake_engine import FakeCluster, FakeEngine
 from fake_sglang import FakeServer
 
 from sgl_kvtier.cli import main
-from sgl_kvtier.lab.experiment import arms, frame, rounds
+from sgl_kvtier.lab.experiment import frame, rounds
 from sgl_kvtier.lab.experiment.remote import run as remote_run
 from sgl_kvtier.lab.experiment.restore import server as restore_server
 from sgl_kvtier.lab.experiment.restore.trial import Trials
@@ -23,6 +23,7 @@ from sgl_kvtier.lab.experiment.scenarios import remote as remote_scenario
 from sgl_kvtier.lab.experiment.scenarios import restore_batches, restore_grid
 from sgl_kvtier.lab.fuzz import run as fuzz_run
 from sgl_kvtier.lab.fuzz import server as fuzz_server
+from sgl_kvtier.lab.outside import peers
 
 
 @pytest.fixture
@@ -44,8 +45,8 @@ def kvtier() -> Iterator[Command]:
     patch.setattr(remote_run, "LOOK_S", 0.01)
     patch.setattr(remote_run, "Cluster", FakeCluster)
     patch.setattr(rounds, "Servers", FakeEngine)
-    for module in (arms, remote_scenario):
-        patch.setattr(module, "missing_engine", lambda: "")
+    patch.setattr(remote_scenario, "missing_engine", lambda: "")
+    patch.setattr(peers, "missing_mooncake", lambda: None)
     quick = functools.partial(Trials, unwatched_s=0.0, pace=lambda: 1.0)
     patch.setattr(restore_grid, "Trials", quick)
     patch.setattr(

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.outside import nixl
+from sgl_kvtier.lab.outside import peers
 from sgl_kvtier.lab.outside.server import Launch
 from sgl_kvtier.lab.paced.launching import LAYERS, LOG, MOONCAKE_WAITS, Paced, is_paced, parse
 from sgl_kvtier.launch import HOST, cache_flags, device_flags, storage_flags
-from sgl_kvtier.remote.servers import missing_engine
 
 BASELINE = "recompute"
 OURS = "kvtier"
@@ -172,7 +171,7 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
             env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(storage)
             env["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] = str(setup.storage_bytes)
         if arm == NIXL:
-            env[nixl.FOLDER] = str(storage)
+            env[peers.NIXL_FOLDER] = str(storage)
     return Launch((*flags, *setup.extra), env)
 
 
@@ -181,8 +180,8 @@ def missing(arm: str) -> str | None:
     where nothing speaks against it. Takes seconds.
     """
     if arm == NIXL:
-        return nixl.missing()
-    return (missing_engine() or None) if arm == MOONCAKE else None
+        return peers.missing_nixl()
+    return peers.missing_mooncake() if arm == MOONCAKE else None
 
 
 def kind_of(arm: str, setup: Setup) -> str:
@@ -289,7 +288,7 @@ def _storage_settings(arm: str, setup: Setup, storage: Path) -> dict[str, object
     if setup.paced is not None:
         settings |= setup.paced.settings()
     if arm == NIXL:
-        settings |= nixl.SETTINGS
+        settings |= peers.NIXL_SETTINGS
     if arm == MOONCAKE:
         # The memory is an owner's: that of a server goes with the server.
         settings |= {"master_server_address": setup.master, "local_hostname": HOST}

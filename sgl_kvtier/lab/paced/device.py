@@ -28,7 +28,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.layers import forward as layers
-from sgl_kvtier.lab.outside import nixl
+from sgl_kvtier.lab.outside import peers
 from sgl_kvtier.lab.paced import clock
 from sgl_kvtier.lab.paced.copies import (
     Copies,
@@ -387,7 +387,7 @@ def _hook_storage(settings: Settings, pages: Pages) -> None:
         get, put = file_backend(read, write, settings.bytes_scale)
         HookRegistry.register(root + "hicache_storage.HiCacheFile.get", get, HookType.AROUND)
         HookRegistry.register(root + "hicache_storage.HiCacheFile.set", put, HookType.AROUND)
-        if os.environ.get(nixl.FOLDER):
+        if os.environ.get(peers.NIXL_FOLDER):
             around = nixl_backend(read, write, settings.bytes_scale)
             HookRegistry.register(root + _NIXL, around, HookType.AROUND)
         if os.environ.get(MOONCAKE_WAITS):

@@ -19,7 +19,7 @@ from sgl_kvtier.lab.experiment.arms import (
     storage_folder,
 )
 from sgl_kvtier.lab.experiment.remote.arms import REMOTE_ARMS
-from sgl_kvtier.lab.outside import nixl
+from sgl_kvtier.lab.outside import peers
 from sgl_kvtier.lab.paced.launching import MOONCAKE_WAITS
 from sgl_kvtier.launch import serve_flags
 
@@ -112,7 +112,7 @@ def test_arms_that_restore_write_their_decisions_down_and_one_of_them_looks_ahea
 def test_nixl_is_told_of_its_plugin_and_of_the_arms_own_folder(tmp_path: Path) -> None:
     launch = prepare("hicache-nixl", CPU, tmp_path)
     assert as_options(launch.arguments)["--hicache-storage-backend"] == "nixl"
-    assert launch.env[nixl.FOLDER] == str(storage_folder(tmp_path))
+    assert launch.env[peers.NIXL_FOLDER] == str(storage_folder(tmp_path))
     settings = json.loads((tmp_path / "storage.json").read_text())
     assert settings["plugin"] == {"posix": {"active": True}}
     assert settings["l3_cleaner_enabled"] is False
