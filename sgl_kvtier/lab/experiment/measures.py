@@ -50,7 +50,7 @@ class Round:
     dilation: float = 1.0
     """Factor by which seconds of a paced device's server are longer."""
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """The steps that a paced device wrote of this round (`lab.paced.pace`)."""
+    """The lines that a paced device wrote of this round: steps, copies, loads (`lab.paced.pace`)."""
 
     def counted(self, name: str, **labels: str) -> float | None:
         """The growth of a server's counter in this round. A counter that is not there yet counts
@@ -352,8 +352,9 @@ def _ahead(rounds: Sequence[Round], good: Sequence[Mapping[str, Any]]) -> dict[s
 
 def _pace(rounds: Sequence[Round]) -> dict[str, Any]:
     """How well a paced device kept pace; nothing for another device."""
-    steps = [step for one in rounds for step in one.steps]
-    return {"pace": pace_figures(steps, rounds[0].dilation)} if steps else {}
+    lines = [line for one in rounds for line in one.steps]
+    steps = any("step" in line for line in lines)
+    return {"pace": pace_figures(lines, rounds[0].dilation)} if steps else {}
 
 
 def _overlap(rounds: Sequence[Round], rank: Mapping[str, str]) -> dict[str, float] | None:

@@ -111,18 +111,27 @@ class Copies:
     """The two copies of page_first_direct pools, taking their link's time on the current stream."""
 
     def __init__(
-        self, to_device: Link, to_host: Link, bytes_scale: float, pages: Pages, damage: Damage
+        self,
+        to_device: Link,
+        to_host: Link,
+        bytes_scale: float,
+        pages: Pages,
+        damage: Damage,
+        copied: Callable[[str, float, float, int], None] = lambda *_: None,
     ) -> None:
-        """`bytes_scale`: bytes of the model for each byte at hand."""
+        """`bytes_scale`: bytes of the model for each byte at hand. `copied` is told of each copy as
+        `pace.PaceLog.copied` is.
+        """
         self._to_device = to_device
         self._to_host = to_host
         self._scale = bytes_scale
         self._pages = pages
         self._damage = damage
+        self._copied = copied
 
     def card(self, pool: Any) -> tuple[CardMemory, Callable[..., Scatter]]:
         """What staged copies from a host pool ask of a card."""
-        memory = Memory(pool, self._to_device, self._scale)
+        memory = Memory(pool, self._to_device, self._scale, self._copied)
 
         def scatter(shape: PageShape, room_pages: int, buffers: list[torch.Tensor]) -> Scatter:
             del room_pages  # every room says its own
@@ -143,7 +152,8 @@ class Copies:
         ) -> None:
             copy(src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page_size)
             nbytes = len(dst_indices) * sum(_row_bytes(one) for one in dst_ptrs)
-            self._to_device.copy(current_stream(), nbytes * self._scale)
+            begin, end = self._to_device.copy(current_stream(), nbytes * self._scale)
+            self._copied("to_device", begin, end, nbytes)
             self._pages.loaded(src_indices, dst_indices)
             self._damage.strike("device", dst_ptrs[0], dst_indices)
 
@@ -161,7 +171,8 @@ class Copies:
         ) -> None:
             copy(src_ptrs, dst_ptrs, src_indices, dst_indices, page_size)
             nbytes = len(src_indices) * sum(_row_bytes(one) for one in src_ptrs)
-            self._to_host.copy(current_stream(), nbytes * self._scale)
+            begin, end = self._to_host.copy(current_stream(), nbytes * self._scale)
+            self._copied("to_host", begin, end, nbytes)
             self._pages.saved(dst_indices)
             self._damage.strike("host", dst_ptrs[0], dst_indices[::page_size] // page_size)
 
@@ -173,10 +184,16 @@ class Memory(CardMemory):
     cannot call it. Mover's thread.
     """
 
-    def __init__(self, pool: Any, link: Link, bytes_scale: float) -> None:
+    def __init__(
+        self,
+        pool: Any,
+        link: Link,
+        bytes_scale: float,
+        copied: Callable[[str, float, float, int], None],
+    ) -> None:
         super().__init__(0)
         self._device = torch.device("cpu")
-        self._pool, self._link, self._scale = pool, link, bytes_scale
+        self._pool, self._link, self._scale, self._told = pool, link, bytes_scale, copied
         self._driver = _DRIVER_COPY(self._driver_copied)
         self._sources: dict[int, tuple[int, int]] = {}
         """By the address of a piece of a room: whence its bytes came, and how many."""
@@ -216,7 +233,8 @@ class Memory(CardMemory):
         return 0
 
     def _took(self, to: int, source: int, nbytes: int, stream: Any) -> None:
-        self._link.copy(stream, nbytes * self._scale)
+        begin, end = self._link.copy(stream, nbytes * self._scale)
+        self._told("to_device", begin, end, nbytes)
         self._sources[to] = source, nbytes
 
     def copied(self, room: Room, pages: int) -> tuple[torch.Tensor, float]:

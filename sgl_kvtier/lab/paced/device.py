@@ -7,6 +7,7 @@ made. Models come from `stub/`, whose forward is `Device.forward`: everything ar
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import logging
@@ -47,6 +48,7 @@ from sgl_kvtier.runtime.cpu.platform import ATTENTION
 from sgl_kvtier.runtime.cuda import staging
 from sgl_kvtier.runtime.cuda.page_shape import host_pool_of
 from sgl_kvtier.runtime.restore.copy_device import CARDS
+from sgl_kvtier.types import Link
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ _POOLS = ("mha", "mla")
 _CHAIN = "kvtier_paced_chain"
 _NIXL = "storage.nixl.hicache_nixl.HiCacheNixl._xfer_pre_registered"
 _MOONCAKE = "storage.mooncake_store.mooncake_store.MooncakeStore."
+_CONTROLLER = "sglang.srt.managers.cache_controller"
+_ENGINE = "sgl_kvtier.runtime.restore.engine"
 _TICK = "sgl_kvtier.runtime.scheduler.tick"
 _MOST_REMEMBERED = 4096
 """Requests that restored."""
@@ -125,6 +129,45 @@ class Ticks:
         module.RestoreTick.run = run
 
 
+class Loads:
+    """When loads of requests were under way, for the log: SGLang's own reads, and restorations'."""
+
+    def __init__(self, log: PaceLog) -> None:
+        self._log = log
+        self._watched = False
+
+    def watch(self) -> None:
+        """Writes them down from now on, in a server that restores."""
+        module = sys.modules.get(_ENGINE)
+        if self._watched or module is None:
+            return
+        self._watched = True
+        real = module.RestoreEngine._ended
+
+        def ended(engine: Any, load: Any) -> None:
+            real(engine, load)
+            rid, until = load.restoration.rid, max(load.poll.ended_at)
+            self._log.loaded(load.link.value, rid, load.begun_at, until)
+
+        module.RestoreEngine._ended = ended
+
+    def watch_reads(self) -> None:
+        """Writes SGLang's own reads down from now on. No hook: this may have one already."""
+        controller: Any = importlib.import_module(_CONTROLLER).HiCacheController
+        real = controller._page_transfer
+
+        @functools.wraps(real)
+        def transfer(this: Any, operation: Any) -> Any:
+            began = clock.now()
+            pages = real(this, operation)
+            if operation.hash_value:
+                link = Link.STORAGE_TO_HOST.value
+                self._log.loaded(link, operation.request_id, began, clock.now())
+            return pages
+
+        controller._page_transfer = transfer
+
+
 class Device:
     """One paced device. The scheduler's thread."""
 
@@ -139,6 +182,8 @@ class Device:
         self._waited: set[str] = set()
         self._spent_s = time.thread_time()
         self._ticks = Ticks()
+        self.loads = Loads(self._log)
+        self.copied = self._log.copied
         slower = settings.dilation
         self.to_device = clock.Link(self._profile.to_device_gbytes_per_s / slower)
         self.to_host = clock.Link(self._profile.to_host_gbytes_per_s / slower)
@@ -183,6 +228,7 @@ class Device:
             **size,
         )
         self._ticks.watch()
+        self.loads.watch()
         self._spent_s = time.thread_time()
         self._tell(signer, called)
         return tokens
@@ -328,7 +374,8 @@ def install() -> None:
     _device = device = Device(settings)
     ATTENTION_BACKENDS[ATTENTION] = Attention
     damage = Damage(settings.damage, settings.damage_at)
-    moved = Copies(device.to_device, device.to_host, settings.bytes_scale, device.pages, damage)
+    links = (device.to_device, device.to_host)
+    moved = Copies(*links, settings.bytes_scale, device.pages, damage, device.copied)
     _copy_as_a_card(settings, moved)
     for name in _POOLS:
         module: Any = importlib.import_module(f"sglang.srt.mem_cache.pool_host.{name}")
@@ -399,12 +446,13 @@ def _hook_storage(settings: Settings, pages: Pages) -> None:
 
 
 def watch_batches() -> None:
-    """Has the device know the requests of each forward. Called when the model is made: then every
-    module of SGLang's that it needs is there.
+    """Has the device know the requests of each forward and of each read that SGLang makes. Called
+    when the model is made: then every module of SGLang's that it needs is there.
     """
     target = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
     HookRegistry.register(target, _around_forward, HookType.AROUND)
     HookRegistry.apply_hooks()
+    of_process().loads.watch_reads()
 
 
 def _around_forward(

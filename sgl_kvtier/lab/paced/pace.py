@@ -1,4 +1,5 @@
 """How well a paced device kept pace: one line of a file per step, and the figures made of them.
+Copies over the link and loads of requests have lines of their own.
 
 A step is over time where the program did not follow. `late_s` are the seconds of signing and
 checking beyond the step itself. `gap_s` are the seconds the device then had nothing to do, although
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,13 +22,14 @@ MOST_OVERRUN = 0.10
 
 
 class PaceLog:
-    """The lines of one scheduler process. Its thread."""
+    """The lines of one scheduler process. Any thread; steps are of the scheduler's."""
 
     def __init__(self, path: Path, most_bytes: int = 0) -> None:
         """A file that would have more than `most_bytes` goes on in a new one. It is kept as PATH.1,
         in place of the one before; 0: one file, however long.
         """
         self._path, self._most_bytes = path, most_bytes
+        self._lock = threading.Lock()
         self._file = self._open()
         self._free_at = 0.0
         self._went_on: tuple[str, ...] = ()
@@ -67,6 +70,14 @@ class PaceLog:
         """Wrong keys and values were found."""
         self._write({"mismatch": what, "at": at, "rid": rid, "tier": tier})
 
+    def copied(self, to: str, begin: float, end: float, nbytes: int) -> None:
+        """A copy between host and device, to_device or to_host, of bytes at hand."""
+        self._write({"copy": to, "at": begin, "end": end, "bytes": nbytes})
+
+    def loaded(self, link: str, rid: str, begin: float, end: float) -> None:
+        """A request's pages came over a link (`types.Link`)."""
+        self._write({"load": link, "at": begin, "end": end, "rid": rid})
+
     def _open(self) -> TextIO:
         file = self._path.open("a", buffering=1, encoding="utf-8")
         self._bytes = file.tell()
@@ -82,12 +93,13 @@ class PaceLog:
 
     def _write(self, row: Mapping[str, Any]) -> None:
         line = json.dumps(row) + "\n"
-        if self._most_bytes and self._bytes + len(line) > self._most_bytes:
-            self._file.close()
-            self._path.replace(self._path.with_name(self._path.name + ".1"))
-            self._file = self._open()
-        self._file.write(line)
-        self._bytes += len(line)
+        with self._lock:
+            if self._most_bytes and self._bytes + len(line) > self._most_bytes:
+                self._file.close()
+                self._path.replace(self._path.with_name(self._path.name + ".1"))
+                self._file = self._open()
+            self._file.write(line)
+            self._bytes += len(line)
 
 
 class Reader:

@@ -168,3 +168,15 @@ def test_the_time_of_our_own_tick_is_a_share_of_the_steps_time_without_dilation(
     assert found["tick_share"] == pytest.approx(0.004 / 0.2)
     stock = pace.figures([{**row, "tick_s": None} for row in rows], 2.0)
     assert (stock["tick_ms_per_step"], stock["tick_ms_p99"], stock["tick_share"]) == (None,) * 3
+
+
+def test_copies_and_loads_have_lines_of_their_own_and_are_no_steps(tmp_path):
+    path = tmp_path / "log"
+    log = pace.PaceLog(path)
+    log.copied("to_device", 1.0, 1.5, 64)
+    log.loaded("storage-host", "a", 0.5, 1.0)
+    assert pace.read(path) == [
+        {"copy": "to_device", "at": 1.0, "end": 1.5, "bytes": 64},
+        {"load": "storage-host", "at": 0.5, "end": 1.0, "rid": "a"},
+    ]
+    assert pace.figures(pace.read(path), dilation=1.0) == pace.figures([], dilation=1.0)

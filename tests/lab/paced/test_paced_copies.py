@@ -28,7 +28,11 @@ class Pools:
         self.host = [torch.zeros(16, LAYERS, PAGE, 1, 8) for _ in range(2)]
         self.down, self.up = Link(1e-6), Link(1e-6)  # 1,000 bytes a second
         self.pages = Pages(PAGE)
-        moved = Copies(self.down, self.up, scale, self.pages, damage or Damage())
+        self.copied: list[tuple] = []
+        moved = Copies(
+            *(self.down, self.up, scale, self.pages, damage or Damage()),
+            copied=lambda *copy: self.copied.append(copy),
+        )
         self._load = moved.load(host_copies.transfer_kv_per_layer_direct_pf_lf)
         self._save = moved.save(host_copies.transfer_kv_all_layer_direct_lf_pf)
 
@@ -76,6 +80,18 @@ def test_a_load_takes_its_link_layer_by_layer(monkeypatch):
         pools.load(slots(5, 6), slots(1, 2))
     assert stream.tail == pytest.approx(100.0 + 3 * 0.512)
     assert pools.down.seconds == pytest.approx(1.536)
+
+
+def test_every_copy_is_told_with_its_time_on_the_link_and_the_bytes_at_hand(monkeypatch):
+    monkeypatch.setattr(clock, "now", lambda: 100.0)
+    pools, stream = Pools(scale=2.0), Stream()
+    with StreamContext(stream):
+        pools.save(slots(3), slots(5))
+        pools.load(slots(5), slots(1))
+    first, *layers = pools.copied
+    assert first == ("to_host", 100.0, pytest.approx(101.536), 768)
+    assert [(to, nbytes) for to, _, _, nbytes in layers] == [("to_device", 256)] * LAYERS
+    assert layers[0][1] == first[2] and layers[-1][2] == stream.tail
 
 
 def test_a_page_that_a_forward_wrote_came_from_the_device():

@@ -80,6 +80,11 @@ def test_pages_come_back_right_from_every_tier_and_a_damaged_one_is_named(
         assert checked_tokens(tmp_path) > checked + 3000
         if arm == STOCK:
             assert stored["meta_info"]["cached_tokens_details"]["storage"] > 5000
+            rows = pace.read(tmp_path / launching.LOG)
+            assert {row["copy"] for row in rows if "copy" in row} == {"to_device", "to_host"}
+            read = [row for row in rows if row.get("rid") == stored["meta_info"]["id"]]
+            assert [row["load"] for row in read if "load" in row] == ["storage-host"]
+            assert read[0]["at"] < read[0]["end"]
         else:
             time.sleep(1.5)  # counters are published twice a second
             assert metric(server, "kvtier:restore_ended_total", 'how="met"') > 0

@@ -163,6 +163,9 @@ def _over_time(arm: str, samples: list[dict]) -> dict:
                     "first_s": first,
                     "end_s": end,
                     "computing_s": [[begin + 0.4 * (first - begin), first]],
+                    "loading_s": [[begin + 0.1 * (first - begin), begin + 0.3 * (first - begin)]]
+                    if arm == "kvtier"
+                    else None,
                 }
             )
     tiers = [
@@ -173,6 +176,8 @@ def _over_time(arm: str, samples: list[dict]) -> dict:
             "storage": 650 * second,
             "read_bytes": (9 << 20) * max(0, second - 4),
             "written_bytes": (30 << 20) * second,
+            "to_device_bytes": (50 << 20) * second,
+            "to_host_bytes": (60 << 20) * second,
         }
         for second in range(int(max(free.values())) + 1)
     ]

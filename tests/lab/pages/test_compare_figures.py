@@ -11,6 +11,8 @@ from sgl_kvtier.lab.pages.compare.figures import (
     DECODING,
     FAILED,
     GAP,
+    LOADING,
+    QUEUED,
     WAITING,
     figures,
     session_bars,
@@ -45,6 +47,21 @@ def test_a_request_waits_where_its_prompt_is_not_computed_and_then_decodes() -> 
     ]
 
 
+def test_what_a_request_waits_for_is_told_apart_where_its_loads_are_known() -> None:
+    known = request("a", 0, 6, 7, [2, 3], [5, 6]) | {"loading_s": [[1, 2.5], [4, 9]]}
+    assert session_bars([known], LANES) == [
+        Bar("1", 0, 1, QUEUED),
+        Bar("1", 1, 2, LOADING),
+        Bar("1", 2, 3, COMPUTING),
+        Bar("1", 3, 4, QUEUED),
+        Bar("1", 4, 5, LOADING),
+        Bar("1", 5, 6, COMPUTING),
+        Bar("1", 6, 7, DECODING),
+    ]
+    nothing = request("a", 0, 2, 3, [1, 2]) | {"loading_s": []}
+    assert session_bars([nothing], LANES)[0] == Bar("1", 0, 1, QUEUED)
+
+
 def test_a_session_has_a_tool_gap_between_its_requests_and_a_row_of_its_own() -> None:
     made = [request("b", 0, 1, 2), request("a", 1, 2, 3), request("b", 5, 6, 7)]
     bars = session_bars(made, LANES)
@@ -70,9 +87,11 @@ def titles(result: dict) -> list[str]:
 def test_what_a_result_does_not_have_is_not_drawn(compare_result: dict) -> None:
     whole = titles(compare_result)
     assert len(whole) == 8
+    traffic = [svg for svg, _ in figures(compare_result) if "Traffic of storage" in svg]
+    assert all(f">{what}<" in traffic[0] for what in ("storage read", "host to device"))
     assert [title.split(":")[0] for title in whole[4:]] == [
         "Tokens in each tier",
-        "Storage traffic (MB/s)",
+        "Traffic of storage, and between host and device (MB/s)",
         "Sessions over time",
         "Sessions over time",
     ]
@@ -96,8 +115,15 @@ def test_storage_traffic_of_a_paced_device_is_that_of_the_model(compare_result: 
     paced = {"profile": "h100-llama8b", "bytes_scale": 512.0}
     scaled = {**compare_result, "device": {"paced": paced}}
     drawn = list(figures(scaled))
-    assert any("Storage traffic (GB/s)" in svg for svg, _ in drawn)
-    assert any("times 512" in caption for _, caption in drawn)
+    assert any("between host and device (GB/s)" in svg for svg, _ in drawn)
+    assert any("times 512" in caption and "device's clock" in caption for _, caption in drawn)
+
+
+def test_a_gantt_says_whether_its_server_tells_loading_from_queueing(compare_result: dict) -> None:
+    stock, ours = [svg + caption for svg, caption in figures(compare_result)][-2:]
+    assert ">queued or loading<" in stock and "does not say when" in stock
+    assert ">queued or loading<" not in ours and "does not say when" not in ours
+    assert ">queued<" in ours and ">loading<" in ours
 
 
 def test_an_arm_has_one_colour_in_all_plots(compare_result: dict) -> None:

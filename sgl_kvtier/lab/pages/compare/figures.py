@@ -27,7 +27,9 @@ from sgl_kvtier.lab.pages.plots import (
 )
 from sgl_kvtier.lab.pages.stats import percentile
 
-WAITING, COMPUTING, DECODING, GAP, FAILED = (
+QUEUED, LOADING, WAITING, COMPUTING, DECODING, GAP, FAILED = (
+    "queued",
+    "loading",
     "queued or loading",
     "computing",
     "decoding",
@@ -35,7 +37,9 @@ WAITING, COMPUTING, DECODING, GAP, FAILED = (
     "failed",
 )
 _FILLS = {
-    WAITING: "#f0b95b",
+    QUEUED: "#f0b95b",
+    LOADING: "#6a51a3",
+    WAITING: "#cdb7a0",
     COMPUTING: "#1f6f5c",
     DECODING: "#9ccfb8",
     GAP: "#e7e9ed",
@@ -44,6 +48,12 @@ _FILLS = {
 _TIMES = "TTFT (ms)"
 _SECONDS = "seconds since the round began"
 _MEGA, _GIGA = 1e6, 1e9
+_RATES = {
+    "storage read": "read_bytes",
+    "storage written": "written_bytes",
+    "host to device": "to_device_bytes",
+    "device to host": "to_host_bytes",
+}
 
 
 def has_samples(result: dict) -> bool:
@@ -137,7 +147,8 @@ def _over_time(result: dict) -> Iterator[tuple[str, str]]:
         yield panels(tiers, "Tokens in each tier", _SECONDS), caption
     rates, unit = _rates(result, readings)
     if rates:
-        yield panels(rates, f"Storage traffic ({unit})", _SECONDS, steps=True), _traffic(result)
+        title = f"Traffic of storage, and between host and device ({unit})"
+        yield panels(rates, title, _SECONDS, steps=True), _traffic(result)
     until = max(
         (r["end_s"] for one in shown.values() for r in one.get("requests") or ()), default=0
     )
@@ -145,12 +156,19 @@ def _over_time(result: dict) -> Iterator[tuple[str, str]]:
         if one.get("requests"):
             title = f"Sessions over time: {arm}, round {one['round']}"
             bars = session_bars(one["requests"], _numbers(shown))
-            yield timeline(bars, _FILLS, title, _SECONDS, "session", until=until), _GANTT
+            drawn = timeline(bars, _FILLS, title, _SECONDS, "session", until=until)
+            untold = any(bar.kind == WAITING for bar in bars)
+            yield drawn, f"{_GANTT} {_UNTOLD if untold else _TOLD}"
 
 
 _GANTT = (
-    "One row per session. Until the first token: waiting (queued, or pages are loaded), or its "
-    "prompt is computed. The same time scale in all arms."
+    "One row per session. Until its first token a request is computed, loaded or queued, what comes "
+    "first of these. The same time scale in all arms."
+)
+_TOLD = "Loading: pages of this request are read from storage or copied to the device."
+_UNTOLD = (
+    "Queued or loading: this server counts what it loads, and does not say when. Queued alone: "
+    "nothing was loaded for the request."
 )
 
 
@@ -174,10 +192,25 @@ def session_bars(requests: Sequence[Mapping[str, Any]], lanes: Mapping[str, str]
         for start, stop in one.get("computing_s") or ():
             start, stop = max(start, at), min(stop, first)
             if stop > start:
-                bars += [Bar(lane, at, start, WAITING), Bar(lane, start, stop, COMPUTING)]
+                bars += [*_waiting(lane, at, start, one), Bar(lane, start, stop, COMPUTING)]
                 at = stop
-        bars += [Bar(lane, at, first, WAITING), Bar(lane, first, end, DECODING)]
+        bars += [*_waiting(lane, at, first, one), Bar(lane, first, end, DECODING)]
     return [bar for bar in bars if bar.stop > bar.start]
+
+
+def _waiting(lane: str, begin: float, end: float, one: Mapping[str, Any]) -> Iterator[Bar]:
+    """What a request did from `begin` to `end`, in which its prompt was not computed."""
+    loads = one.get("loading_s")
+    if loads is None:
+        yield Bar(lane, begin, end, WAITING)
+        return
+    at = begin
+    for start, stop in loads:
+        start, stop = max(start, at), min(stop, end)
+        if stop > start:
+            yield from (Bar(lane, at, start, QUEUED), Bar(lane, start, stop, LOADING))
+            at = stop
+    yield Bar(lane, at, end, QUEUED)
 
 
 def _numbers(shown: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -198,16 +231,18 @@ def _level(arm: str, readings: Sequence[Mapping[str, Any]], tier: str) -> Series
 def _rates(
     result: dict, readings: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> tuple[list[Panel], str]:
-    """Bytes per second that storage read and wrote, and their unit."""
+    """Bytes per second that storage read and wrote and that were copied between host and device, and
+    their unit.
+    """
     scale = (paced(result) or {}).get("bytes_scale") or 1.0
     found = {
-        what: [_rate(arm, readings[arm], f"{what}_bytes", scale) for arm in readings]
-        for what in ("read", "written")
+        what: [_rate(arm, readings[arm], name, scale) for arm in readings]
+        for what, name in _RATES.items()
     }
     most = max((y or 0 for series in found.values() for one in series for y in one.y), default=0)
     unit, size = ("GB/s", _GIGA) if most >= 2 * _GIGA else ("MB/s", _MEGA)
     return [
-        Panel(f"{what} ({unit})", [_divided(one, size) for one in series])
+        Panel(f"{what}\n({unit})", [_divided(one, size) for one in series])
         for what, series in found.items()
         if any(one.y for one in series)
     ], unit
@@ -232,4 +267,5 @@ def _traffic(result: dict) -> str:
     caption = "First complete round of each arm, between two readings of the server's counters."
     if device is None:
         return caption
+    caption += " Copies between host and device: by the paced device's clock."
     return f"{caption} Bytes of the model: those moved here times {device['bytes_scale']:g}."
