@@ -95,6 +95,40 @@ def test_ours_is_held_against_the_better_of_the_papers_rules_in_each_measure() -
     assert "2 at once: makespan 1.050" in missed[0]
 
 
+def stream(*arms: tuple[str, tuple[float, ...]]) -> dict[str, Any]:
+    return batch_results(
+        log_of(
+            *[batch(arm, number, *times, poisson=1.0) for arm, times in arms for number in (1, 2)]
+        )
+    )
+
+
+def test_a_stream_is_held_against_the_order_of_arrival() -> None:
+    result = stream(("kvtier", (1.0, 5.0)), ("by-arrival", (3.0, 3.5)), ("cake", (1.0, 1.0)))
+    (cell,) = result["cells"]
+    assert cell["arms"]["kvtier"]["ttft_ms"]["max"] == 5000.0
+    assert cell["vs_variants"] == {
+        "by-arrival": {
+            "ttft_ms_mean": pytest.approx(6.0 / 6.5),
+            "ttft_ms_max": pytest.approx(5.0 / 3.5),
+        }
+    }
+    assert result["summary"]["missed"] == [
+        "2 at once as a stream of load 1: mean time to first token 0.923 of by-arrival, the aim is 0.88",
+        "2 at once as a stream of load 1: longest time to first token 1.429 of by-arrival, the aim is 1.25",
+    ]
+
+
+def test_a_stream_that_meets_its_aims_or_has_no_order_of_arrival_misses_none() -> None:
+    for arms in ((("by-arrival", (2.0, 2.5)),), (("cake", (1.0, 1.0)),), ()):
+        assert stream(("kvtier", (1.0, 2.9)), *arms)["summary"]["missed"] == []
+
+
+def test_what_the_bound_of_gaps_costs_is_ours_over_ours_without_it() -> None:
+    cell = cell_of(batch("kvtier", 1, 2.0, 4.0), batch("stall-any", 1, 1.0, 4.0))
+    assert cell["vs_variants"] == {"stall-any": {"ttft_ms_mean": 1.2, "ttft_ms_max": 1.0}}
+
+
 def test_a_batch_that_was_made_again_counts_once_and_its_answers_twice() -> None:
     wrong = batch("kvtier", 1, 9.0, kind=DISCARDED, requests=(request(9.0, tokens=(1, 3)),))
     arm = cell_of(wrong, batch("kvtier", 1, 1.0))["arms"]["kvtier"]

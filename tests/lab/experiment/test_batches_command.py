@@ -65,6 +65,16 @@ def test_a_report_draws_the_same_tables(
     assert table in done.out
 
 
+def test_a_stream_tells_the_longest_wait_and_ours_over_its_variants(restore: Command) -> None:
+    done = restore("--poisson", "4", "--arms", "kvtier,by-arrival,stall-any")
+    for cell in done.result["cells"]:
+        assert list(cell["vs_variants"]) == ["by-arrival", "stall-any"]
+        for arm in cell["arms"].values():
+            assert arm["ttft_ms"]["max"] >= arm["ttft_ms"]["p99"]
+    assert "longest" in done.out.splitlines()[1]
+    assert "as a stream of load 4: kvtier over by-arrival: mean TTFT" in done.out
+
+
 def test_an_answer_that_differs_ends_with_status_1(restore: Command) -> None:
     done = restore("--arms", "compute,kvtier", task="kvtier:wrong")
     assert done.status == 1

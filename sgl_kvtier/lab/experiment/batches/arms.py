@@ -19,6 +19,8 @@ from sgl_kvtier.lab.experiment.restore.arms import (
 
 PAPERS = ("cake", "cacheflow")
 """The rules of papers that ours is compared with."""
+BY_ARRIVAL, STALL_ANY = "by-arrival", "stall-any"
+"""Ours with one thing taken away: the planner's order of the queue, the bound of the gaps."""
 SHORTEST_FIRST = "-shortest-first"
 """The end of the name of an arm with another order of compute."""
 
@@ -53,9 +55,9 @@ _SPLITTING: dict[str, RestoreArm] = {
 }
 BATCH_ARMS: dict[str, RestoreArm] = {
     # What is SGLang's own runs in its own order.
-    "stock": replace(RESTORE_ARMS[STOCK], rule="by-arrival"),
-    COMPUTE: replace(RESTORE_ARMS[COMPUTE], rule="by-arrival"),
-    LOAD: replace(RESTORE_ARMS[LOAD], rule="by-arrival"),
+    "stock": replace(RESTORE_ARMS[STOCK], rule=BY_ARRIVAL),
+    COMPUTE: replace(RESTORE_ARMS[COMPUTE], rule=BY_ARRIVAL),
+    LOAD: replace(RESTORE_ARMS[LOAD], rule=BY_ARRIVAL),
     **_SPLITTING,
     "longest-io-first": replace(
         _OURS, rule="longest-io-first", about="kvtier, loads for the longest restoration first"
@@ -69,8 +71,8 @@ BATCH_ARMS: dict[str, RestoreArm] = {
     "decodes-charged": replace(
         _OURS, rule="decodes-charged", about="kvtier, computing made dearer by requests that decode"
     ),
-    "by-arrival": replace(
-        _OURS, rule="by-arrival", about="kvtier, requests computed in the order they came"
+    BY_ARRIVAL: replace(
+        _OURS, rule=BY_ARRIVAL, about="kvtier, requests computed in the order they came"
     ),
     LAYERS: RestoreArm(
         "auto",
@@ -87,7 +89,7 @@ BATCH_ARMS: dict[str, RestoreArm] = {
         )
         for stall_ms in (50, 200)
     },
-    "stall-any": replace(
+    STALL_ANY: replace(
         _OURS, stall_ms=0.0, about="kvtier, no bound on how long requests that decode stand still"
     ),
     **{

@@ -35,13 +35,16 @@ def batch_tables(result: dict) -> list[Table]:
 
 def times_table(result: dict) -> Table:
     """Per size and arm: time to first token, makespan, what was computed and how busy both
-    resources were, and gaps between tokens of requests beside.
+    resources were, and gaps between tokens of requests beside. Of streams the longest time too.
     """
+    streams = any(cell["poisson"] is not None for cell in result["cells"])
+    longest = (Column("ttft_ms.max", "longest", "ms", decimals=0),) if streams else ()
     columns = (
         *_place(),
         Column("ttft_ms.mean", "TTFT mean", "ms", decimals=0),
         Column("ttft_ms.p50", "p50", "ms", decimals=0),
         Column("ttft_ms.p99", "p99", "ms", decimals=0),
+        *longest,
         Column("makespan_s", "Makespan", "s", decimals=2),
         Column("computed_tokens", "Computed", "tokens"),
         Column("link_busy_fraction", "Link busy", format=format_share),
@@ -152,6 +155,10 @@ def _verdict(result: dict) -> Iterator[str]:
                 f"{_where(cell)}: {OURS} over the better of the papers' rules: mean TTFT {over['ttft_ms_mean']:.3f}, makespan "
                 f"{over['makespan_s']:.3f}."
             )
+        for arm, found in cell["vs_variants"].items():
+            mean, longest = (found[f"ttft_ms_{name}"] for name in ("mean", "max"))
+            if mean is not None and longest is not None:
+                yield f"{_where(cell)}: {OURS} over {arm}: mean TTFT {mean:.3f}, longest {longest:.3f}."
     for text in result["summary"]["missed"]:
         yield f"Missed: {text}."
 
