@@ -195,8 +195,9 @@ class PolicyConfig:
     )
     max_stall_ms: float = setting(
         100.0,
-        "longest gap between two tokens of running requests that chunks of restorations may make, "
-        "in milliseconds, but no less than ten times a chunk's fixed cost; 0 = no bound",
+        "most milliseconds that chunks of restorations are predicted to take between two tokens of "
+        "running requests, but no less than ten times a chunk's fixed cost; 0 = no bound. Measured "
+        "gaps are longer, by about a third at most (docs/results/batches.md)",
         low=0,
         high=100_000,
     )

@@ -73,9 +73,9 @@ class Chunks:
         return Compute(compute.rid, compute.splice, min(barrier, whole, budget))
 
     def beside_decodes(self, compute: Compute, view: StepView) -> Compute:
-        """Keeps the gap that chunks of restorations make between two tokens of running requests
-        below `policy.max_stall_ms`. A chunk takes no longer, and a step without one comes before it
-        where the last ones leave no time for it.
+        """Keeps the gap that chunks of restorations are predicted to make between two tokens of
+        running requests below `policy.max_stall_ms`. A chunk takes no longer, and a step without
+        one comes before it where the last ones leave no time for it.
         """
         known, page = self._under_way, self._under_way.engine.page_tokens
         item, start = known.items[compute.rid], compute.splice.stop * page
