@@ -204,7 +204,7 @@ def _config(data: Mapping[str, Any]) -> PolicyConfig:
 
 def _engine(data: Mapping[str, Any]) -> EngineShape:
     for name, value in dict(data).items():
-        if name != "staged" and not is_whole(value, 1):
+        if name not in ("staged", "accelerator") and not is_whole(value, 1):
             raise ValueError(refusal(name, value, "a whole number of at least 1"))
     return EngineShape(**data)
 

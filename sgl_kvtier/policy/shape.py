@@ -22,3 +22,5 @@ class EngineShape:
     """Pages of a load far from the meeting where `load_tokens` are fewer: a copy of a few pages
     costs an accelerator's host as much as one of many.
     """
+    accelerator: bool = False
+    """Whether forwards and copies go on after the call that launches them."""

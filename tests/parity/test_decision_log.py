@@ -138,7 +138,7 @@ def test_every_question_survives_the_log_with_its_answer(kind: type) -> None:
 def test_a_header_survives_the_log() -> None:
     header = Header(
         PolicyConfig(rules="sgl_kvtier.lab.rules:Cake"),
-        EngineShape(16, 4096, 512, 32),
+        EngineShape(16, 4096, 512, 32, accelerator=True),
         {"links": {"storage-device": 1e9}},
     )
     assert decode_header(encode_header(header)) == header

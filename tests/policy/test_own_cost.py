@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual_hands import COST, ENGINE, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.learned.own_cost import GUESS_S, OwnCost
+from sgl_kvtier.policy.learned.own_cost import ACCELERATOR_S, CPU_S, OwnCost
 from sgl_kvtier.policy.messages import ChunkDone, LeftToEngine, Mode, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.types import Span, Tier
@@ -40,24 +42,32 @@ def restored(one: Planner, times: int, own_s: float, **hands: object) -> float:
     return learned(one)
 
 
+def test_each_kind_of_device_begins_with_its_own_and_what_was_learned_comes_first() -> None:
+    shape = replace(ENGINE, accelerator=True)
+    first = make_planner(PolicyConfig(), shape)
+    assert (learned(first), learned(planner())) == (ACCELERATOR_S, CPU_S)
+    known = profile_of(COST, RATE) | {"restore": {"own_s": 0.012}}
+    assert learned(make_planner(PolicyConfig(), shape, known)) == 0.012
+
+
 def test_what_restorations_end_later_than_predicted_is_learned() -> None:
     on_time_s = restored(planner(), 20, 0.0)
-    assert on_time_s < GUESS_S / 2
+    assert on_time_s < CPU_S / 2
     assert restored(planner(), 20, 0.05) == pytest.approx(on_time_s + 0.05, abs=0.002)
 
 
 def test_one_that_was_held_up_changes_nothing() -> None:
     one = planner()
-    assert restored(one, 1, 5.0) == GUESS_S
-    assert restored(one, 2, 5.0) == GUESS_S
+    assert restored(one, 1, 5.0) == CPU_S
+    assert restored(one, 2, 5.0) == CPU_S
 
 
 def test_beside_requests_that_decode_nothing_is_learned() -> None:
-    assert restored(planner(), 20, 0.05, decoding=4) == GUESS_S
+    assert restored(planner(), 20, 0.05, decoding=4) == CPU_S
 
 
 def test_where_pages_were_lost_nothing_is_learned() -> None:
-    assert restored(planner(), 20, 0.05, failing=frozenset({200})) == GUESS_S
+    assert restored(planner(), 20, 0.05, failing=frozenset({200})) == CPU_S
 
 
 def test_two_at_a_time_teach_nothing() -> None:
@@ -95,14 +105,14 @@ def test_where_restorations_cost_more_than_a_split_saves_the_engine_loads() -> N
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=80))
 def test_it_is_never_negative_nor_beyond_its_bound(late_s: list[float]) -> None:
-    own = OwnCost()
+    own = OwnCost(CPU_S)
     for seconds in late_s:
         own.saw(seconds)
         assert 0 <= own.seconds <= 0.1
 
 
 def test_earlier_ones_are_forgotten() -> None:
-    own = OwnCost()
+    own = OwnCost(CPU_S)
     for _ in range(500):
         own.saw(0.08)
     for _ in range(31):

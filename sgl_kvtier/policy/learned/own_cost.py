@@ -6,8 +6,16 @@ from __future__ import annotations
 
 from typing import Final
 
-GUESS_S: Final = 0.02
-"""Where nothing else is known: on a CPU restorations ended 20 ms above the best split."""
+from sgl_kvtier.policy.shape import EngineShape
+
+CPU_S: Final = 0.02
+"""On a CPU restorations of 2k tokens, the shortest measured, ended 5 to 46 ms above the best split
+at ratios from 1/4 to 4, 19 ms in the median of two models (docs/results/data/restore.json).
+"""
+ACCELERATOR_S: Final = 0.007
+"""At the pace of an H100 those of 8k tokens, the shortest there, ended 4 to 11 ms above it at the
+same ratios, 7 ms in the median (docs/results/data/paced-restore.json). No card has measured it.
+"""
 
 _MOST_S: Final = 0.1
 _COUNTED: Final = 31
@@ -16,13 +24,20 @@ _GUESSED: Final = 5
 """The first guess counts as this many."""
 
 
+def guess_s(engine: EngineShape) -> float:
+    """What a restoration is taken to cost on this kind of device until some ran alone, in
+    seconds.
+    """
+    return ACCELERATOR_S if engine.accelerator else CPU_S
+
+
 class OwnCost:
     """The median of how much later restorations ended than compute and links were predicted to
     take, in seconds; from 0 to 0.1. `initial` counts as a few of them: one or two that were held up
     change little.
     """
 
-    def __init__(self, initial_s: float = GUESS_S) -> None:
+    def __init__(self, initial_s: float) -> None:
         self._late_s = [initial_s] * _GUESSED
         self.seconds = initial_s
 

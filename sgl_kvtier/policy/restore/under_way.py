@@ -14,7 +14,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.learned.cost import GUESS, CostModel, PrefillCost
 from sgl_kvtier.policy.learned.links import LinkQueues
-from sgl_kvtier.policy.learned.own_cost import GUESS_S, OwnCost
+from sgl_kvtier.policy.learned.own_cost import OwnCost, guess_s
 from sgl_kvtier.policy.messages import (
     CANCELLED,
     NO_ROOM_YET,
@@ -57,7 +57,7 @@ class UnderWay:
         self.bandwidth = Bandwidth(
             {Link(name): float(rate) for name, rate in profile.get("links", {}).items()}
         )
-        self.own = OwnCost(float(profile.get("restore", {}).get("own_s", GUESS_S)))
+        self.own = OwnCost(float(profile.get("restore", {}).get("own_s", guess_s(engine))))
         self.links = LinkQueues(self.bandwidth, engine.page_bytes)
         self.items: dict[str, Restoration] = {}
         """By request, in the order they were offered."""

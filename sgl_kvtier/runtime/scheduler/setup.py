@@ -129,6 +129,7 @@ def build(tree: Tree, server_args: Any) -> Parts:
     agreement = Agreement(tree, tree_ranks.count(tree), first, reports)
     context = StepContext(tree, agreement.alone)
     context.agreed_page_bytes = int(agreement.first_says([context.page_bytes])[0])
+    at_once = works_at_once(controller.device)
     shape = EngineShape(
         page_tokens=context.page,
         page_bytes=context.agreed_page_bytes,
@@ -136,8 +137,9 @@ def build(tree: Tree, server_args: Any) -> Parts:
         layers=controller.transfer_layer_id_max,
         staged=True,
         whole_load_pages=1
-        if works_at_once(controller.device)
+        if at_once
         else max(1, staging.LOAD_BYTES // context.agreed_page_bytes),
+        accelerator=not at_once,
     )
     same = agreement.same(context.host.tokens)
     unlike = looks_ahead(policy) and not same
