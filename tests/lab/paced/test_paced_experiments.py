@@ -1,5 +1,5 @@
-"""The experiments on SGLang's real server on a paced device: the restore grid, and a fuzz run that
-has to find a page damaged on its way.
+"""The experiments on SGLang's real server on a paced device: the restore grid, batches beside
+requests that decode, and a fuzz run that has to find a page damaged on its way.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import asyncio
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sgl_kvtier.cli import main
+from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.experiment.argtypes import load_options
 from sgl_kvtier.lab.experiment.arms import OURS
 from sgl_kvtier.lab.experiment.load import LoadOptions, choose_encoder, load
@@ -23,7 +25,19 @@ from sgl_kvtier.lab.fuzz.run import FuzzOptions, FuzzRun, calls_of
 from sgl_kvtier.lab.fuzz.server import FuzzServer, sections
 from sgl_kvtier.lab.outside.server import end_on_signals
 from sgl_kvtier.lab.paced import pace
-from sgl_kvtier.lab.paced.launching import LOG
+from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, LOG
+from sgl_kvtier.lab.sim.replay import replay
+from sgl_kvtier.policy.decision_log import Header
+from sgl_kvtier.policy.learned.cost import PrefillCost
+from sgl_kvtier.policy.messages import (
+    ChunkStarted,
+    Fact,
+    PolicyChanged,
+    Question,
+    StepPlan,
+    StepView,
+)
+from sgl_kvtier.policy.planner import make_planner
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 PACED = ("--device", "paced:h100-llama8b", "--dilation", "2")
@@ -54,6 +68,68 @@ def test_every_arm_restores_a_stored_prompt_right(tmp_path: Path) -> None:
     said = "kvtier: loads go through 0.25 MiB of staging, 128 tokens at once"
     logs = [file.read_text() for file in (tmp_path / "work").rglob("server.log")]
     assert sum(said in text for text in logs) == 1
+
+
+class Watched:
+    """Decides again what a server's planner did, and notes the chunks of restorations that it began
+    beside requests that decode: by the bound in force, tokens of each and its predicted seconds.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self._inner = make_planner(header.config, header.engine, header.profile)
+        self.engine = header.engine
+        self._bound_ms = header.config.max_stall_ms
+        self._cost = PrefillCost(0.0, 0.0, 0.0)
+        self._decoding = 0
+        self.chunks = dict[float, list[tuple[int, float]]]()
+        self.least_s = 0.0
+        """The most that ten times a chunk's fixed cost was."""
+
+    def observe(self, fact: Fact) -> None:
+        if isinstance(fact, PolicyChanged):
+            self._bound_ms = fact.config.max_stall_ms
+        beside = isinstance(fact, ChunkStarted) and self._decoding
+        if beside and fact.rid in self._inner.restoring:
+            seconds = self._cost.chunk_seconds(fact.tokens.start, len(fact.tokens))
+            self.chunks.setdefault(self._bound_ms, []).append((len(fact.tokens), seconds))
+        self._inner.observe(fact)
+
+    def step(self, view: StepView) -> StepPlan:
+        self._decoding = view.decoding
+        self._cost = PrefillCost(**self._inner.profile()["prefill"])
+        self.least_s = max(self.least_s, 10 * self._cost.fixed_s)
+        return self._inner.step(view)
+
+    def query(self, question: Question[Any]) -> Any:
+        return self._inner.query(question)
+
+
+@pytest.mark.slow
+def test_chunks_beside_requests_that_decode_take_no_longer_than_the_bound(tmp_path: Path) -> None:
+    out, log = tmp_path / "out.json", tmp_path / "decisions.jsonl"
+    cells = ("--at-once", "2", "--lengths", "16k", "--load-over-compute", "4", "--decoders", "2")
+    runs = ("--arms", "both,stall-any", "--rounds", "1", "--foreign", "99")
+    files = ("--folder", str(tmp_path / "work"), "--json", str(out), "--decision-log", str(log))
+    main(["compare", "restore", *PACED, *cells, *runs, *files])  # it may have lost its pace
+    (cell,) = json.loads(out.read_text())["cells"]
+    assert all(arm["equal_tokens_fraction"] == 1.0 for arm in cell["arms"].values())
+    made: list[Watched] = []
+
+    def watched(header: Header) -> Watched:
+        made.append(Watched(header))
+        return made[-1]
+
+    assert replay(log.read_text().splitlines(), watched).difference is None
+    (found,) = made
+    bound_s = PolicyConfig().max_stall_ms * 2 / 1000  # of the dilated device
+    bounded, unbounded = found.chunks[bound_s * 1000], found.chunks[0.0]
+    print(found.least_s, bounded, unbounded)
+    assert found.engine.accelerator
+    assert found.least_s <= bound_s, "the bound is one here"
+    assert all(seconds <= bound_s for _, seconds in bounded)
+    # Without a bound what is computed is cut into the fewest equal parts.
+    assert max(tokens for tokens, _ in unbounded) > CHUNK_TOKENS // 2
+    assert max(seconds for _, seconds in unbounded) > bound_s
 
 
 def test_a_fuzz_run_finds_a_page_that_was_damaged_on_its_way_to_the_device(tmp_path: Path) -> None:
