@@ -238,7 +238,7 @@ def _missed(row: Mapping[str, Any]) -> list[str]:
     where = f"{row['at_once']} at once"
     if row["poisson"] is None:
         mean_aim = MEAN_AIMS.get(row["at_once"])
-        aims = {"ttft_ms_mean": mean_aim, "makespan_s": MAKESPAN_AIM}
+        aims: Mapping[str, float | None] = {"ttft_ms_mean": mean_aim, "makespan_s": MAKESPAN_AIM}
         found, whose = row["vs_best_paper"], f"the better of {' and '.join(PAPERS)}"
     else:
         where += f" as a stream of load {row['poisson']:g}"
