@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 import urllib.error
@@ -203,6 +204,13 @@ def serving(
     with Server(folder.name, launch, folder) as server:
         server.wait_until_healthy(420)
         yield Served(server)
+
+
+def changed(**told: Path) -> dict[str, str]:
+    """Variables of a server that `changed_site` changes, as `told` says there."""
+    paths = [str(Path(__file__).parent / "changed_site"), os.environ.get("PYTHONPATH", "")]
+    variables = {name: str(value) for name, value in told.items()}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
 
 
 def refused(folder: Path, arguments: Sequence[str], config: Path | None = None, **env: str) -> str:

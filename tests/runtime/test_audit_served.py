@@ -4,16 +4,14 @@ that a copy spoiled, and answers all the same.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from restore_lab import CHUNK, LONG, counts
-from serving import Served, config_file, flags, prompts, serving
+from serving import Served, changed, config_file, flags, prompts, serving
 
 pytestmark = pytest.mark.server
-SITE = Path(__file__).parent / "spoiled_site"
 PAGE = 16
 WHOLE = (LONG - 1) // PAGE * PAGE
 
@@ -28,9 +26,8 @@ def served(spoil: Path) -> Iterator[Served]:
     settings = config_file(
         spoil.parent, policy={"restore": "load", "min_restore_tokens": 64}, lab={"audit": True}
     )
-    path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     arguments = flags(chunked_prefill_size=CHUNK, page_size=PAGE)
-    with serving(spoil.parent, arguments, settings, PYTHONPATH=path, SPOIL=str(spoil)) as server:
+    with serving(spoil.parent, arguments, settings, **changed(SPOIL=spoil)) as server:
         yield server
 
 
