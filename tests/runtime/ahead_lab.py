@@ -113,7 +113,10 @@ class Agents:
             self.said[session] + answer.tokens + [rng.randrange(4, 500) for _ in range(GROWS)]
         )
 
-    def run(self, served: Served, together: int) -> dict[tuple[int, int], list[int]]:
+    def run(
+        self, served: Served, together: int, pause_s: float = 0.5
+    ) -> dict[tuple[int, int], list[int]]:
+        """All turns, with a pause behind each."""
         with ThreadPoolExecutor(together) as pool:
             for turn in range(TURNS):
                 list(
@@ -121,7 +124,7 @@ class Agents:
                         lambda session, turn=turn: self.turn(served, session, turn), range(SESSIONS)
                     )
                 )  # type: ignore[misc]
-                time.sleep(0.5)
+                time.sleep(pause_s)
         return self.answers
 
 
