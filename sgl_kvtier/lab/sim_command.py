@@ -378,7 +378,7 @@ def _paper(args: argparse.Namespace) -> int:
             if (measured["predicted"] or 0) > 1 or len(by_reading) == 1:
                 print(f"{reading}: " * bool(reading) + _in_words(measured))
         if null:
-            print(f"{NULL} (Eq. 1, no planner): {_in_words(agreement(null))}")
+            print(f"{NULL} (ratios alone, no planner): {_in_words(agreement(null))}")
         print(f"Fitted: {fitted.parameters} quantities to {fitted.numbers} printed numbers.")
     return 0
 

@@ -36,8 +36,9 @@ class Cell:
 
 
 NULL = "null model"
-"""The reading of cells that no planner has part in: Eq. 1, loading times computing over their sum,
-on the ratio of two baselines. What it reaches, agreement does not prove of a planner.
+"""The reading of cells that no planner has part in, at its end. They are Eq. 1, loading times
+computing over their sum, on the ratio of two baselines; TierKV's are printed ratios of stalls. What
+it reaches, agreement does not prove of a planner.
 """
 
 

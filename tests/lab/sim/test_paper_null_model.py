@@ -61,7 +61,7 @@ def test_the_command_prints_and_writes_both(
     command = ["sim", "paper", "cake", "--table", "4", "--table", "null", "--json", str(out)]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "null model (Eq. 1, no planner): " in said
+    assert "null model (ratios alone, no planner): " in said
     assert "Fitted: 16 quantities to 19 printed numbers." in said
     result = json.loads(out.read_text())
     assert result["fitted"] == {"parameters": 16, "numbers": 19}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sgl_kvtier.lab.papers.tierkv.command import MODELS, TABLES
+from sgl_kvtier.lab.papers.tierkv.command import FITTED, MODELS, TABLES
 from sgl_kvtier.lab.papers.tierkv.measures import measure
 from sgl_kvtier.lab.papers.tierkv.runs import run
 from sgl_kvtier.lab.papers.tierkv.setup import (
@@ -16,7 +16,7 @@ from sgl_kvtier.lab.papers.tierkv.setup import (
     printed_figure,
     printed_table,
 )
-from sgl_kvtier.lab.sim.cells import Cell, as_rows
+from sgl_kvtier.lab.sim.cells import Cell, agreement, as_rows, split_null
 
 PRINTED_LEVELS = ("1.0", "1.5", "2.0", "2.5", "3.0", "3.5", "4.0", "4.5", "5.0")
 
@@ -82,3 +82,31 @@ def test_table_4_has_every_policy_and_only_not_starting_requests_keeps_a_step_sh
     for model in MODELS:
         lru, ours = found["LRU", model], found["TierKV-Prefetch", model]
         assert ours > 0.4 * lru > 10 * found["Oracle", model]
+
+
+def test_fitted_cells_are_printed_ones_and_as_many_as_the_page_says():
+    setup = load_setup()
+    named = [tuple(one) for part in setup.fitted_on.values() for one in part]
+    assert len(named) == len(set(named)) == FITTED.numbers
+    for table, row, column in set(named) - {("fig4", "Prefetch", "mean")}:
+        assert (row, column) in printed_table(table)
+
+
+def test_the_accounting_predicts_no_fitted_cell_and_the_null_model_no_cell_that_it_is_given():
+    planned, null = split_null(list(TABLES["accounting"]()))
+    assert len(planned) == len(null) == 2 * 54 + 18
+    fitted = {(one.table, one.row, one.column) for one in planned if one.fitted}
+    setup = load_setup()
+    assert fitted == {
+        (table, f"{row}x", policy)
+        for part in ("load", "shares")
+        for table, row, policy in setup.fitted_on[part]
+    }
+    assert all(one.fitted for one in null if one.column == "LRU" or one.row == "1.0x")
+    # What it is given it gives back.
+    assert all(one.deviation == pytest.approx(0, abs=1e-9) for one in null if one.fitted)
+
+
+def test_the_print_is_mostly_one_curve_the_accounting_and_the_null_model_both_give_it():
+    for cells in split_null(list(TABLES["accounting"]())):
+        assert agreement(cells)["within_15_percent"] > 0.9

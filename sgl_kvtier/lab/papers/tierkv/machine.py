@@ -89,13 +89,14 @@ class Batch:
 class Paging:
     """The cost of paging in one step. `demand_bytes` cross the link while no request computes,
     `ahead_bytes` while the step computes. `wasted_bytes`, part of those, are never used.
-    `hit_share`: of the batch's KV in HBM.
+    `hit_share`: of the batch's KV in HBM. `stall_s`: charged beside, for no bytes.
     """
 
     demand_bytes: float = 0.0
     ahead_bytes: float = 0.0
     wasted_bytes: float = 0.0
     hit_share: float = 1.0
+    stall_s: float = 0.0
 
 
 class Pager(Protocol):
@@ -228,7 +229,8 @@ class _Machine:
 
     def _expected_s(self, compute_s: float, paging: Paging) -> float:
         rate = self._server.link_bytes_per_s
-        return max(compute_s, paging.ahead_bytes / rate) + paging.demand_bytes / rate
+        at_once_s = max(compute_s, paging.ahead_bytes / rate)
+        return at_once_s + paging.demand_bytes / rate + paging.stall_s
 
     def _count(self, step_s: float) -> int:
         """Steps until someone ends, someone may join, or a block is full."""
@@ -251,6 +253,8 @@ class _Machine:
             yield computed
         if paging.demand_bytes:
             yield self._transfer(paging.demand_bytes * count)
+        if paging.stall_s:
+            yield self._env.timeout(count * paging.stall_s)
 
     def _transfer(self, nbytes: float) -> simpy.Event:
         landed = self._env.event()

@@ -7,17 +7,17 @@ page's markers and writes the plots. The text around the markers is written by h
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sgl_kvtier.console.document import write_text
-from sgl_kvtier.console.table import Column, Table, to_markdown
+from sgl_kvtier.console.table import Column, Row, Table, to_markdown
 from sgl_kvtier.lab.pages.plots import Series, lines, save_plot
 from sgl_kvtier.lab.papers.parts import CELL, contradictions, replaced, rows
-from sgl_kvtier.lab.papers.tierkv.command import TABLES
+from sgl_kvtier.lab.papers.tierkv.command import FITTED, TABLES
 from sgl_kvtier.lab.papers.tierkv.runs import sweep
 from sgl_kvtier.lab.papers.tierkv.setup import LEVELS, POLICIES, printed_table
-from sgl_kvtier.lab.sim.cells import Cell
+from sgl_kvtier.lab.sim.cells import Cell, agreement
 
 _TITLES = {
     "4": "Table 4, mean TPOT by model at 3x (ms)",
@@ -29,13 +29,13 @@ _LEVEL = "oversubscription (HBM is 80 GB over this)"
 
 
 def markdown() -> str:
-    """Every cell, what paging costs, and where the paper contradicts itself."""
-    parts = [_pivot(title, TABLES[name]()) for name, title in _TITLES.items()]
-    parts += [
-        _cost(),
-        Table("Figure 6", CELL[:-1], rows(TABLES["fig6"]())),
-        contradictions("tierkv"),
-    ]
+    """How well the cells agree, every cell, what paging costs, and where the paper contradicts
+    itself.
+    """
+    cells = {name: table() for name, table in TABLES.items()}
+    parts = [_agreement(cells)]
+    parts += [_pivot(title, cells[name]) for name, title in _TITLES.items()]
+    parts += [_cost(), Table("Figure 6", CELL[:-1], rows(cells["fig6"])), contradictions("tierkv")]
     return "\n".join(to_markdown(part) for part in parts)
 
 
@@ -67,6 +67,47 @@ def throughput() -> str:
         for policy in POLICIES
     ]
     return lines(series, "Throughput when bytes obey the link", _LEVEL, "tokens/s", log_y=True)
+
+
+def _agreement(cells: Mapping[str, Sequence[Cell]]) -> Table:
+    """By what a fault is charged, and of the null model."""
+    every = [one for some in cells.values() for one in some]
+    found: list[Row] = []
+    for reading in dict.fromkeys(one.reading for one in every):
+        mine = [one for one in every if one.reading == reading]
+        tables = list(dict.fromkeys(one.table for one in mine))
+        found += [
+            _agreement_row(reading, name, [one for one in mine if name in ("all", one.table)])
+            for name in (*tables, "all")
+        ]
+    columns = (
+        Column("reading", "charged"),
+        Column("table", "table"),
+        Column("fitted", "fitted cells"),
+        Column("predicted", "predicted cells"),
+        Column("share", "within 15 %"),
+        Column("median", "median absolute deviation"),
+    )
+    note = (
+        "Null model: each policy's stall over LRU's in one printed row, times LRU's printed stall "
+        "in every other; no machine, load or policy. Fitted cells, for it those that it is given, "
+        f"are left out. In all {FITTED.parameters} quantities were fitted to {FITTED.numbers} "
+        "printed numbers."
+    )
+    return Table("Agreement", columns, found, (note,))
+
+
+def _agreement_row(reading: str, name: str, cells: Sequence[Cell]) -> Row:
+    seen = agreement(cells)
+    share, off = seen["within_15_percent"], seen["median_abs_deviation"]
+    return {
+        "reading": reading,
+        "table": name.replace("fig", "Figure ") if name.startswith("fig") else name,
+        "fitted": sum(one.fitted for one in cells),
+        "predicted": seen["predicted"],
+        "share": None if share is None else f"{100 * share:.1f} %",
+        "median": None if off is None else f"{100 * off:.1f} %",
+    }
 
 
 def _pivot(title: str, cells: Sequence[Cell]) -> Table:

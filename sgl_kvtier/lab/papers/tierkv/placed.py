@@ -1,5 +1,5 @@
-"""The two baselines that never move a block: static placement, and an
-oracle that packs.
+"""Pagers that never move a block: static placement, an oracle that packs, and the accounting that
+gives the printed numbers.
 """
 
 from __future__ import annotations
@@ -86,3 +86,37 @@ class PackingPager:
             ahead_bytes=missing * self._server.kv_bytes_per_token,
             hit_share=1 - missing / batch.tokens,
         )
+
+
+class OneBlockPager:
+    """The accounting inferred from the print: a running request faults with the probability that a
+    block of the batch is not in HBM, and pays for one block at the contended rate of appendix A.
+    Faults are paid one after the other, and a policy is a constant `share` of that. At most `lanes`
+    streams share the link. No byte of what is missing is charged.
+    """
+
+    def __init__(self, server: Server, share: float, lanes: int) -> None:
+        self._server = server
+        self._share = share
+        self._lanes = lanes
+
+    def admits(self, request: Request, batch: Batch) -> bool:
+        """Admits every request, up to the largest batch."""
+        del request, batch
+        return True
+
+    def started(self, request: Request, batch: Batch) -> None:
+        """Nothing is kept per request."""
+
+    def ended(self, running: Running, batch: Batch) -> None:
+        """Nothing is kept per request."""
+
+    def step(self, batch: Batch, compute_s: float) -> Paging:
+        """All requests' faults, one after the other."""
+        del compute_s
+        server = self._server
+        missing = max(0.0, 1 - server.hbm_tokens / batch.tokens)
+        faults = len(batch) * missing
+        streams = min(max(faults, 1.0), self._lanes)
+        block_s = server.link_latency_s + server.block_bytes * streams / server.link_bytes_per_s
+        return Paging(stall_s=self._share * faults * block_s, hit_share=1 - missing)

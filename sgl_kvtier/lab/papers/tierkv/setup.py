@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,6 +39,10 @@ LEVELS = (1.0, 1.5, 2.0, 3.0, 5.0)
 levels between.
 """
 
+PRINTED_LEVELS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
+"""All of Tables 5 and 6."""
+
+_SECTIONS = ("printed", "models", "assumed", "fitted", "fitted_on")
 _SATURATING = 1e9
 """Tokens per second asked for where the batch is to be full all the time."""
 
@@ -51,6 +55,13 @@ class Setup:
     models: Mapping[str, Mapping[str, Any]]
     assumed: Mapping[str, Any]
     fitted: Mapping[str, Any]
+    fitted_on: Mapping[str, Sequence[Sequence[str]]]
+
+    def is_fitted(self, part: str, table: str, row: str, column: str) -> bool:
+        """Whether a part of the fitted quantities was solved from this printed cell: "load" is the
+        sweep's, "columns" Table 4's, "shares" the accounting's.
+        """
+        return [table, row, column] in self.fitted_on[part]
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -130,7 +141,7 @@ class Setup:
 def load_setup() -> Setup:
     """The contents of coefficients.json."""
     data = json.loads(COEFFICIENTS.read_text("utf-8"))
-    return Setup(**{name: data[name] for name in ("printed", "models", "assumed", "fitted")})
+    return Setup(**{name: data[name] for name in _SECTIONS})
 
 
 def lengths(parts: Any) -> Lengths:
