@@ -4,7 +4,7 @@ for servers that are started with them to measure what a rule is worth.
     {"policy": {"rules": "sgl_kvtier.lab.rules:Cake"}}               in a server's kvtier.json
     make_planner(config, engine, profile, Cake())                    in a simulation
 
-    Cake, CacheFlow, TierKV         as published
+    Cake, CacheFlow, TierKV         as published; the first two say what of it they leave out
     LongestFirst, ShortestFirst     kvtier's, with another order of requests to load for
     Uncharged                       kvtier's, computing not made dearer by requests that wait
     DecodesCharged                  kvtier's, computing made dearer by requests that decode
@@ -34,7 +34,9 @@ _K = re.compile(r"K(\d{1,4})", re.ASCII)
 
 class Cake(Rules):
     """Cake's (section 4): computed and loaded at once always, in whole chunks, loads in the order
-    of arrival.
+    of arrival. Its adaptive mode is left out: there a step's tokens go first to requests that
+    decode, then to prompts that restore nothing. Here chunks are as large as the server's, and
+    requests that decode wait for them.
     """
 
     balanced_chunks = False
@@ -68,7 +70,11 @@ class ShortestFirst(Rules):
 
 
 class CacheFlow(Cake, LongestFirst):
-    """CacheFlow's: Cake's, with I/O for the longest remaining restoration first."""
+    """CacheFlow's: Cake's, with I/O for the longest remaining restoration first. It splits every
+    prefix by tokens. The layer axis is left out, and with it the choice between the two by length:
+    in a server it is `ByLayers` for all prefixes, in simulations `papers/cacheflow/axes.py`. So are
+    stages that restore by themselves.
+    """
 
 
 class Uncharged(Rules):
