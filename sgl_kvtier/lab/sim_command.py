@@ -41,7 +41,7 @@ from sgl_kvtier.lab.sim.cells import (
     split_null,
 )
 from sgl_kvtier.lab.sim.declined import by_reason, declined
-from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, over_draws, run_policy
+from sgl_kvtier.lab.sim.experiment import DRAWS, Load, Machine, outcome, over_draws, run_policy
 from sgl_kvtier.lab.sim.hardware import known_hardware, known_models, load_hardware
 from sgl_kvtier.lab.sim.log_pictures import log_html
 from sgl_kvtier.lab.sim.pictures import cells_table, draws_table, policies_table, sim_html
@@ -54,6 +54,7 @@ SCHEMA_PAPER = "kvtier.sim.paper/1"
 
 PAPERS = ("cake", "cacheflow", "tierkv")
 
+_GENERATED = "generated:"
 _QUICK_POLICIES = "stock,cake,cacheflow,kvtier,oracle"
 
 
@@ -97,10 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     running.add_argument(
         "--draws",
         type=positive,
-        default=1,
         metavar="N",
-        help="repeat with N seeds, from --seed on, and print medians and ranges (default 1; --html "
-        "shows the first)",
+        help="repeat with N seeds, from --seed on, and print medians and ranges; --html shows the "
+        f"first (default {DRAWS} with --start-every or a generated trace, else 1, as with --log)",
     )
     running.add_argument(
         "--start-every",
@@ -252,6 +252,9 @@ def _run(args: argparse.Namespace) -> int:
     names = list(dict.fromkeys(args.policy.split(",")))
     for name in names:
         policy(name)
+    if args.draws is None:
+        drawn_load = args.start_every > 0 or args.trace.startswith(_GENERATED)
+        args.draws = DRAWS if drawn_load and not args.log else 1
     if args.log and (len(names) > 1 or args.draws > 1):
         raise ConfigError(
             "--log writes the decisions of one policy in one draw: give one with --policy, and no "
@@ -337,7 +340,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 def _load(args: argparse.Namespace) -> Load:
     sessions = args.sessions
-    if sessions is None and args.trace.startswith("generated:"):
+    if sessions is None and args.trace.startswith(_GENERATED):
         sessions = 20
     pace = Pace(args.start_every, args.most_gap, args.most_output)
     return Load(args.trace, sessions, args.skip, args.seed, pace, args.most_prompt, args.traces)

@@ -13,7 +13,7 @@ from typing import Any
 from sgl_kvtier.arguments import above_nought, positive, seed
 from sgl_kvtier.console import check_target, envelope, print_table, progress, write_json, write_text
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.lab.sim.experiment import Machine
+from sgl_kvtier.lab.sim.experiment import DRAWS, Machine
 from sgl_kvtier.lab.sim.fleet import Chats, Fleet, routed, run_fleet
 from sgl_kvtier.lab.sim.pictures import network_svg, network_table
 from sgl_kvtier.lab.sim.policies import AHEAD, policy
@@ -53,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=seed, default=1, help="of the load (default 1)")
     parser.add_argument(
-        "--draws", type=positive, default=1, metavar="N", help="repeat with N seeds (default 1)"
+        "--draws",
+        type=positive,
+        default=DRAWS,
+        metavar="N",
+        help="repeat with N seeds (default %(default)s)",
     )
     parser.add_argument(
         "--json", metavar="FILE", help="write the result as JSON; - for standard output"

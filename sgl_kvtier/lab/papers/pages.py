@@ -22,7 +22,7 @@ from sgl_kvtier.lab.papers.cake.fit import is_fitted
 from sgl_kvtier.lab.papers.cake.grid import TABLES, Pair, printed
 from sgl_kvtier.lab.papers.cake.plots import PLOTS as CAKE_PLOTS
 from sgl_kvtier.lab.papers.cake.run import least_seconds, times
-from sgl_kvtier.lab.papers.parts import CELL, contradictions, replaced, rows, signed
+from sgl_kvtier.lab.papers.parts import CELL, DRAWN, contradictions, replaced, rows, signed
 from sgl_kvtier.lab.sim.cells import Cell, Fitted, agreement, split_null
 
 _PAIR = (
@@ -56,7 +56,7 @@ def cacheflow_markdown() -> str:
     """How well the figures agree, every cell, and where the paper contradicts itself."""
     cells = {name: table() for name, table in cacheflow.TABLES.items()}
     parts = [_cacheflow_agreement(cells), _map(cells.pop("map"))]
-    parts += [Table(f"CacheFlow {name}", CELL, rows(one)) for name, one in cells.items()]
+    parts += [Table(f"CacheFlow {name}", DRAWN, rows(one)) for name, one in cells.items()]
     return "\n".join(map(to_markdown, [*parts, contradictions("cacheflow")]))
 
 

@@ -22,6 +22,8 @@ CELL = (
     Column("reading", "reading"),
 )
 """How `rows` are shown."""
+DRAWN = (*CELL[:4], Column("spread", "by draw"), *CELL[4:])
+"""The same, of a paper whose requests are drawn several times."""
 
 
 def contradictions(paper: str) -> Table:
@@ -49,6 +51,7 @@ def rows(cells: Sequence[Cell]) -> list[Row]:
             "column": cell.column,
             "paper": _paper(cell),
             "ours": cell.ours,
+            "spread": None if cell.spread is None else "{:.2f} to {:.2f}".format(*cell.spread),
             "deviation": _off(cell),
             "unit": cell.unit,
             "reading": cell.reading.removeprefix(_range_of(cell)).removeprefix("; "),

@@ -15,7 +15,8 @@ class Cell:
     shows only a curve.
 
     `fitted`: the coefficients were fitted on it, so it predicts nothing. `reading` names how the
-    paper was read, where it can be read in more than one way. `unit` is for people.
+    paper was read, where it can be read in more than one way. `unit` is for people. `spread`: the
+    least and the most of single draws, where ours is of several.
     """
 
     table: str
@@ -26,6 +27,7 @@ class Cell:
     unit: str = ""
     fitted: bool = False
     reading: str = ""
+    spread: tuple[float, float] | None = None
 
     @property
     def deviation(self) -> float | None:

@@ -32,6 +32,9 @@ from sgl_kvtier.policy.decision_log import Header
 from sgl_kvtier.policy.messages import Consulted, Mode, Planner
 from sgl_kvtier.types import PLACES, Link
 
+DRAWS = 6
+"""Draws of a load that is random, unless others are asked for."""
+
 _USABLE_HBM = 0.9
 """Share of HBM that weights and KV may take together, as `--mem-fraction-static` leaves it in
 SGLang.

@@ -71,12 +71,13 @@ def draws_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 def network_table(outcomes: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Several servers on one network (`fleet.run_fleet`): one row per policy and number of servers,
-    two columns per share of moved turns. Medians over draws.
+    columns per share of moved turns. Medians over draws, and the range of their means.
     """
     shares = list(dict.fromkeys(one["moved"] for one in outcomes))
     columns = [Column("policy", "policy"), Column("servers", "servers")]
     for share in shares:
         columns.append(Column(f"ttft {share}", f"TTFT, {share:.0%} moved", "s", 2))
+        columns.append(Column(f"range {share}", "least to most", "s"))
         columns.append(Column(f"full {share}", "network", "%", 0))
     rows = []
     for name, servers in dict.fromkeys((one["policy"], one["servers"]) for one in outcomes):
@@ -84,7 +85,9 @@ def network_table(outcomes: Sequence[Mapping[str, Any]], title: str) -> Table:
         for one in _grouped(outcomes, ("policy", "servers", "moved")):
             if (one[0]["policy"], one[0]["servers"]) == (name, servers):
                 share = one[0]["moved"]
-                row[f"ttft {share}"] = median(each["moved_ttft_s"]["mean"] for each in one)
+                means = [each["moved_ttft_s"]["mean"] for each in one]
+                row[f"ttft {share}"] = median(means)
+                row[f"range {share}"] = f"{min(means):.2f} to {max(means):.2f}"
                 row[f"full {share}"] = 100 * median(each["network_full"] for each in one)
         rows.append(row)
     return Table(
@@ -134,6 +137,7 @@ def cells_table(cells: Sequence[Cell], title: str) -> Table:
             "column": cell.column,
             "published": cell.published,
             "ours": cell.ours,
+            "spread": None if cell.spread is None else "{:.2f} to {:.2f}".format(*cell.spread),
             "deviation": None if cell.deviation is None else 100 * cell.deviation,
             "note": ", ".join(
                 text for text in (cell.unit, "fitted" if cell.fitted else "", cell.reading) if text
@@ -147,6 +151,7 @@ def cells_table(cells: Sequence[Cell], title: str) -> Table:
         Column("column", "column"),
         Column("published", "paper"),
         Column("ours", "ours"),
+        Column("spread", "by draw"),
         Column("deviation", "deviation", "%", 1),
         Column("note", "note"),
     ]

@@ -81,6 +81,12 @@ def test_a_range_counts_from_its_nearer_end():
     assert cacheflow_cells.cell("4", "SWE-Bench", "not printed", 1.0).published is None
 
 
+def test_a_ratio_of_several_draws_is_that_of_the_means_with_the_range_of_single_ones():
+    one = cacheflow_cells.ratio("none", "row", "column", [2.0, 6.0], [1.0, 2.0])
+    assert (one.ours, one.spread) == (2.6667, (2.0, 3.0))
+    assert cacheflow_cells.ratio("none", "row", "column", [2.0], [1.0]).spread is None
+
+
 def test_the_equations_hold_when_they_are_run():
     for cell in cacheflow_model.equations():
         assert cell.ours == pytest.approx(cell.published, rel=0.04), cell

@@ -28,7 +28,7 @@ def test_the_null_model_is_the_harmonic_mean_of_the_printed_baselines() -> None:
 
 
 def test_over_the_slower_baseline_the_null_model_gains_more() -> None:
-    seconds = {"vLLM": 2.0, "LMCache": 4.0}
+    seconds = {"vLLM": [2.0], "LMCache": [4.0]}
     assert null("none", "row", seconds, "vLLM").ours == 1.5
     assert null("none", "row", seconds, "LMCache").ours == 3.0
 

@@ -22,6 +22,8 @@ LOAD = [
     "1GiB",
     "--host-size",
     "1GiB",
+    "--draws",
+    "1",
 ]
 
 
@@ -92,6 +94,17 @@ def test_draws_are_summed_up_with_their_spread(
     assert over["ttft_s.mean"] == {"median": means[1], "least": means[0], "most": means[2]}
     assert means[0] < means[2]
     assert "least to most" in capsys.readouterr().out
+
+
+def test_a_random_load_is_drawn_six_times_unless_its_decisions_are_logged(tmp_path: Path) -> None:
+    out, load = tmp_path / "out.json", LOAD[: LOAD.index("--draws")]
+    command = ["sim", "run", *load, "--policy", "recompute", "--json", str(out)]
+    assert main(command) == 0
+    assert [row["n"] for row in json.loads(out.read_text())["draws"]] == [6]
+    logged = [*command[:-1], str(out), "--log", str(tmp_path / "run.log")]
+    logged[logged.index("recompute")] = "kvtier"
+    assert main(logged) == 0
+    assert [row["n"] for row in json.loads(out.read_text())["draws"]] == [1]
 
 
 def test_steps_are_mixed_only_where_asked(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from functools import cache
 from statistics import fmean
 
 from sgl_kvtier.lab.papers.cacheflow import model as cacheflow_model
-from sgl_kvtier.lab.papers.cacheflow.cells import OURS, THEIRS, cell, null, speedups
+from sgl_kvtier.lab.papers.cacheflow.cells import OURS, THEIRS, cell, null, ratio, speedups
 from sgl_kvtier.lab.papers.cacheflow.rig import (
     ARMS,
     ONE,
     ORDERS,
     SCENARIOS,
+    SEEDS,
     SINGLE,
     STORAGE,
     Place,
@@ -36,25 +37,28 @@ from sgl_kvtier.lab.sim.cells import Cell, Fitted, Tables
 
 
 @cache
-def ttfts(place: Place, workload: str) -> Mapping[str, tuple[float, ...]]:
-    """Seconds to first token of every request per arm, over all seeds, requests arriving at
-    random.
-    """
+def ttfts(place: Place, workload: str) -> Mapping[str, tuple[tuple[float, ...], ...]]:
+    """Seconds to first token of every request, per arm and draw, requests arriving at random."""
     rig_ = rig(place)
-    runs = [poisson(workload, rig_, seed) for seed in SCENARIOS["arrivals"]["seeds"]]
+    draws = [poisson(workload, rig_, seed) for seed in SEEDS]
     return {
-        arm: tuple(ttft for prompts in runs for ttft in serve(rig_, prompts, arm).ttfts())
-        for arm in ARMS
+        arm: tuple(tuple(serve(rig_, prompts, arm).ttfts()) for prompts in draws) for arm in ARMS
     }
 
 
 def loaded(table: str, row: str, place: Place, workload: str) -> list[Cell]:
     """The arms' means, and how far CacheFlow's P90 is below that of the better single resource."""
-    seconds = ttfts(place, workload)
-    cells = speedups(table, row, {arm: fmean(values) for arm, values in seconds.items()})
-    tail = {arm: sorted(values)[int(0.9 * len(values))] for arm, values in seconds.items()}
-    best = min(tail[arm] for arm in SINGLE)
-    return [*cells, cell(table, row, "P90 over best single", best / tail[THEIRS], reading=THEIRS)]
+    runs = ttfts(place, workload)
+    cells = speedups(table, row, {arm: [fmean(run) for run in mine] for arm, mine in runs.items()})
+    tail = {arm: _p90([t for run in mine for t in run]) for arm, mine in runs.items()}
+    best = min(SINGLE, key=lambda arm: tail[arm])
+    each = [_p90(a) / _p90(b) for a, b in zip(runs[best], runs[THEIRS], strict=True)]
+    name, value = "P90 over best single", tail[best] / tail[THEIRS]
+    return [*cells, cell(table, row, name, value, reading=THEIRS, each=each)]
+
+
+def _p90(seconds: Sequence[float]) -> float:
+    return sorted(seconds)[int(0.9 * len(seconds))]
 
 
 # --- section 4: end to end ------------------------------------------------------------------------
@@ -67,15 +71,18 @@ def figure_4() -> Sequence[Cell]:
 
 def figure_5() -> Sequence[Cell]:
     """Busy shares while a batch of SWE-Bench prefixes is restored."""
-    prompts = [Prompt(0.0, *one) for one in sample("SWE-Bench", 16, 1)]
+    batches = [
+        [Prompt(0.0, *one) for one in sample("SWE-Bench", SCENARIOS["fig5"]["requests"], seed)]
+        for seed in SEEDS
+    ]
     cells = []
     for arm in ("LMCache", "vLLM", THEIRS, OURS):
-        result = serve(rig(default()), prompts, arm)
-        io_share = result.pipes[STORAGE][1] / result.finished_s
-        cells.append(
-            cell("5", arm, "GPU busy share", result.compute_busy_s / result.finished_s, "")
-        )
-        cells.append(cell("5", arm, "I/O busy share", io_share, ""))
+        runs = [serve(rig(default()), prompts, arm) for prompts in batches]
+        shares = {
+            "GPU busy share": [run.compute_busy_s / run.finished_s for run in runs],
+            "I/O busy share": [run.pipes[STORAGE][1] / run.finished_s for run in runs],
+        }
+        cells += [cell("5", arm, name, fmean(each), "", each=each) for name, each in shares.items()]
     return cells
 
 
@@ -83,33 +90,15 @@ def figure_6() -> Sequence[Cell]:
     """One request of each length; over vLLM, as the text compares."""
     scene, cells = SCENARIOS["fig6"], []
     for tokens in scene["tokens"]:
-        seconds = {
-            arm: serve(rig(default()), [Prompt(0.0, tokens, scene["new_tokens"])], arm).ttfts()[0]
-            for arm in ARMS
-        }
-        row = f"{tokens // 1000}K tokens"
-        cells.append(
-            cell(
-                "6",
-                row,
-                "TTFT speedup",
-                seconds["vLLM"] / seconds[THEIRS],
-                reading="CacheFlow over vLLM",
-            )
-        )
-        cells.append(null("6", row, seconds, "vLLM"))
-        cells.append(
-            cell(
-                "6",
-                row,
-                "over LMCache",
-                seconds["LMCache"] / seconds[THEIRS],
-                reading="CacheFlow over LMCache",
-            )
-        )
-        cells.append(
-            cell("6", row, "ours over CacheFlow", seconds[THEIRS] / seconds[OURS], reading=OURS)
-        )
+        prompt = Prompt(0.0, tokens, scene["new_tokens"])
+        seconds = {arm: serve(rig(default()), [prompt], arm).ttfts() for arm in ARMS}
+        theirs, row = seconds[THEIRS], f"{tokens // 1000}K tokens"
+        cells += [
+            ratio("6", row, "TTFT speedup", seconds["vLLM"], theirs, "CacheFlow over vLLM"),
+            null("6", row, seconds, "vLLM"),
+            ratio("6", row, "over LMCache", seconds["LMCache"], theirs, "CacheFlow over LMCache"),
+            ratio("6", row, "ours over CacheFlow", theirs, seconds[OURS], OURS),
+        ]
     return cells
 
 
@@ -119,26 +108,35 @@ def ablation() -> Sequence[Cell]:
     """
     scene = SCENARIOS["ablation"]
     place = default(hardware=scene["hardware"], model=scene["model"])
-    prompts = [
-        Prompt(0.0, *one) for one in sample(scene["workload"], scene["requests"], scene["seed"])
-    ]
     count = scene["stages"]
 
-    def mean(stages: Stages, arm: str) -> float:
-        # One at a time: what is compared is the latency of a restoration, not queueing.
-        return fmean(
-            serve(rig(dataclasses.replace(place, stages=stages)), [prompt], arm).ttfts()[0]
-            for prompt in prompts
+    def means(stages: Stages, arm: str) -> list[float]:
+        return _alone(
+            dataclasses.replace(place, stages=stages), scene["workload"], scene["requests"], arm
         )
 
-    with_3d, without = mean(parallel(count), THEIRS), mean(sequential(count), THEIRS)
-    recompute = mean(sequential(count), "vLLM")
+    with_3d, without = means(parallel(count), THEIRS), means(sequential(count), THEIRS)
+    recompute = means(sequential(count), "vLLM")
     reading = f"{scene['workload']}-like lengths, one at a time"
+    seconds = {"two stages with 3D": with_3d, "two stages without 3D": without}
     return [
-        cell("7", "two stages with 3D", "restoration seconds", with_3d, "s", reading),
-        cell("7", "two stages without 3D", "restoration seconds", without, "s", reading),
-        cell("7", "without 3D over 3D", "ratio", without / with_3d, "x", reading),
-        cell("7", "vLLM over without 3D", "ratio", recompute / without, "x", reading),
+        *(
+            cell("7", row, "restoration seconds", fmean(each), "s", reading, each)
+            for row, each in seconds.items()
+        ),
+        ratio("7", "without 3D over 3D", "ratio", without, with_3d, reading),
+        ratio("7", "vLLM over without 3D", "ratio", recompute, without, reading),
+    ]
+
+
+def _alone(place: Place, workload: str, requests: int, arm: str) -> list[float]:
+    """Mean seconds of each draw. Its requests come one at a time, so that none waits."""
+    return [
+        fmean(
+            serve(rig(place), [Prompt(0.0, *one)], arm).ttfts()[0]
+            for one in sample(workload, requests, seed)
+        )
+        for seed in SEEDS
     ]
 
 
@@ -163,11 +161,7 @@ def figure_8() -> Sequence[Cell]:
             scene["weight_scale"],
         )
         cells += loaded("8", f"{name} SWE-Bench 10 Gbps", place, "SWE-Bench")
-        alone = [Prompt(0.0, *one) for one in sample("SWE-Bench", scene["alone"], 1)]
-        seconds = {
-            arm: fmean(serve(rig(place), [prompt], arm).ttfts()[0] for prompt in alone)
-            for arm in ARMS
-        }
+        seconds = {arm: _alone(place, "SWE-Bench", scene["alone"], arm) for arm in ARMS}
         cells += speedups("8", f"{name} SWE-Bench 10 Gbps, one at a time", seconds)
     return cells
 
@@ -177,42 +171,26 @@ def figure_9() -> Sequence[Cell]:
     cells = []
     for batch in SCENARIOS["fig9"]["batches"]:
         runs, row = batch_runs(batch), f"batch {batch}"
-        seconds = {arm: fmean(t for run in mine for t in run) for arm, mine in runs.items()}
-        last = {arm: fmean(max(run) for run in mine) for arm, mine in runs.items()}
-        cells.append(
-            cell(
-                "9",
-                row,
-                "TTFT speedup",
-                seconds["vLLM"] / seconds[THEIRS],
-                reading="CacheFlow over vLLM",
-            )
-        )
+        seconds = {arm: [fmean(run) for run in mine] for arm, mine in runs.items()}
+        last = {arm: [max(run) for run in mine] for arm, mine in runs.items()}
+        theirs = seconds[THEIRS]
         cells += [
-            one
-            for one in speedups("9", row, seconds)
-            if one.column not in ("TTFT speedup", "over vLLM")
-        ]
-        cells.append(null("9", row, seconds, "vLLM"))
-        cells.append(
-            cell(
-                "9",
-                row,
-                "last request, over Cake",
-                last["Cake"] / last[THEIRS],
-                reading="CacheFlow over Cake",
-            )
-        )
+            ratio("9", row, "TTFT speedup", seconds["vLLM"], theirs, "CacheFlow over vLLM"),
+            *(
+                one
+                for one in speedups("9", row, seconds)
+                if one.column not in ("TTFT speedup", "over vLLM")
+            ),
+            null("9", row, seconds, "vLLM"),
+            ratio(
+                "9", row, "last request, over Cake", last["Cake"], last[THEIRS],
+                "CacheFlow over Cake",
+            ),
+        ]  # fmt: skip
         for order in ORDERS:
-            arm = f"{OURS}, {order} first"
+            other = seconds[f"{OURS}, {order} first"]
             cells.append(
-                cell(
-                    "9",
-                    row,
-                    f"ours over I/O {order} first",
-                    seconds[arm] / seconds[OURS],
-                    reading="kvtier",
-                )
+                ratio("9", row, f"ours over I/O {order} first", other, seconds[OURS], OURS)
             )
     return cells
 
@@ -223,8 +201,7 @@ def batch_runs(batch: int) -> Mapping[str, tuple[tuple[float, ...], ...]]:
     scene = SCENARIOS["fig9"]
     place = rig(default(hardware=scene["hardware"], model=scene["model"]))
     drawn = [
-        [Prompt(0.0, *one) for one in sample(scene["workload"], batch, seed)]
-        for seed in scene["seeds"]
+        [Prompt(0.0, *one) for one in sample(scene["workload"], batch, seed)] for seed in SEEDS
     ]
     arms = (*ARMS, *(f"{OURS}, {order} first" for order in ORDERS))
     return {

@@ -6,20 +6,9 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 
 from sgl_kvtier.lab.pages.plots import Series, cdf, lines
-from sgl_kvtier.lab.papers.cacheflow.command import batch_runs
+from sgl_kvtier.lab.papers.cacheflow.command import batch_runs, ttfts
 from sgl_kvtier.lab.papers.cacheflow.model import axis_seconds
-from sgl_kvtier.lab.papers.cacheflow.rig import (
-    ARMS,
-    SCENARIOS,
-    Place,
-    Prompt,
-    default,
-    poisson,
-    rig,
-    serve,
-)
-
-_SEED = 1
+from sgl_kvtier.lab.papers.cacheflow.rig import ARMS, SCENARIOS, Place, Prompt, default, rig, serve
 
 
 def figure_3() -> str:
@@ -83,8 +72,8 @@ def figure_9() -> str:
 
 
 def _ttft_cdf(place: Place, title: str) -> str:
-    prompts = poisson("SWE-Bench", rig(place), _SEED)
-    samples = {arm: [1e3 * t for t in serve(rig(place), prompts, arm).ttfts()] for arm in ARMS}
+    runs = ttfts(place, "SWE-Bench")
+    samples = {arm: [1e3 * t for run in runs[arm] for t in run] for arm in ARMS}
     return cdf(samples, title, "TTFT (ms)")
 
 

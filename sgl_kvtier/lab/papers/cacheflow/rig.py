@@ -48,6 +48,9 @@ SCENARIOS: dict[str, Any] = json.loads(
     Path(__file__).with_name("cacheflow.json").read_text("utf-8")
 )
 
+SEEDS: tuple[int, ...] = tuple(SCENARIOS["seeds"])
+"""Of every draw of requests."""
+
 BY_TOKENS = "CacheFlow by tokens"
 """CacheFlow without its split by layers."""
 ARMS = ("vLLM", "LMCache", "Cake", "CacheFlow", BY_TOKENS, "kvtier")
