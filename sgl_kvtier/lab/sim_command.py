@@ -26,7 +26,7 @@ from sgl_kvtier.console import (
     write_text,
 )
 from sgl_kvtier.errors import ConfigError, KVTierError
-from sgl_kvtier.lab import sim_network
+from sgl_kvtier.lab import sim_batches, sim_network
 from sgl_kvtier.lab.pages.compare.tables import declined_table
 from sgl_kvtier.lab.pages.timeline import whole_lines
 from sgl_kvtier.lab.sim.arrivals import Pace
@@ -59,9 +59,9 @@ _QUICK_POLICIES = "stock,cake,cacheflow,kvtier,oracle"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `run`, `network`, `paper`, `replay-log` and `list` with their options."""
+    """Adds `run`, `network`, `batches`, `paper`, `replay-log` and `list` with their options."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="{run,network,paper,replay-log,list}"
+        dest="action", required=True, metavar="{run,network,batches,paper,replay-log,list}"
     )
 
     running = actions.add_parser("run", help="a workload on a simulated machine, policy by policy")
@@ -198,6 +198,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sim_network.add_arguments(network)
 
+    batches = actions.add_parser(
+        "batches", help="several stored prefixes restored at once, at the pace of a paced device"
+    )
+    sim_batches.add_arguments(batches)
+
     paper = actions.add_parser("paper", help="a paper's tables: printed, ours, deviation")
     paper.add_argument("paper", choices=PAPERS)
     paper.add_argument(
@@ -241,6 +246,7 @@ def run(args: argparse.Namespace) -> int:
     actions = {
         "run": _run,
         "network": sim_network.run,
+        "batches": sim_batches.run,
         "paper": _paper,
         "replay-log": _replay,
         "list": _list,
