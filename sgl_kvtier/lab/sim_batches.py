@@ -169,7 +169,7 @@ def _over(mine: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> flo
 
 
 def _known() -> list[str]:
-    """Rules that are arms of a server too, but for those that a simulated one has no hands for."""
+    """Rules that are arms of a server too, but for layers, which are not simulated."""
     return [name for name in IN_TURN if name in BATCH_ARMS and name != "layers"]
 
 
