@@ -136,9 +136,7 @@ def build(tree: Tree, server_args: Any) -> Parts:
         chunk_tokens=args.chunked_prefill_size,
         layers=controller.transfer_layer_id_max,
         staged=True,
-        whole_load_pages=1
-        if at_once
-        else max(1, staging.LOAD_BYTES // context.agreed_page_bytes),
+        whole_load_pages=1 if at_once else max(1, staging.LOAD_BYTES // context.agreed_page_bytes),
         accelerator=not at_once,
     )
     same = agreement.same(context.host.tokens)

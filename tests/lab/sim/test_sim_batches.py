@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from sgl_kvtier.lab.paced.profile import read
 
 from sgl_kvtier.cli import main
 from sgl_kvtier.lab.experiment.batches.draw import BatchOptions, lengths_of
-from sgl_kvtier.lab.paced.profile import read
 from sgl_kvtier.lab.sim.costs import Batch
 from sgl_kvtier.lab.sim_batches import Bench, PacedCost
 from sgl_kvtier.types import Span
