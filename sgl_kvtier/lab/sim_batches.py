@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, cast
 
@@ -27,9 +26,9 @@ from sgl_kvtier.lab.experiment.batches.arms import BATCH_ARMS
 from sgl_kvtier.lab.experiment.batches.draw import DECODERS, MOST_DECODED, BatchOptions, lengths_of
 from sgl_kvtier.lab.experiment.scenarios.restore_arguments import lengths, sizes
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS
-from sgl_kvtier.lab.paced.profile import Profile, read
+from sgl_kvtier.lab.profile import Profile, read
 from sgl_kvtier.lab.rules import IN_TURN
-from sgl_kvtier.lab.sim.costs import Batch
+from sgl_kvtier.lab.sim.costs import Batch, MeasuredCost
 from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, Route
 from sgl_kvtier.lab.sim.links import Pipe
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
@@ -173,21 +172,6 @@ def _known() -> list[str]:
     return [name for name in IN_TURN if name in BATCH_ARMS and name != "layers"]
 
 
-@dataclass(frozen=True)
-class PacedCost:
-    """Steps that take what a paced device takes."""
-
-    profile: Profile
-
-    def seconds(self, batch: Batch) -> float:
-        """A step of prefill or of decoding."""
-        spans = [(len(span), span.start) for span in batch.prefills]
-        found = self.profile.prefill_seconds(spans) if spans else 0.0
-        if batch.decodes:
-            found += self.profile.decode_seconds([batch.kv_tokens // batch.decodes] * batch.decodes)
-        return found
-
-
 class Bench:
     """A server at the pace of a profile, and one link that loads the mix of `options` as fast as
     the device computes it. The requests of a batch come `apart_s` after one another.
@@ -195,7 +179,7 @@ class Bench:
 
     def __init__(self, profile: Profile, options: BatchOptions, apart_s: float = 0.0) -> None:
         self._apart_s = apart_s
-        self._cost = PacedCost(profile)
+        self._cost = MeasuredCost(profile)
         self._options = options
         self._model = ModelShape(
             profile.name, profile.layers, 1, 1, 1, 0.0, 0.0, profile.kv_bytes_per_token
@@ -208,14 +192,15 @@ class Bench:
         self.link_bytes_per_s = nbytes / computing_s / options.ratios[0]
         pcie = profile.to_device_gbytes_per_s * 1e9
         self._hardware = Hardware(
-            profile.name, 0.0, 0, 0.0, 1.0, 1.0, 1.0, 0.0,
+            profile.name,
+            0,
             {_STORAGE: Pipe(self.link_bytes_per_s), _PCIE: Pipe(pcie)},
             {
                 Link.STORAGE_TO_DEVICE: Route((_STORAGE, _PCIE), _LATENCY_S, 4),
                 Link.STORAGE_TO_HOST: Route((_STORAGE,), _LATENCY_S, 4),
                 Link.HOST_TO_DEVICE: Route((_PCIE,), _LATENCY_S),
             },
-        )  # fmt: skip
+        )
 
     def _alone_s(self, length: int) -> float:
         """Seconds of computing a prompt of this prefix, chunk by chunk."""

@@ -7,13 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
-from sgl_kvtier.lab.paced.profile import read
 
 from sgl_kvtier.cli import main
 from sgl_kvtier.lab.experiment.batches.draw import BatchOptions, lengths_of
-from sgl_kvtier.lab.sim.costs import Batch
-from sgl_kvtier.lab.sim_batches import Bench, PacedCost
-from sgl_kvtier.types import Span
+from sgl_kvtier.lab.profile import read
+from sgl_kvtier.lab.sim_batches import Bench
 
 PROFILE = read("h100-llama8b")
 OPTIONS = BatchOptions(PROFILE.name, 64, (4,), (8192, 16384, 24576, 32768), rounds=1)
@@ -29,13 +27,6 @@ def test_the_link_loads_the_mix_in_the_time_of_computing_it():
         for start in range(0, length + 64, 8192)
     )
     assert nbytes / bench.link_bytes_per_s == pytest.approx(computing_s)
-
-
-def test_a_step_takes_what_the_paced_device_takes():
-    cost = PacedCost(PROFILE)
-    assert cost.seconds(Batch((Span(4096, 6144),))) == PROFILE.prefill_seconds([(2048, 4096)])
-    beside = cost.seconds(Batch(decodes=4, kv_tokens=2048))
-    assert beside == PROFILE.decode_seconds([512] * 4)
 
 
 @pytest.mark.parametrize("apart_s", [0.0, 0.01])
