@@ -51,10 +51,6 @@ _STORED_AS = {
     OURS: "kvtier",
 }
 STORAGE_ARMS = tuple(_STORED_AS)
-_STOCK_READS = ("--hicache-storage-prefetch-policy", "best_effort")
-"""On a paced device SGLang's own backends have the best of its three policies of reading ahead; the
-default is `timeout` (docs/results/data/paced.json, grid `policies`).
-"""
 _NOT_AHEAD = {"prefetch": "off", "eviction": "lru"}
 _POLICY: Mapping[str, Mapping[str, Any]] = {
     NOT_RESTORED: {"restore": "off", **_NOT_AHEAD},
@@ -105,6 +101,8 @@ class Setup:
     """Whether our arms write their planner's decisions down, into `DECISIONS` of their folders."""
     master: str = ""
     """Where Mooncake's master listens, as host:port, for the arm that is SGLang's own backend."""
+    stock_reads: str | None = None
+    """SGLang's policy of reading ahead for its own backends; ours have the default."""
     linked: bool = False
     """Whether its memory is reached over a link of a set speed, which takes the place of the disk of
     a paced device.
@@ -165,8 +163,8 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
         settings = folder / "storage.json"
         settings.write_text(json.dumps(_storage_settings(arm, setup, storage), indent=1) + "\n")
         flags += storage_flags(_STORED_AS[arm], settings)
-        if paced is not None and _STORED_AS[arm] != OURS:
-            flags += _STOCK_READS
+        if setup.stock_reads is not None and _STORED_AS[arm] != OURS:
+            flags += ("--hicache-storage-prefetch-policy", setup.stock_reads)
         if arm == "hicache-file":
             env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(storage)
             env["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] = str(setup.storage_bytes)

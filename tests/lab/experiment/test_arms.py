@@ -174,18 +174,12 @@ def test_an_unknown_arm_is_refused_with_those_there_are(tmp_path: Path) -> None:
         prepare("lmcache", CPU, tmp_path)
 
 
-def test_stock_reads_ahead_by_its_best_policy_on_a_paced_device_and_ours_by_the_default(
-    tmp_path: Path,
-) -> None:
+def test_stock_alone_has_the_policy_of_reading_ahead_that_is_said(tmp_path: Path) -> None:
     flag = "--hicache-storage-prefetch-policy"
-    paced = replace(CPU, device="paced:h100-llama8b", page_size=64, dtype="float32")
+    said = replace(CPU, stock_reads="best_effort")
     for arm in STORAGE_ARMS:
-        on_paced = as_options(prepare(arm, paced, tmp_path / "p" / arm).arguments)
-        on_cpu = as_options(prepare(arm, CPU, tmp_path / "c" / arm).arguments)
-        assert on_paced.get(flag) == (None if arm.startswith("kvtier") else "best_effort")
-        assert flag not in on_cpu
-    asked = replace(paced, extra=(flag, "wait_complete"))
-    assert (
-        as_options(prepare("hicache-file", asked, tmp_path / "a").arguments)[flag]
-        == "wait_complete"
-    )
+        options = as_options(prepare(arm, said, tmp_path / arm).arguments)
+        assert options.get(flag) == (None if arm.startswith("kvtier") else "best_effort")
+        assert flag not in as_options(prepare(arm, CPU, tmp_path / "default" / arm).arguments)
+    asked = replace(said, extra=(flag, "wait_complete"))
+    assert as_options(prepare("hicache-file", asked, tmp_path).arguments)[flag] == "wait_complete"

@@ -297,10 +297,15 @@ def make_setup(
         max_running=max(at_once, 8) if cpu else None,
         decisions=bool(vars(args).get("decisions")),
         variants={ORACLE: oracle(undisturbed_tokens(chosen, page))},
+        stock_reads=None if paced is None else _STOCK_READS[args.quick],
         **(thresholds(chosen, page) | _paced_sections(paced, chosen, page)),
     )
 
 
+_STOCK_READS = {False: "best_effort", True: "timeout"}
+"""The best of SGLang's three policies of reading ahead on a paced device, by whether the load is that
+of --quick; the default is `timeout` (docs/results/data/paced.json, grid `policies`).
+"""
 _LOOKING_AHEAD = {"prefetch": "on", "eviction": "next-use"}
 """On a paced device, where memory is a device's own and a host's: on a CPU both are one."""
 
