@@ -15,7 +15,7 @@ from sgl_kvtier.lab.experiment.arms import Setup, prepare
 from sgl_kvtier.lab.outside.server import Server, end_on_signals
 from sgl_kvtier.lab.paced import launching, pace
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1800)]
 PROFILE = "paced:h100-llama8b"
 DILATION = 100.0
 DEVICE, SUFFIX, MOST = 8192, 1500, 12
