@@ -24,7 +24,6 @@ from sgl_kvtier.lab.fuzz.log import FuzzLog, counts
 from sgl_kvtier.lab.fuzz.run import FuzzOptions, FuzzRun, calls_of
 from sgl_kvtier.lab.fuzz.server import FuzzServer, sections
 from sgl_kvtier.lab.outside.server import end_on_signals
-from sgl_kvtier.lab.paced import pace
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, LOG
 from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.policy.decision_log import Header
@@ -53,9 +52,6 @@ def test_every_arm_restores_a_stored_prompt_right(tmp_path: Path) -> None:
     assert [cell["load_over_compute"] for cell in result["cells"]] == [0.25, 1.0]
     assert result["summary"]["equal_tokens"]
     assert result["summary"]["errors"] == 0
-    logs = (tmp_path / "work").glob(f"**/{LOG}")
-    loads = {row["load"] for log in logs for row in pace.read(log) if "load" in row}
-    assert loads >= {"storage-host", "storage-device"}  # stock's way, and restorations
     for cell in result["cells"]:
         assert cell["loaded_tokens"]["load"] == 8192
         assert cell["loaded_tokens"]["compute"] == 0
