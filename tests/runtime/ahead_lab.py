@@ -41,9 +41,12 @@ def looking_ahead(
 
 
 def shared_server(servers: Shared) -> Served:
-    """One that restores, looks ahead and takes hints, and logs what it decides."""
+    """One that restores, looks ahead and takes hints, and logs what it decides. Pages that one test
+    brought up in vain do not keep it from bringing up the next one's.
+    """
     told = {"sessions": True, "hint_limit_s": 60.0, "decision_log": "{folder}/decisions.jsonl"}
-    return servers.get(flags(**POOLS), {"policy": {**AHEAD, "restore": "both", **told}})
+    policy = {**AHEAD, "restore": "both", "prefetch_waste": 1.0, **told}
+    return servers.get(flags(**POOLS), {"policy": policy})
 
 
 def counts(served: Served) -> dict[str, float]:
