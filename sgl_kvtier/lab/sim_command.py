@@ -452,7 +452,7 @@ def _list(args: argparse.Namespace) -> int:
     print(f"Models: {', '.join(known_models())}")
     measured = {name: load_hardware(name).measured for name in known_hardware()}
     pairs = [f"{model} on {name}" for name, models in measured.items() for model in models]
-    print(f"Measured times of steps, as of paced devices: {', '.join(pairs)}; else assumed.")
+    print(f"Measured times of steps: {', '.join(pairs)}; others are assumed or refused.")
     print(f"Papers: {', '.join(PAPERS)}")
     return 0
 

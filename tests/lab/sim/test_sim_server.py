@@ -67,9 +67,10 @@ def test_a_follower_arrives_its_gap_after_the_one_before_has_ended() -> None:
 def test_both_pointers_meet_and_every_page_is_delivered_once() -> None:
     spec = ServerSpec(page_tokens=PAGE, step_tokens=32)
     shape = engine_shape(spec, MODEL)
-    planner = make_planner(
-        PolicyConfig(load_tokens=16), shape, planner_profile(machine(), COST, shape)
-    )
+    # A chunk takes a second here, so the learner's first guess of milliseconds would weigh most.
+    prefill = {"fixed_s": COST.fixed_s, "per_token_s": COST.per_token_s}
+    known = {**planner_profile(machine(), COST, shape), "prefill": prefill}
+    planner = make_planner(PolicyConfig(load_tokens=16), shape, known)
     request = simulate(planner, machine(), MODEL, [_request()], server=spec, cost=COST).requests[0]
     assert request.computed_tokens + request.spliced_tokens == 129
     assert 0 < request.spliced_tokens < 128
