@@ -195,8 +195,8 @@ class Memory(CardMemory):
         self._device = torch.device("cpu")
         self._pool, self._link, self._scale, self._told = pool, link, bytes_scale, copied
         self._driver = _DRIVER_COPY(self._driver_copied)
-        self._sources: dict[int, tuple[int, int]] = {}
-        """By the address of a piece of a room: whence its bytes came, and how many."""
+        self._sources: dict[int, tuple[int, int, float, float]] = {}
+        """By the address of a piece of a room: whence its bytes came, how many, and when."""
 
     def unread(self, pool: Any) -> str | None:
         """None: all memory of this device is the host's."""
@@ -234,19 +234,29 @@ class Memory(CardMemory):
 
     def _took(self, to: int, source: int, nbytes: int, stream: Any) -> None:
         begin, end = self._link.copy(stream, nbytes * self._scale)
-        self._told("to_device", begin, end, nbytes)
-        self._sources[to] = source, nbytes
+        self._sources[to] = source, nbytes, begin, end
 
     def copied(self, room: Room, pages: int) -> tuple[torch.Tensor, float]:
-        """The host pages whose K came into a room last, and the link's seconds for K and V."""
+        """The host pages whose K came into a room last, and the link's seconds for K and V. The log
+        has a line for all of them, since one for each piece would keep the interpreter.
+        """
         base = self._pool.kv_buffer.data_ptr()
         found: list[int] = []
-        while len(found) < pages:
-            source, nbytes = self._sources[room.place[0] + len(found) * room.half_bytes]
-            first = (source - base) // room.half_bytes
-            found.extend(range(first, first + nbytes // room.half_bytes))
-        moved = 2 * pages * room.half_bytes * self._scale
-        return torch.tensor(found[:pages]), self._link.seconds_of(moved)
+        begins, ends = list[float](), list[float]()
+        for half in (0, 1):
+            at = room.place[0] + half * room.pages * room.half_bytes
+            end_at = at + pages * room.half_bytes
+            while at < end_at:
+                source, nbytes, begin, end = self._sources[at]
+                first = (source - base) // room.half_bytes
+                if not half:
+                    found.extend(range(first, first + nbytes // room.half_bytes))
+                at += nbytes
+                begins.append(begin)
+                ends.append(end)
+        moved = 2 * pages * room.half_bytes
+        self._told("to_device", min(begins), max(ends), moved)
+        return torch.tensor(found[:pages]), self._link.seconds_of(moved * self._scale)
 
 
 class Scatter:
