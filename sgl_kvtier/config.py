@@ -197,7 +197,7 @@ class PolicyConfig:
         100.0,
         "most milliseconds that chunks of restorations are predicted to take between two tokens of "
         "running requests, but no less than ten times a chunk's fixed cost; 0 = no bound. Measured "
-        "gaps are longer, by about a third in p99 (docs/results/batches.md)",
+        "gaps are longer, by up to about a third in p99 (docs/results/batches.md)",
         low=0,
         high=100_000,
     )

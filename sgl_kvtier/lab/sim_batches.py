@@ -29,7 +29,7 @@ from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS
 from sgl_kvtier.lab.profile import Profile, read
 from sgl_kvtier.lab.rules import IN_TURN
 from sgl_kvtier.lab.sim.costs import Batch, MeasuredCost
-from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, Route
+from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, Route, planner_profile
 from sgl_kvtier.lab.sim.links import Pipe
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import engine_shape, simulate
@@ -42,13 +42,11 @@ from sgl_kvtier.types import Link, Span, Tier
 SCHEMA = "kvtier.sim.batches/1"
 RULES = "cake,cacheflow,kvtier,by-arrival"
 
-_OURS, _THEIRS = "kvtier", "cacheflow"
+_OURS = "kvtier"
 _STORAGE, _PCIE = "storage", "pcie"
 _LATENCY_S = 1e-4
 _BATCH_AT_S = 1.0
 """When a batch is asked for: those that decode beside have begun."""
-_FIT = (512, CHUNK_TOKENS), (2048, 32768)
-"""Tokens of two chunks at the front of a prompt, and tokens and place of one further back."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -245,22 +243,7 @@ class Bench:
             restore="auto", prefetch="off", max_stall_ms=BATCH_ARMS[rule].stall_ms
         )
         shape = engine_shape(spec, model)
-        planner = make_planner(config, shape, self._profile(), IN_TURN[rule]())
+        profile = planner_profile(self._hardware, self._cost, shape)
+        planner = make_planner(config, shape, profile, IN_TURN[rule]())
         served = Served(cast(Consulted, planner), shape, spec, config.min_restore_tokens)
         return simulate(served, self._hardware, model, requests, server=spec, cost=self._cost)
-
-    def _profile(self) -> dict[str, Any]:
-        """What a planner has learned of this server: a line through three of its chunks."""
-        at = self._cost.profile.prefill.at
-        (short, long), (chunk, place) = _FIT
-        slope = (at(chunk, place) - at(chunk, 0)) / (chunk * place)
-        low, high = (at(tokens, 0) - slope * tokens * tokens / 2 for tokens in (short, long))
-        per_token_s = (high - low) / (long - short)
-        links = {link.value: self.link_bytes_per_s for link in self._hardware.routes}
-        links[Link.HOST_TO_DEVICE.value] = self._hardware.pipes[_PCIE].bytes_per_s
-        prefill = {
-            "fixed_s": low - per_token_s * short,
-            "per_token_s": per_token_s,
-            "per_token_position_s": slope,
-        }
-        return {"prefill": prefill, "links": links}

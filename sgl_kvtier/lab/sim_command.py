@@ -48,13 +48,13 @@ from sgl_kvtier.lab.sim.pictures import cells_table, draws_table, policies_table
 from sgl_kvtier.lab.sim.policies import AHEAD, POLICIES, policy
 from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.lab.sim.requests import SimResult
+from sgl_kvtier.lab.workload.source import GENERATED
 
 SCHEMA_RUN = "kvtier.sim.run/1"
 SCHEMA_PAPER = "kvtier.sim.paper/1"
 
 PAPERS = ("cake", "cacheflow", "tierkv")
 
-_GENERATED = "generated:"
 _QUICK_POLICIES = "stock,cake,cacheflow,kvtier,oracle"
 
 
@@ -259,7 +259,7 @@ def _run(args: argparse.Namespace) -> int:
     for name in names:
         policy(name)
     if args.draws is None:
-        drawn_load = args.start_every > 0 or args.trace.startswith(_GENERATED)
+        drawn_load = args.start_every > 0 or args.trace.startswith(GENERATED)
         args.draws = DRAWS if drawn_load and not args.log else 1
     if args.log and (len(names) > 1 or args.draws > 1):
         raise ConfigError(
@@ -346,7 +346,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 def _load(args: argparse.Namespace) -> Load:
     sessions = args.sessions
-    if sessions is None and args.trace.startswith(_GENERATED):
+    if sessions is None and args.trace.startswith(GENERATED):
         sessions = 20
     pace = Pace(args.start_every, args.most_gap, args.most_output)
     return Load(args.trace, sessions, args.skip, args.seed, pace, args.most_prompt, args.traces)

@@ -97,12 +97,12 @@ class Setup:
     dilation: float = 1.0
     paced_layers: int = LAYERS
     variants: Mapping[str, Variant] = field(default_factory=dict)
+    stock_reads: str | None = None
+    """SGLang's policy of reading ahead for its own backends; ours have the default."""
     decisions: bool = False
     """Whether our arms write their planner's decisions down, into `DECISIONS` of their folders."""
     master: str = ""
     """Where Mooncake's master listens, as host:port, for the arm that is SGLang's own backend."""
-    stock_reads: str | None = None
-    """SGLang's policy of reading ahead for its own backends; ours have the default."""
     linked: bool = False
     """Whether its memory is reached over a link of a set speed, which takes the place of the disk of
     a paced device.
