@@ -135,9 +135,16 @@ class Loads:
     def __init__(self, log: PaceLog) -> None:
         self._log = log
         self._watched = False
+        self._ended: dict[tuple[str, str], list[float]] = {}
+        """Of loads of restorations since the last step, by link and request: from when to when."""
 
     def watch(self) -> None:
-        """Writes them down from now on, in a server that restores."""
+        """Once a step: writes down what ended since the last one, in a server that restores. A line
+        for each of many pieces would take the step's time.
+        """
+        for (link, rid), (begin, end) in self._ended.items():
+            self._log.loaded(link, rid, begin, end)
+        self._ended.clear()
         module = sys.modules.get(_ENGINE)
         if self._watched or module is None:
             return
@@ -146,8 +153,9 @@ class Loads:
 
         def ended(engine: Any, load: Any) -> None:
             real(engine, load)
-            rid, until = load.restoration.rid, max(load.poll.ended_at)
-            self._log.loaded(load.link.value, rid, load.begun_at, until)
+            begin, end = load.begun_at, max(load.poll.ended_at)
+            span = self._ended.setdefault((load.link.value, load.restoration.rid), [begin, end])
+            span[:] = min(span[0], begin), max(span[1], end)
 
         module.RestoreEngine._ended = ended
 

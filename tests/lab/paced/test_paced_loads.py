@@ -48,6 +48,7 @@ def test_a_load_of_a_restoration_lasts_until_its_last_page(
     poll.mark(1, LANDED, 3.5)
     poll.mark(0, LANDED, 4.0)
     engine.RestoreEngine._ended(SimpleNamespace(), load)  # type: ignore[arg-type]
+    loads.watch()  # the next step
     assert pace.read(tmp_path / "log") == [
         {"load": "storage-device", "at": 3.0, "end": 4.0, "rid": "a"}
     ]
