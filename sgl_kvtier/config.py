@@ -182,7 +182,7 @@ class PolicyConfig:
     load_tokens: int = setting(
         128,
         "most tokens per load, the unit that is in flight, lands or fails; fewer near the meeting "
-        "point if they take over 20 ms. On an accelerator loads far from that point have 16 MiB, "
+        "point if they take over 20 ms. On an accelerator loads far from that point have 128 MiB, "
         "where that is more",
         low=1,
         high=65536,

@@ -410,7 +410,7 @@ def _copy_as_a_card(settings: Settings, moved: Copies) -> None:
 
     CARDS[_DEVICE] = card
     gpus = profile.document(settings.profile)["gpus"]  # each stages its share of a page
-    for name in ("LOAD_BYTES", "MOST_BYTES"):
+    for name in ("LOAD_BYTES", "ROOM_BYTES", "MOST_BYTES"):
         at_scale = int(getattr(staging, name) * gpus / settings.bytes_scale)
         setattr(staging, name, at_scale)
 

@@ -11,10 +11,13 @@ import torch
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.page_shape import PageShape
 
-LOAD_BYTES = 16 << 20
-"""A room holds a load of this size: from there on a bus is as fast as it gets. This and the next
-are smaller on a device whose pages are those of a real one at scale.
+LOAD_BYTES = 128 << 20
+"""Of a load far from the meeting: planning, claiming and counting one takes the scheduler's thread
+about as long for a page as for many. This and the next two are smaller on a device whose pages are
+those of a real one at scale.
 """
+ROOM_BYTES = 16 << 20
+"""Of a room: from there on a bus is as fast as it gets. A load goes through several."""
 MOST_BYTES = 256 << 20
 """Of all rooms, where these are `_FEWEST` or more."""
 _ROOMS = 8
@@ -69,8 +72,8 @@ class Staging:
 
 
 def pages_of_room(shape: PageShape) -> int:
-    """As many as a load has, at least one."""
-    return max(1, LOAD_BYTES // (2 * shape.half_bytes))
+    """As many as are copied at once, at least one."""
+    return max(1, ROOM_BYTES // (2 * shape.half_bytes))
 
 
 def staging_bytes(shape: PageShape) -> int:

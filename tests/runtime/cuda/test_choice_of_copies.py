@@ -15,7 +15,7 @@ from sgl_kvtier.runtime.cuda.all_layers import AllLayers
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.fences import fence
 from sgl_kvtier.runtime.cuda.page_shape import shape_of, unfit
-from sgl_kvtier.runtime.cuda.staging import LOAD_BYTES, pages_of_room, staging_bytes
+from sgl_kvtier.runtime.cuda.staging import ROOM_BYTES, pages_of_room, staging_bytes
 from sgl_kvtier.runtime.restore import copy_device
 from sgl_kvtier.runtime.restore.copy_device import CpuCopies, copies_for
 
@@ -116,5 +116,5 @@ def test_a_fence_is_taken_where_events_know_no_sleep() -> None:
 
 def test_a_load_fills_a_room_of_staging() -> None:
     shape = shape_of(host_pool())
-    assert pages_of_room(shape) * 2 * shape.half_bytes <= LOAD_BYTES
+    assert pages_of_room(shape) * 2 * shape.half_bytes <= ROOM_BYTES
     assert staging_bytes(shape) <= 256 << 20

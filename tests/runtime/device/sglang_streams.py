@@ -174,7 +174,7 @@ class Rig:
             move_indices=lambda host, device: (host, device),
             _l2_load_transfers=lambda host, device: [L2Transfer(self.pool, None, host, device)],
         )
-        monkeypatch.setattr(staging, "LOAD_BYTES", ROOM_PAGES * 2 * shape_of(self.pool).half_bytes)
+        monkeypatch.setattr(staging, "ROOM_BYTES", ROOM_PAGES * 2 * shape_of(self.pool).half_bytes)
         self.copies: Any = (
             StagedCopies(self.controller, ReferenceScatter(self), self.memory)  # type: ignore[arg-type]
             if staged
