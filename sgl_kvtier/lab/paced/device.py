@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from prometheus_client import Gauge
@@ -50,6 +50,11 @@ from sgl_kvtier.runtime.cuda.page_shape import host_pool_of
 from sgl_kvtier.runtime.restore.copy_device import CARDS
 from sgl_kvtier.types import Link
 
+if TYPE_CHECKING:
+    from sgl_kvtier.runtime.restore.engine import RestoreEngine
+    from sgl_kvtier.runtime.restore.restoration import Load
+    from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "KVTIER_PACED"
@@ -62,8 +67,6 @@ _MOONCAKE = "storage.mooncake_store.mooncake_store.MooncakeStore."
 _CONTROLLER = "sglang.srt.managers.cache_controller"
 _ENGINE = "sgl_kvtier.runtime.restore.engine"
 _TICK = "sgl_kvtier.runtime.scheduler.tick"
-_MOST_REMEMBERED = 4096
-"""Requests that restored."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,15 @@ class Attention(AttentionBackend):
 
 
 class Ticks:
-    """Processor time of our own tick, which asks the planner and carries out its plan: of the one
-    right before a step. Those while nothing could run delay none.
+    """Our own tick right before a step, which asks the planner and carries out its plan: its
+    processor time, and the restorations it leaves. Ticks while nothing could run delay none.
     """
 
     def __init__(self) -> None:
         self.last_s: float | None = None
         """Seconds of the last one; None in a server without a tick."""
+        self.restoring: set[str] = set()
+        """Requests of which pages may be missing: what they wait for is no gap."""
         self._watched = False
 
     def watch(self) -> None:
@@ -119,12 +124,13 @@ class Ticks:
         self._watched = True
         real = module.RestoreTick.run
 
-        def run(tick: Any, scheduler: Any) -> None:
+        def run(tick: RestoreTick, scheduler: Any) -> None:
             began_s = time.thread_time()
             try:
                 real(tick, scheduler)
             finally:
                 self.last_s = time.thread_time() - began_s
+                self.restoring = set(tick.engine.restorations)
 
         module.RestoreTick.run = run
 
@@ -151,7 +157,7 @@ class Loads:
         self._watched = True
         real = module.RestoreEngine._ended
 
-        def ended(engine: Any, load: Any) -> None:
+        def ended(engine: RestoreEngine, load: Load) -> None:
             real(engine, load)
             begin, end = load.begun_at, max(load.poll.ended_at)
             span = self._ended.setdefault((load.link.value, load.restoration.rid), [begin, end])
@@ -187,7 +193,6 @@ class Device:
         """SGLang's batch that the next forward is of."""
         self.pages = Pages(settings.page_size)
         self._signer: Signer | None = None
-        self._waited: set[str] = set()
         self._spent_s = time.thread_time()
         self._ticks = Ticks()
         self.loads = Loads(self._log)
@@ -223,7 +228,7 @@ class Device:
         self._log.step(
             kind=kind,
             rids=[req.rid for req in requests],
-            waiting=self._restoring(),
+            waiting=self._ticks.restoring,
             called=called,
             begin=begin,
             end=end,
@@ -344,14 +349,6 @@ class Device:
         found = signer.decode(batch, fb.input_ids, own)
         self.pages.computed(own)
         return found
-
-    def _restoring(self) -> set[str]:
-        """Requests that wait for pages, or have: what they wait for is no gap."""
-        engine = getattr(getattr(self.batch, "tree_cache", None), "engine", None)
-        if len(self._waited) > _MOST_REMEMBERED:
-            self._waited.clear()
-        self._waited.update(getattr(engine, "restorations", ()))
-        return self._waited
 
     def _tell(self, signer: Signer, at: float) -> None:
         for wrong in signer.mismatches:

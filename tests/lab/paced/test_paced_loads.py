@@ -1,4 +1,4 @@
-"""What a paced device writes down of loads: SGLang's own reads, and those of restorations."""
+"""What a paced device sees of the server: loads of SGLang's own and of restorations, and our tick."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from sglang.srt.managers import cache_controller
 
 from sgl_kvtier.lab.paced import clock, pace
-from sgl_kvtier.lab.paced.device import Loads
+from sgl_kvtier.lab.paced.device import Loads, Ticks
 from sgl_kvtier.runtime.ranks.polls import LANDED, Poll
 from sgl_kvtier.runtime.restore import engine
 from sgl_kvtier.runtime.restore.restoration import Load
+from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.types import Link, Span
 
 
@@ -52,3 +53,18 @@ def test_a_load_of_a_restoration_lasts_until_its_last_page(
     assert pace.read(tmp_path / "log") == [
         {"load": "storage-device", "at": 3.0, "end": 4.0, "rid": "a"}
     ]
+
+
+def test_after_a_tick_the_device_knows_who_may_lack_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way = {"a": object()}
+    monkeypatch.setattr(RestoreTick, "run", lambda tick, scheduler: under_way.update(b=object()))
+    ticks, tick = Ticks(), RestoreTick.__new__(RestoreTick)
+    tick.engine = SimpleNamespace(restorations=under_way)  # type: ignore[assignment]
+    ticks.watch()
+    ticks.watch()  # once is enough
+    assert ticks.last_s is None
+    tick.run(object())  # type: ignore[arg-type]
+    assert ticks.restoring == {"a", "b"} and ticks.last_s is not None
+    under_way.clear()
+    tick.run(object())  # type: ignore[arg-type]
+    assert ticks.restoring == {"b"}
