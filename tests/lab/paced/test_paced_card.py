@@ -33,7 +33,7 @@ class Card:
         self.now = 100.0
         monkeypatch.setattr(clock, "now", lambda: self.now)
         monkeypatch.setenv(STAND_IN, "a paced device")
-        for name in ("LOAD_BYTES", "MOST_BYTES"):
+        for name in ("LOAD_BYTES", "ROOM_BYTES", "MOST_BYTES"):
             monkeypatch.setattr(staging, name, getattr(staging, name))
         module: Any = SimpleNamespace(current_device=lambda: "cpu", set_device=lambda _: None)
         clock.stand_in(module)
