@@ -177,12 +177,14 @@ class Chaos:
         return random.Random(f"{self.seed}:{what}:{number}")
 
 
-def parse_kinds(text: str) -> tuple[str, ...]:
+def parse_kinds(text: str, *, ahead: bool = False) -> tuple[str, ...]:
     """Kinds from a command line: names with commas, or `none`. `all` stands for all but priority,
-    with which the server's queue would have no order of ours.
+    with which the server's queue would have no order of ours; and but holes where the server looks
+    `ahead`: comparing its map looks all stored pages up, and loses some.
     """
+    usual = [kind for kind in KINDS[:-1] if not ahead or kind != "holes"]
     if text == "none":
         return ()
     words = [word.strip() for word in text.split(",") if word.strip()]
-    named = [kind for word in words for kind in (KINDS[:-1] if word == "all" else (word,))]
+    named = [kind for word in words for kind in (usual if word == "all" else (word,))]
     return tuple(dict.fromkeys(named))

@@ -102,13 +102,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         metavar="A,B",
         help="what goes wrong: all, none, or of errors, corrupt, stall, holes, abort, disconnect, "
-        "flush, kill, switch, hint, priority (default all, which is all but priority)",
+        "flush, kill, switch, hint, priority (default all, which is all but priority, and "
+        "but holes with --lookahead)",
     )
     parser.add_argument(
         "--lookahead",
         action="store_true",
         help="the server looks ahead (docs/manual/lookahead.md): sessions pause between turns, "
-        "hints are sent, its map is compared at the end",
+        "hints are sent, its map is compared at the end (not with holes: looking all pages up "
+        "loses some)",
     )
     parser.add_argument(
         "--remote",
@@ -205,7 +207,9 @@ def run(args: argparse.Namespace) -> int:
     KVTierError; where the bench could not go on, after what had been tried is reported.
     """
     check(args)
-    chaos = Chaos(parse_kinds(args.chaos), seed=args.seed, kill_every=args.kill_every)
+    chaos = Chaos(
+        parse_kinds(args.chaos, ahead=args.lookahead), seed=args.seed, kill_every=args.kill_every
+    )
     scenes = () if args.scene is None else parse_scenes(args.scene)
     if scenes and (args.requests or args.restored or args.minutes):
         raise BenchError(

@@ -75,6 +75,10 @@ def test_requests_have_priorities_where_the_server_is_to_order_them_by_those() -
 def test_kinds_are_named_on_the_command_line() -> None:
     assert parse_kinds("all") == tuple(kind for kind in KINDS if kind != "priority")
     assert parse_kinds("all, priority") == KINDS
+    assert parse_kinds("all", ahead=True) == tuple(
+        kind for kind in KINDS if kind not in ("holes", "priority")
+    )
+    assert parse_kinds("holes", ahead=True) == ("holes",)
     assert parse_kinds("abort, flush") == ("abort", "flush")
     with pytest.raises(BenchError, match="no kind named fire"):
         Chaos(parse_kinds("abort,fire"))
