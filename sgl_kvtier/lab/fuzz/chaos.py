@@ -179,8 +179,8 @@ class Chaos:
 
 def parse_kinds(text: str, *, ahead: bool = False) -> tuple[str, ...]:
     """Kinds from a command line: names with commas, or `none`. `all` stands for all but priority,
-    with which the server's queue would have no order of ours; and but holes where the server looks
-    `ahead`: comparing its map looks all stored pages up, and loses some.
+    with which the server's queue would have no order of ours. Where the server looks `ahead`, it
+    has no holes either: comparing its map looks all stored pages up, and would lose some.
     """
     usual = [kind for kind in KINDS[:-1] if not ahead or kind != "holes"]
     if text == "none":

@@ -102,8 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         metavar="A,B",
         help="what goes wrong: all, none, or of errors, corrupt, stall, holes, abort, disconnect, "
-        "flush, kill, switch, hint, priority (default all, which is all but priority, and "
-        "but holes with --lookahead)",
+        "flush, kill, switch, hint, priority (default all, which is all but priority; with "
+        "--lookahead neither holes)",
     )
     parser.add_argument(
         "--lookahead",

@@ -114,7 +114,7 @@ def test_a_fence_is_taken_where_events_know_no_sleep() -> None:
     assert event.recorded
 
 
-def test_a_load_fills_a_room_of_staging() -> None:
+def test_rooms_of_staging_are_bounded() -> None:
     shape = shape_of(host_pool())
     assert pages_of_room(shape) * 2 * shape.half_bytes <= ROOM_BYTES
     assert staging_bytes(shape) <= 256 << 20
