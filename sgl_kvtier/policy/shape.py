@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WHOLE_LOAD_BYTES = 128 << 20
+"""Of a load far from the meeting on an accelerator: planning, claiming and counting one takes the
+scheduler's thread about as long for a page as for many. Smaller where pages are those of a real
+device at scale.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
@@ -19,8 +25,6 @@ class EngineShape:
     layers: int = 1
     staged: bool = False
     whole_load_pages: int = 1
-    """Pages of a load far from the meeting where `load_tokens` are fewer: a copy of a few pages
-    costs an accelerator's host as much as one of many.
-    """
+    """Pages of a load far from the meeting where `load_tokens` are fewer."""
     accelerator: bool = False
     """Whether forwards and copies go on after the call that launches them."""

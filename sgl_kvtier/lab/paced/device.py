@@ -43,6 +43,7 @@ from sgl_kvtier.lab.paced.launching import DISK_READ_GBYTES_PER_S, METRIC, MOONC
 from sgl_kvtier.lab.paced.pace import PaceLog
 from sgl_kvtier.lab.paced.signatures import Decode, Extend, Signer, chain_of
 from sgl_kvtier.lab.profile import BF16
+from sgl_kvtier.policy import shape
 from sgl_kvtier.runtime.cpu import copies as host_copies
 from sgl_kvtier.runtime.cpu.platform import ATTENTION
 from sgl_kvtier.runtime.cuda import staging
@@ -61,6 +62,7 @@ VARIABLE = "KVTIER_PACED"
 """Holds a `Settings` as JSON."""
 _DEVICE = "cpu"
 _POOLS = ("mha", "mla")
+_SIZES = ((shape, "WHOLE_LOAD_BYTES"), (staging, "ROOM_BYTES"), (staging, "MOST_BYTES"))
 _CHAIN = "kvtier_paced_chain"
 _NIXL = "storage.nixl.hicache_nixl.HiCacheNixl._xfer_pre_registered"
 _MOONCAKE = "storage.mooncake_store.mooncake_store.MooncakeStore."
@@ -407,9 +409,8 @@ def _copy_as_a_card(settings: Settings, moved: Copies) -> None:
 
     CARDS[_DEVICE] = card
     gpus = profile.document(settings.profile)["gpus"]  # each stages its share of a page
-    for name in ("LOAD_BYTES", "ROOM_BYTES", "MOST_BYTES"):
-        at_scale = int(getattr(staging, name) * gpus / settings.bytes_scale)
-        setattr(staging, name, at_scale)
+    for module, name in _SIZES:
+        setattr(module, name, int(getattr(module, name) * gpus / settings.bytes_scale))
 
 
 def _say(settings: Settings) -> None:

@@ -11,13 +11,10 @@ import torch
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.page_shape import PageShape
 
-LOAD_BYTES = 128 << 20
-"""Of a load far from the meeting: planning, claiming and counting one takes the scheduler's thread
-about as long for a page as for many. This and the next two are smaller on a device whose pages are
-those of a real one at scale.
-"""
 ROOM_BYTES = 16 << 20
-"""Of a room: from there on a bus is as fast as it gets. A load goes through several."""
+"""Of a room: from there on a bus is as fast as it gets. A load may go through several. This and the
+next are smaller on a device whose pages are those of a real one at scale.
+"""
 MOST_BYTES = 256 << 20
 """Of all rooms, where these are `_FEWEST` or more."""
 _ROOMS = 8

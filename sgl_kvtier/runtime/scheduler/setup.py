@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from sgl_kvtier.config import KVTierConfig, PolicyConfig
+from sgl_kvtier.policy import shape as shapes
 from sgl_kvtier.policy.decision_log import Header
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.cpu.platform import works_at_once
-from sgl_kvtier.runtime.cuda import staging
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
 from sgl_kvtier.runtime.records import cost_profile
@@ -136,7 +136,9 @@ def build(tree: Tree, server_args: Any) -> Parts:
         chunk_tokens=args.chunked_prefill_size,
         layers=controller.transfer_layer_id_max,
         staged=True,
-        whole_load_pages=1 if at_once else max(1, staging.LOAD_BYTES // context.agreed_page_bytes),
+        whole_load_pages=1
+        if at_once
+        else max(1, shapes.WHOLE_LOAD_BYTES // context.agreed_page_bytes),
         accelerator=not at_once,
     )
     same = agreement.same(context.host.tokens)

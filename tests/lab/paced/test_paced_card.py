@@ -12,8 +12,9 @@ from sgl_kvtier.lab.gpu.pools import controller, latent_pools, pools, slots
 from sgl_kvtier.lab.paced import clock, device
 from sgl_kvtier.lab.paced.clock import Link, Stream, StreamContext
 from sgl_kvtier.lab.paced.copies import Copies, Damage, Pages
+from sgl_kvtier.policy import shape
 from sgl_kvtier.runtime.cpu.platform import STAND_IN
-from sgl_kvtier.runtime.cuda import card_memory, staging
+from sgl_kvtier.runtime.cuda import card_memory
 from sgl_kvtier.runtime.cuda.staged_copies import StagedCopies
 from sgl_kvtier.runtime.restore.copy_device import CARDS, CpuCopies, StreamCopies, copies_for
 
@@ -33,11 +34,11 @@ class Card:
         self.now = 100.0
         monkeypatch.setattr(clock, "now", lambda: self.now)
         monkeypatch.setenv(STAND_IN, "a paced device")
-        for name in ("LOAD_BYTES", "ROOM_BYTES", "MOST_BYTES"):
-            monkeypatch.setattr(staging, name, getattr(staging, name))
-        module: Any = SimpleNamespace(current_device=lambda: "cpu", set_device=lambda _: None)
-        clock.stand_in(module)
-        monkeypatch.setattr(torch, "get_device_module", lambda *_: module)
+        for module, name in device._SIZES:
+            monkeypatch.setattr(module, name, getattr(module, name))
+        card: Any = SimpleNamespace(current_device=lambda: "cpu", set_device=lambda _: None)
+        clock.stand_in(card)
+        monkeypatch.setattr(torch, "get_device_module", lambda *_: card)
         monkeypatch.setitem(CARDS, "cpu", lambda _: ())
         self.pages, self.damage = Pages(PAGE), Damage(damage)
         self.link = Link(1e-5 * SCALE)
@@ -68,6 +69,7 @@ def test_keys_and_values_go_through_staging_as_on_a_card(monkeypatch: pytest.Mon
     copies = Card(monkeypatch).staged()
     # As many pages of 16 KiB times 512 as 16 MiB hold.
     assert copies.most_tokens == (16 << 20) // int(SCALE) // PAGE_BYTES * PAGE
+    assert (128 << 20) // int(SCALE) == shape.WHOLE_LOAD_BYTES
 
 
 def test_a_server_that_restores_nothing_and_latents_have_sglangs_copies(
