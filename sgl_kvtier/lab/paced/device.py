@@ -7,17 +7,15 @@ made. Models come from `stub/`, whose forward is `Device.forward`: everything ar
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from prometheus_client import Gauge
@@ -42,6 +40,7 @@ from sgl_kvtier.lab.paced.copies import (
 from sgl_kvtier.lab.paced.launching import DISK_READ_GBYTES_PER_S, METRIC, MOONCAKE_WAITS
 from sgl_kvtier.lab.paced.pace import PaceLog
 from sgl_kvtier.lab.paced.signatures import Decode, Extend, Signer, chain_of
+from sgl_kvtier.lab.paced.watching import Loads, Ticks
 from sgl_kvtier.lab.profile import BF16
 from sgl_kvtier.policy import shape
 from sgl_kvtier.runtime.cpu import copies as host_copies
@@ -49,12 +48,6 @@ from sgl_kvtier.runtime.cpu.platform import ATTENTION
 from sgl_kvtier.runtime.cuda import staging
 from sgl_kvtier.runtime.cuda.page_shape import host_pool_of
 from sgl_kvtier.runtime.restore.copy_device import CARDS
-from sgl_kvtier.types import Link
-
-if TYPE_CHECKING:
-    from sgl_kvtier.runtime.restore.engine import RestoreEngine
-    from sgl_kvtier.runtime.restore.restoration import Load
-    from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +59,6 @@ _SIZES = ((shape, "WHOLE_LOAD_BYTES"), (staging, "ROOM_BYTES"), (staging, "MOST_
 _CHAIN = "kvtier_paced_chain"
 _NIXL = "storage.nixl.hicache_nixl.HiCacheNixl._xfer_pre_registered"
 _MOONCAKE = "storage.mooncake_store.mooncake_store.MooncakeStore."
-_CONTROLLER = "sglang.srt.managers.cache_controller"
-_ENGINE = "sgl_kvtier.runtime.restore.engine"
-_TICK = "sgl_kvtier.runtime.scheduler.tick"
 
 
 @dataclass(frozen=True)
@@ -104,84 +94,6 @@ class Attention(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Nothing."""
-
-
-class Ticks:
-    """Our own tick right before a step, which asks the planner and carries out its plan: its
-    processor time, and the restorations it leaves. Ticks while nothing could run delay none.
-    """
-
-    def __init__(self) -> None:
-        self.last_s: float | None = None
-        """Seconds of the last one; None in a server without a tick."""
-        self.restoring: set[str] = set()
-        """Requests of which pages may be missing: what they wait for is no gap."""
-        self._watched = False
-
-    def watch(self) -> None:
-        """Times the tick from now on, in a server that has one."""
-        module = sys.modules.get(_TICK)
-        if self._watched or module is None:
-            return
-        self._watched = True
-        real = module.RestoreTick.run
-
-        def run(tick: RestoreTick, scheduler: Any) -> None:
-            began_s = time.thread_time()
-            try:
-                real(tick, scheduler)
-            finally:
-                self.last_s = time.thread_time() - began_s
-                self.restoring = set(tick.engine.restorations)
-
-        module.RestoreTick.run = run
-
-
-class Loads:
-    """When loads of requests were under way, for the log: SGLang's own reads, and restorations'."""
-
-    def __init__(self, log: PaceLog) -> None:
-        self._log = log
-        self._watched = False
-        self._ended: dict[tuple[str, str], list[float]] = {}
-        """Of loads of restorations since the last step, by link and request: from when to when."""
-
-    def watch(self) -> None:
-        """Once a step: writes down what ended since the last one, in a server that restores. A line
-        for each of many pieces would take the step's time.
-        """
-        for (link, rid), (begin, end) in self._ended.items():
-            self._log.loaded(link, rid, begin, end)
-        self._ended.clear()
-        module = sys.modules.get(_ENGINE)
-        if self._watched or module is None:
-            return
-        self._watched = True
-        real = module.RestoreEngine._ended
-
-        def ended(engine: RestoreEngine, load: Load) -> None:
-            real(engine, load)
-            begin, end = load.begun_at, max(load.poll.ended_at)
-            span = self._ended.setdefault((load.link.value, load.restoration.rid), [begin, end])
-            span[:] = min(span[0], begin), max(span[1], end)
-
-        module.RestoreEngine._ended = ended
-
-    def watch_reads(self) -> None:
-        """Writes SGLang's own reads down from now on. No hook: this may have one already."""
-        controller: Any = importlib.import_module(_CONTROLLER).HiCacheController
-        real = controller._page_transfer
-
-        @functools.wraps(real)
-        def transfer(this: Any, operation: Any) -> Any:
-            began = clock.now()
-            pages = real(this, operation)
-            if operation.hash_value:
-                link = Link.STORAGE_TO_HOST.value
-                self._log.loaded(link, operation.request_id, began, clock.now())
-            return pages
-
-        controller._page_transfer = transfer
 
 
 class Device:

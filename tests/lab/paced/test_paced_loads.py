@@ -11,7 +11,7 @@ import torch
 from sglang.srt.managers import cache_controller
 
 from sgl_kvtier.lab.paced import clock, pace
-from sgl_kvtier.lab.paced.device import Loads, Ticks
+from sgl_kvtier.lab.paced.watching import Loads, Ticks
 from sgl_kvtier.runtime.ranks.polls import LANDED, Poll
 from sgl_kvtier.runtime.restore import engine
 from sgl_kvtier.runtime.restore.restoration import Load
