@@ -10,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_kvtier.config import StoreConfig
+from sgl_kvtier.config import StoreConfig, full_path
 from sgl_kvtier.errors import StoreError
+from sgl_kvtier.outside import is_whole, refusal, shown
 from sgl_kvtier.store.base import (
     KV,
     PageRead,
@@ -27,25 +31,27 @@ from sgl_kvtier.store.base import (
     ReadOutcome,
     StoreStats,
     Urgency,
+    checked_read,
 )
 from sgl_kvtier.store.disk import forks
-from sgl_kvtier.store.disk.env import Env
-from sgl_kvtier.store.disk.format import POOL_BYTES, RECORD, SlotHead
+from sgl_kvtier.store.disk.env import SHORT, Env
+from sgl_kvtier.store.disk.format import MAX_PAYLOAD, POOL_BYTES, RECORD, SlotHead
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.disk.index_log import IndexLog
 from sgl_kvtier.store.disk.namespace import RankFolder, own_rank_folder, own_shared_folder
 from sgl_kvtier.store.disk.segment import probe_direct_io
 from sgl_kvtier.store.erasing import Eraser
 from sgl_kvtier.store.index.columns import Columns, columns_of
-from sgl_kvtier.store.index.core import Complaints, Core
+from sgl_kvtier.store.index.core import Complaints, Core, advice
 from sgl_kvtier.store.index.located import Located
 from sgl_kvtier.store.index.room import Room
-from sgl_kvtier.store.index.slots import EMPTY, Rows, SlotTable, State
+from sgl_kvtier.store.index.slots import EMPTY, Rows, SlotTable, State, words
 from sgl_kvtier.store.io.jobs import Ended, OrderedJob
 from sgl_kvtier.store.io.native_threads import NATIVE, NativeIOThreads, ring_threads
 from sgl_kvtier.store.io.threads import IOThreads, PythonIOThreads
 from sgl_kvtier.store.io.transfer import Mover
 from sgl_kvtier.store.recovery import load_table, snapshot
+from sgl_kvtier.store.siblings.gone import ANY_TIME, Deletes, gone_records
 from sgl_kvtier.store.siblings.sharing import Sharing
 from sgl_kvtier.store.writes import Writer, find_pages, pool_names
 from sgl_kvtier.types import Lookup, PageKey
@@ -75,30 +81,97 @@ def open_store(
     env = env or Env()
     if ranks < 1:
         raise StoreError(f"a store has at least one rank, not {ranks}")
+    try:
+        root = config.path and full_path(config.path)
+    except ValueError as error:
+        raise StoreError(f"store.path = {shown(config.path)}: {error}") from None
     if alike:
-        folder = own_shared_folder(env, config.path, identity, rank, alike, writes=writes)
+        folder = own_shared_folder(env, root, identity, rank, alike, writes=writes)
     else:
-        folder = own_rank_folder(env, config.path, identity, rank)
+        folder = own_rank_folder(env, root, identity, rank)
     forks.owns(folder)
     try:
         store = DiskStore(env, config, identity, folder, ranks, alike)
         forks.owns(folder, store._leave_to_parent)
-        return store
     except OSError as error:
         forks.release(env, folder)
         raise StoreError(
-            f"cannot open the pages in {folder.path}: {error}. Check the disk, set store.direct_io "
-            "to auto if it is on, "
-            "or choose another store.path"
+            f"cannot open the pages in {folder.path}: {error}. " + _what_to_do(error)
         ) from error
     except BaseException:
         forks.release(env, folder)
         raise
+    if writes:
+        try:
+            store.check_room()
+        except BaseException:
+            store.close()
+            raise
+    return store
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """What has to be closed of an open store; knows nothing of the store itself."""
+
+    core: Core
+    room: Room
+    io_threads: IOThreads
+    sharing: Sharing | None
+    folder: RankFolder
+
+    def close(self) -> None:
+        core = self.core
+        with core.lock:
+            if core.closing:
+                return
+            core.closing = True
+        if self.sharing is not None:
+            self.sharing.close()
+        self.io_threads.close()
+        with core.lock:
+            core.lock.wait_for(
+                lambda: not (core.table.state == State.WRITING).any() and not core.table.pins.any()
+            )
+        # Threads that still make or remove a segment finish first: after the release the folder may
+        # belong to another process.
+        with self.room.changing:
+            try:
+                if core.log.lost or core.log.worth_rewriting(0):
+                    core.log.rewrite(lambda: snapshot(core, self.room))
+                with contextlib.suppress(OSError):
+                    self.room.sync()
+                with contextlib.suppress(OSError):
+                    core.log.sync()
+            finally:
+                core.log.close()
+                self.room.close()
+                forks.release(core.env, self.folder)
+
+    def close_dropped(self, owner: int) -> None:
+        """Closes a store that was dropped, in a thread of its own: the garbage collector may run
+        in any thread, with any lock held. Not in a process forked from the `owner`.
+        """
+        if os.getpid() != owner or self.core.closing:
+            return
+        logger.warning(
+            "the page store in %s was dropped without close(), and is closed now. Call close(), "
+            "or use it in a with block",
+            self.folder.path,
+        )
+        threading.Thread(target=self.close, name="kvtier-close", daemon=True).start()
+
+
+def _what_to_do(error: OSError) -> str:
+    if error.errno in SHORT:
+        return advice(error).capitalize()
+    return "Check the disk, set store.direct_io to auto if it is on, or choose another store.path"
 
 
 class DiskStore:
     """A `PageStore` in a folder that this process owns. Made by `open_store`.
 
+    One that is dropped without `close` is closed by the garbage collector, with a warning.
     A process forked from the one that opened it sees it closed and empty: every page is a miss and
     every put is refused. The child must not wait for a read begun before the fork: its pages arrive
     in the parent's memory.
@@ -129,7 +202,12 @@ class DiskStore:
             check_owner,
         )
         self._room = Room(self._core, folder.namespace, ranks)
-        load_table(self._core, self._room)
+        try:
+            load_table(self._core, self._room)
+        except BaseException:
+            log.close()
+            self._room.close()
+            raise
         self._io_threads = self._open_io_threads()
         self._eraser = Eraser(self._core, self._room)
         self._writer = Writer(self._core, self._room, self._io_threads, self._eraser)
@@ -137,8 +215,20 @@ class DiskStore:
         self._opened_at = env.now()
         self._sharing: Sharing | None = None
         if alike:
-            self._sharing = Sharing(self._core, self._room, folder, alike, self._remove)
+            remove = weakref.WeakMethod(self._remove)
+            self._sharing = Sharing(
+                self._core,
+                self._room,
+                folder,
+                alike,
+                lambda find: 0 if (method := remove()) is None else method(find),
+                self._eraser.forget_aside,
+            )
             self._sharing.open()
+        self._open = _Open(self._core, self._room, self._io_threads, self._sharing, folder)
+        self._dropped = weakref.finalize(self, self._open.close_dropped, os.getpid())
+        # A process that ends gives its folders back anyway.
+        self._dropped.atexit = False
         logger.info(
             "page store %s: %d pages, %s",
             folder.path,
@@ -157,11 +247,6 @@ class DiskStore:
         return bool(self._core.io.flags)
 
     @property
-    def native(self) -> bool:
-        """Whether the compiled I/O threads move the pages."""
-        return isinstance(self._io_threads, NativeIOThreads)
-
-    @property
     def io(self) -> str:
         """How pages are read: io_uring, threads (compiled), or python (threads, not compiled)."""
         if not isinstance(self._io_threads, NativeIOThreads):
@@ -172,6 +257,21 @@ class DiskStore:
     def index_bytes(self) -> int:
         """Bytes of memory that the index takes for all slots."""
         return self._core.table.nbytes
+
+    def check_room(self, page_bytes: int = 1) -> None:
+        """Says in the log why no page of `page_bytes` could be written now. Raises StoreError
+        where that lasts, whatever other programs remove, and there is no page to be read either.
+        """
+        if not is_whole(page_bytes, 1, MAX_PAYLOAD):
+            raise ValueError(refusal("page_bytes", page_bytes, f"from 1 to {MAX_PAYLOAD}"))
+        found = self._room.no_room(page_bytes)
+        if found is None:
+            return
+        with self._core.lock:
+            any_page = bool((self._core.table.state >= State.LIVE).any())
+        if found.lasting and not any_page:
+            raise StoreError(f"no page can be kept in {self._core.folder}: {found.why}")
+        self._core.complaints.about_room(found.why, kept=bool(self._room.segments))
 
     def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
         with self._core.lock:
@@ -213,6 +313,7 @@ class DiskStore:
             nothing = OrderedJob(len(pages), None, on_page)
             nothing.end_rest(ReadOutcome.MISS)
             return nothing
+        priority, deadline_s = checked_read(priority, deadline_s, on_page)
         deadline = None if deadline_s is None else self._core.env.now() + deadline_s
         columns = columns_of(pages)
         names = pool_names(columns)
@@ -222,9 +323,13 @@ class DiskStore:
             return self._io_threads.read(
                 columns, located, priority, deadline, on_page, self._settle
             )
-        except BaseException:
+        except BaseException as error:
             # Memory that cannot be read into, or out of memory: the pages must not stay pinned.
             self._unpin(located.rows[located.rows != EMPTY])
+            if isinstance(error, BufferError):
+                raise ValueError(
+                    f"a page is read into contiguous memory that can be written: {error}"
+                ) from None
             raise
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
@@ -239,23 +344,32 @@ class DiskStore:
             self._sharing.follow()
 
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
-        if self._sharing is not None and keys:
-            self._sharing.delete(list(keys), pool)
+        named = list(keys)
+        # Both are checked before a sibling is told.
+        self.lengths(named[:1], pool)
+        words(named)
+        if not named:
+            return 0
+        told = self._sharing is None or self._sharing.delete([*named], pool)
 
         def here() -> Rows:
-            rows = self._core.table.find(keys, pool)
-            return np.unique(rows[rows != EMPTY])
+            rows = self._core.table.find(named, pool)
+            return self._without_younger(np.unique(rows[rows != EMPTY]))
 
-        return self._remove(here)
+        self._eraser.forget_aside(Deletes(gone_records([*named], pool, ANY_TIME)).hit)
+        return self._remove(here, theirs_too=told)
 
     def clear(self) -> int:
         table = self._core.table
-        if self._sharing is not None:
-            self._sharing.delete([], KV)
+        told = self._sharing is None or self._sharing.delete([], KV)
+        self._eraser.forget_aside(Deletes(gone_records([], KV, ANY_TIME)).hit)
         removed = self._room.give_back_idle()
-        return removed + self._remove(
-            lambda: np.flatnonzero((table.state >= State.LIVE) | (table.state == State.WRITING))
-        )
+
+        def here() -> Rows:
+            there = (table.state >= State.LIVE) | (table.state == State.WRITING)
+            return self._without_younger(np.flatnonzero(there))
+
+        return removed + self._remove(here, theirs_too=told)
 
     def sync(self) -> bool:
         """Makes every page stored so far survive a power loss. False when the device did not
@@ -272,12 +386,14 @@ class DiskStore:
         return True
 
     def stats(self) -> StoreStats:
-        counters = {
-            name: getattr(self._core.counters, name) for name in self._core.counters.__slots__
-        }
+        with self._core.lock:
+            counters = {
+                name: getattr(self._core.counters, name) for name in self._core.counters.__slots__
+            }
+            pages = len(self._core.table)
         counters["bytes_written_to_device"] += self._core.log.bytes_written
         return StoreStats(
-            pages=len(self._core.table),
+            pages=pages,
             bytes_on_disk=self._room.bytes_used + self._core.log.nbytes,
             capacity_bytes=self._room.allowance,
             read_busy_s=self._io_threads.busy_s,
@@ -286,32 +402,8 @@ class DiskStore:
         )
 
     def close(self) -> None:
-        core = self._core
-        with core.lock:
-            if core.closing:
-                return
-            core.closing = True
-        if self._sharing is not None:
-            self._sharing.close()
-        self._io_threads.close()
-        with core.lock:
-            core.lock.wait_for(
-                lambda: not (core.table.state == State.WRITING).any() and not core.table.pins.any()
-            )
-        # Threads that still make or remove a segment finish first: after the release the folder may
-        # belong to another process.
-        with self._room.changing:
-            try:
-                if core.log.lost or core.log.worth_rewriting(0):
-                    core.log.rewrite(self._snapshot)
-                with contextlib.suppress(OSError):
-                    self._room.sync()
-                with contextlib.suppress(OSError):
-                    core.log.sync()
-            finally:
-                core.log.close()
-                self._room.close()
-                forks.release(core.env, self._folder)
+        self._dropped.detach()
+        self._open.close()
 
     def damage(self, key: PageKey, pool: str = KV, *, bit: int = 0) -> bool:
         """Flips one bit of a page's payload on disk, for fault injection. False where none is."""
@@ -333,9 +425,15 @@ class DiskStore:
         if core.config.native_io and core.env.native and NATIVE:
             rings = ring_threads(core.config.io, self.direct_io, core.config.io_threads)
             return NativeIOThreads(
-                core.config.io_threads, core.config.verify_reads, core.io.alignment, rings
+                core.config.io_threads,
+                core.config.verify_reads,
+                core.io.alignment,
+                rings,
+                core.env.native_module,
             )
-        return PythonIOThreads(core.env, self._mover, core.config.io_threads)
+        # Not a method: threads that knew this store would keep one that nobody closes alive.
+        mover = functools.partial(Mover, core.env, core.io, core.config.verify_reads)
+        return PythonIOThreads(core.env, mover, core.config.io_threads)
 
     def _leave_to_parent(self) -> None:
         """In a forked child: forgets the pages and closes the files. Takes no lock: the thread that
@@ -469,9 +567,10 @@ class DiskStore:
         self._eraser.erase(gone)
         return set(dropped.values())
 
-    def _remove(self, find: Callable[[], Rows]) -> int:
+    def _remove(self, find: Callable[[], Rows], *, theirs_too: bool = True) -> int:
         """Deletes the pages that `find` returns, and any trace of pages that are gone already.
-        `find` is called with the lock held. None while closing.
+        `find` is called with the lock held. None while closing. Returns how many there were,
+        those in siblings' folders only with `theirs_too`.
         """
         core = self._core
         removed = 0
@@ -487,7 +586,7 @@ class DiskStore:
                 core.table.drop(theirs)
                 gone = self._eraser.forget(live)
             self._eraser.erase(gone)
-            removed += len(live) + len(theirs)
+            removed += len(live) + (len(theirs) if theirs_too else 0)
             self._eraser.settle(unsaid)
             if len(live) + len(theirs) == len(rows):
                 break
@@ -497,6 +596,16 @@ class DiskStore:
             except OSError as error:
                 core.complaints.about("syncing the folder", error)
         return removed
+
+    def _without_younger(self, rows: Rows) -> Rows:
+        """Locked. Without pages that siblings put after they could know of a delete: everyone else
+        goes on finding those.
+        """
+        theirs = self._core.table.state[rows] == State.THEIRS
+        if self._sharing is None or not theirs.any():
+            return rows
+        older: Rows = rows[~theirs | np.isin(rows, self._sharing.deleted_rows())]
+        return older
 
     def _unpin(self, rows: Rows) -> None:
         with self._core.lock:

@@ -7,9 +7,11 @@ flight, or another thread is deleting it right now. A delete returns when none o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_kvtier.store.disk.format import DROP
 from sgl_kvtier.store.index.core import Core
@@ -92,6 +94,20 @@ class Eraser:
         finally:
             if not said:
                 self._left = True
+
+    def forget_aside(self, which: Callable[[np.ndarray], NDArray[np.bool_]]) -> None:
+        """Deletes pages of segments that could not be opened: the log says that their slots are
+        empty. Never raises OSError.
+        """
+        core, room = self._core, self._room
+        with core.lock:
+            if not len(room.aside):
+                return
+            gone = which(room.aside)
+            records, room.aside = room.aside[gone].copy(), room.aside[~gone]
+        records["kind"] = DROP
+        if not core.log.append(records):
+            self._left = True
 
     def unsaid(self) -> Unsaid:
         """Locked. What `settle` has to wait for, so that everything forgotten until now is gone."""

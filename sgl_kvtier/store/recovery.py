@@ -36,7 +36,7 @@ from sgl_kvtier.store.disk.segment import (
     open_segment,
     segment_number,
 )
-from sgl_kvtier.store.index.core import Core
+from sgl_kvtier.store.index.core import Core, advice
 from sgl_kvtier.store.index.hashtable import key_hash
 from sgl_kvtier.store.index.room import Room
 from sgl_kvtier.store.index.slots import State
@@ -51,7 +51,9 @@ def load_table(core: Core, room: Room) -> None:
     segments, aside = open_segments(core.env, core.folder, core.identity, core.io)
     room.adopt(segments, aside)
     newest = newest_sequence(core.env)
-    written, whole = core.log.load(sum(segment.slots for segment in segments))
+    written, whole = core.log.load(
+        sum(segment.slots for segment in segments) + room.aside_bytes // slot_bytes(1)
+    )
     believed = seen = written
     if not whole and segments:
         logger.warning(
@@ -66,15 +68,17 @@ def load_table(core: Core, room: Room) -> None:
         believed, seen = believable(found, written, newest), np.concatenate([written, found])
     live = latest(believed, segments, newest)
     _enter(core, live, {segment.number: segment.base for segment in segments})
+    possible = written[written["sequence"] <= newest]
+    room.aside = named_in(possible, set(aside))
     known = seen["sequence"][seen["sequence"] <= newest]
     core.sequence = max(core.env.wall_ns(), int(known.max()) if len(known) else 0)
     room.settle(int(written["segment"].max()) if len(written) else 0)
-    if not whole or not core.log.resume(len(written)) or core.log.worth_rewriting(len(live)):
-        core.log.rewrite(
-            lambda: np.concatenate(
-                [live[np.isin(live["segment"], list(room.segments))], settled(core.sequence)]
-            )
-        )
+    # What is passed over now must not come back when the clock is right again.
+    whole = whole and len(possible) == len(written)
+    there = len(live) + len(room.aside)
+    if not whole or not core.log.resume(len(written)) or core.log.worth_rewriting(there):
+        left = live[np.isin(live["segment"], list(room.segments))]
+        core.log.rewrite(lambda: np.concatenate([room.aside, left, settled(core.sequence)]))
     else:
         core.log.append(settled(core.sequence))
 
@@ -98,7 +102,7 @@ def snapshot(core: Core, room: Room) -> np.ndarray:
     table = core.table
     with core.lock:
         rows = np.flatnonzero((table.state == State.LIVE) | (table.state == State.WRITING))
-        return np.concatenate([room.records(rows, PUT), settled(core.sequence)])
+        return np.concatenate([room.aside, room.records(rows, PUT), settled(core.sequence)])
 
 
 def open_segments(
@@ -112,7 +116,8 @@ def open_segments(
     a segment of another user.
     """
     found: list[Segment] = []
-    aside = []
+    aside: list[int] = []
+    why: dict[str, int] = {}
     try:
         for name in env.list(folder):
             number = segment_number(name)
@@ -131,12 +136,22 @@ def open_segments(
             except NotASegmentError as error:
                 logger.warning("leaving %s/%s alone: it %s", folder, name, error.strerror)
             except OSError as error:
-                logger.warning("leaving %s/%s aside: %s", folder, name, error)
                 aside.append(number)
+                reason = advice(error)
+                why[reason] = why.get(reason, 0) + 1
     except BaseException:
         for segment in found:
             env.close(segment.fd)
         raise
+    for reason, count in why.items():
+        logger.warning(
+            "%d of %d segments of %s cannot be used until the next start, and their pages are not "
+            "found before: %s",
+            count,
+            len(found) + len(aside),
+            folder,
+            reason,
+        )
     return found, aside
 
 
@@ -177,6 +192,19 @@ def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.
     return _newest_of_each_key(records if untouched else records[chosen])
 
 
+def named_in(records: np.ndarray, numbers: set[int]) -> np.ndarray:
+    """The pages that records say are in the segments of these numbers, whether those are open or
+    not: the last record of each slot counts.
+    """
+    if not numbers or not len(records):
+        return records[:0]
+    records = records[np.isin(records["segment"], list(numbers))]
+    _, last = np.unique(places(records)[::-1], return_index=True)
+    records = records[np.sort(len(records) - 1 - last)]
+    named: np.ndarray = records[records["kind"] == PUT]
+    return named
+
+
 def believable(found: np.ndarray, written: np.ndarray, newest: int) -> np.ndarray:
     """The PUT records made of headers that a log which ends early does not rule out.
 
@@ -187,13 +215,13 @@ def believable(found: np.ndarray, written: np.ndarray, newest: int) -> np.ndarra
     written = written[written["sequence"] <= newest]
     marks = written["sequence"][written["kind"] == SETTLED]
     said = written[written["kind"] != SETTLED]
-    places, last = np.unique(_places(said)[::-1], return_index=True)
+    known_places, last = np.unique(places(said)[::-1], return_index=True)
     said = said[len(said) - 1 - last]
     floor = np.full(len(found), int(marks.max()) if len(marks) else 0, np.uint64)
     same = np.zeros(len(found), bool)
     if len(said):
-        at = np.minimum(np.searchsorted(places, _places(found)), len(said) - 1)
-        known = places[at] == _places(found)
+        at = np.minimum(np.searchsorted(known_places, places(found)), len(said) - 1)
+        known = known_places[at] == places(found)
         same = known & (said["kind"][at] == PUT) & (said["sequence"][at] == found["sequence"])
         floor = np.maximum(floor, np.where(known, said["sequence"][at], np.uint64(0)))
     return found[same | (found["sequence"] > floor)]
@@ -245,7 +273,7 @@ def pool_codes(records: np.ndarray) -> tuple[list[str], NDArray[np.int64]]:
     return [name.decode("ascii", "replace") for name in names], codes
 
 
-def _places(records: np.ndarray) -> NDArray[np.uint64]:
+def places(records: np.ndarray) -> NDArray[np.uint64]:
     """Segment and slot of each record as one number."""
     segments: NDArray[np.uint64] = records["segment"].astype(np.uint64) << np.uint64(32)
     return segments | records["slot"].astype(np.uint64)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
-from sgl_kvtier.config import StoreConfig
+from sgl_kvtier.config import StoreConfig, parse_setting
 from sgl_kvtier.store import engine
 from sgl_kvtier.store.base import (
     PageRead,
@@ -17,12 +19,13 @@ from sgl_kvtier.store.base import (
     ReadOutcome,
     StoreStats,
 )
+from sgl_kvtier.store.disk.format import KEY_BYTES
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.types import Lookup, PageKey
 
 
 def open_store(
-    path: str,
+    path: str | os.PathLike[str],
     *,
     identity: Mapping[str, Any],
     name: str = "pages",
@@ -35,14 +38,24 @@ def open_store(
     `identity` is plain data that says what the pages were computed with (model, weights, dtype,
     ...): another identity finds nothing. `name` is the readable part of the folder's name. `config`
     replaces `path` and `capacity_bytes` where more has to be set. Raises StoreError: StoreBusyError
-    when another process has the rank's folder, StoreFormatError when no store made it.
+    when another process has the rank's folder, StoreFormatError when no store made it; ConfigError
+    for a setting out of its range, and TypeError for an argument of a wrong type.
     """
-    settings = config or StoreConfig(path=str(path), capacity_bytes=capacity_bytes)
-    return Store(engine.open_store(settings, Identity(dict(identity), name), rank))
+    if not isinstance(identity, Mapping):
+        raise TypeError(f"identity is a mapping of plain data, not {type(identity).__name__}")
+    if config is not None and not isinstance(config, StoreConfig):
+        raise TypeError(f"config is a StoreConfig, not {type(config).__name__}")
+    given = {"path": os.fspath(path), "capacity_bytes": capacity_bytes}
+    if config is not None:
+        given = {f.name: getattr(config, f.name) for f in fields(config)}
+    checked = {key: parse_setting("store", key, value) for key, value in given.items()}
+    return Store(engine.open_store(StoreConfig(**checked), Identity(identity, name), rank))
 
 
 def page_key(text: str | bytes) -> PageKey:
     """The key of a page with this name: its SHA-256, 32 bytes."""
+    if not isinstance(text, (str, bytes)):
+        raise TypeError(f"the name of a page is a text or bytes, not {type(text).__name__}")
     return PageKey(hashlib.sha256(text.encode() if isinstance(text, str) else text).digest())
 
 
@@ -64,7 +77,9 @@ class Store:
         """Writes pages and returns when they can be read back. A key that is there already is never
         rewritten (KEPT).
         """
-        writes = [PageWrite(key, [memoryview(data).cast("B")]) for key, data in pages.items()]
+        if not isinstance(pages, Mapping):
+            raise TypeError(f"pages are a mapping of key to bytes, not {type(pages).__name__}")
+        writes = [PageWrite(key, [_bytes_of(data)]) for key, data in pages.items()]
         return dict(zip(pages, self.pages.put(writes), strict=True))
 
     def get(self, key: PageKey) -> bytes | None:
@@ -73,7 +88,7 @@ class Store:
 
     def get_many(self, keys: Iterable[PageKey]) -> dict[PageKey, bytes]:
         """The pages that are there, read together in the order given."""
-        wanted = list(dict.fromkeys(keys))
+        wanted = list(dict.fromkeys(_checked(keys)))
         lengths = self._disk.lengths(wanted)
         found = {
             key: bytearray(length) for key, length in zip(wanted, lengths, strict=True) if length
@@ -84,14 +99,14 @@ class Store:
         return {key: bytes(into) for (key, into), outcome in outcomes if outcome is ReadOutcome.OK}
 
     def __contains__(self, key: PageKey) -> bool:
-        return self.pages.lookup([key])[0] is Lookup.HIT
+        return self.pages.lookup(_checked([key]))[0] is Lookup.HIT
 
     def __len__(self) -> int:
         return self.pages.stats().pages
 
     def delete(self, keys: Iterable[PageKey]) -> int:
         """Drops pages and returns how many there were."""
-        return self.pages.delete(list(keys))
+        return self.pages.delete(_checked(keys))
 
     def stats(self) -> StoreStats:
         """Counters since it was opened, and its size."""
@@ -111,3 +126,24 @@ class Store:
         where: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _checked(keys: Iterable[PageKey]) -> list[PageKey]:
+    """Keys as a list. Raises TypeError or ValueError where one is no key."""
+    if isinstance(keys, (str, bytes)) or not isinstance(keys, Iterable):
+        raise TypeError(f"keys are a list of bytes objects, not {type(keys).__name__}")
+    found = list(keys)
+    for key in found:
+        if not isinstance(key, bytes):
+            raise TypeError(f"a page key is a bytes object, not {type(key).__name__}")
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a page key is {KEY_BYTES} bytes, not {len(key)}: use page_key()")
+    return found
+
+
+def _bytes_of(data: bytes | bytearray | memoryview) -> memoryview:
+    """A page as its bytes. Raises TypeError or ValueError for what is no contiguous memory."""
+    try:
+        return memoryview(data).cast("B")
+    except (BufferError, TypeError) as error:
+        raise TypeError(f"a page is contiguous memory, such as bytes: {error}") from None

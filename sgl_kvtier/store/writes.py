@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_kvtier.outside import shown
 from sgl_kvtier.store.base import PageWrite, PutOutcome
 from sgl_kvtier.store.disk.format import BLOCK, DROP, MAX_PAYLOAD, POOL_BYTES, PUT, slot_bytes
 from sgl_kvtier.store.disk.index_log import Frame
@@ -78,12 +79,17 @@ class Writer:
         return batch.outcomes
 
     def _put(self, batch: _Batch) -> None:
-        columns = batch.columns
-        alike = self._claim_alike(batch)
+        core, columns = self._core, batch.columns
+        # Siblings would not learn of a page that the log does not name, nor delete it.
+        only_kept = core.stamps and core.log.lost
+        alike = None if only_kept else self._claim_alike(batch)
         if alike is not None:
             self._write_all(alike, batch)
             return
         fitting = np.flatnonzero((columns.lengths > 0) & (columns.lengths <= MAX_PAYLOAD))
+        if only_kept:
+            with core.lock:
+                fitting = fitting[find_pages(core, columns, fitting) != EMPTY]
         fitting = self._worth_it(batch, fitting)
         claimed: list[_New] = []
         others: list[tuple[int, int, int]] = []
@@ -265,7 +271,8 @@ class Writer:
                 # It is unknown which of them reached the device: none counts as stored.
                 core.complaints.about("syncing pages", error)
                 written = written[:0]
-        core.counters.write_busy_s += core.env.now() - started
+        with core.lock:
+            core.counters.write_busy_s += core.env.now() - started
         return written
 
     def _say(self, new: _New, written: Rows, frames: list[Frame]) -> Rows:
@@ -276,9 +283,11 @@ class Writer:
         every = len(written) == len(new.indexes)
         # Before they become readable, and so evictable: the log has a slot's records in the order
         # of its pages.
-        core.log.append_frame(
+        named = core.log.append_frame(
             frames[0] if every and frames else Frame(new.located.at(written).records(PUT))
         )
+        if core.stamps and not named:
+            return written[:0]
         if core.config.durable:
             try:
                 core.log.sync()
@@ -345,10 +354,20 @@ def _upwards(claimed: list[_New]) -> _New:
 
 
 def pool_names(columns: Columns) -> NDArray[np.bytes_]:
-    """The pools' names as in headers. Raises ValueError for one that no header can hold."""
-    for pool in dict.fromkeys(columns.pools):
+    """The pools' names as in headers. Raises ValueError for one that no header can hold, and
+    TypeError for one that is no text.
+    """
+    known: set[str] = set()
+    for pool in columns.pools if columns.pool is None else [columns.pool]:
+        if not isinstance(pool, str):
+            raise TypeError(f"the name of a pool is a text, not {type(pool).__name__}")
+        if pool in known:
+            continue
+        known.add(pool)
         if not pool.isascii() or not 0 < len(pool) <= POOL_BYTES or "\0" in pool:
-            raise ValueError(f"not a pool's name: {pool!r}. 1 to {POOL_BYTES} ASCII characters")
+            raise ValueError(
+                f"not a pool's name: {shown(pool)}. 1 to {POOL_BYTES} ASCII characters"
+            )
     if columns.pool is not None:
         return np.frombuffer(
             columns.pool.encode().ljust(POOL_BYTES, b"\0") * len(columns.pools), f"S{POOL_BYTES}"

@@ -32,6 +32,13 @@ class RemoteDouble:
         self.open_gate = threading.Event()
         """While it is cleared, reads wait."""
         self.open_gate.set()
+        self.put_gate = threading.Event()
+        """While it is cleared, puts hang."""
+        self.put_gate.set()
+        self.putting = False
+        self.offered: list[PageKey] = []
+        """Names of all calls of `put`."""
+        self.calls_late = self.removals_waiting = 0
         self.reads: list[int] = []
         """Pages of each call of `read`."""
         self._known: dict[tuple[str, PageKey], bool] = {}
@@ -81,16 +88,29 @@ class RemoteDouble:
         self._threads[-1].start()
         return job
 
-    def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
+    def put(
+        self, pages: Sequence[PageWrite], wanted: Callable[[], bool] | None = None
+    ) -> list[PutOutcome]:
         self._trip()
-        return [self._take(page) for page in pages]
+        self.putting = True
+        self.offered += [page.key for page in pages]
+        self.put_gate.wait(30)
+        self.putting = False
+        stale = wanted is not None and not wanted()
+        return [PutOutcome.REFUSED if stale else self._take(page) for page in pages]
 
-    def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
+    def delete(
+        self, keys: Sequence[PageKey], pool: str = KV, first: Callable[[], None] | None = None
+    ) -> int:
+        if first is not None:
+            first()
         for key in keys:
             self._known.pop((pool, key), None)
         return sum(self.shared.pages.pop((pool, key), None) is not None for key in keys)
 
-    def clear(self) -> int:
+    def clear(self, first: Callable[[], None] | None = None) -> int:
+        if first is not None:
+            first()
         count = len(self.shared.pages)
         self.shared.pages.clear()
         self._known.clear()
@@ -102,6 +122,7 @@ class RemoteDouble:
     def close(self) -> None:
         self.closed = True
         self.open_gate.set()
+        self.put_gate.set()
         for thread in self._threads:
             thread.join()
 

@@ -342,5 +342,5 @@ def test_a_read_only_filesystem_is_refused_at_the_start(small_filesystem: Path) 
     )
     if done.returncode:
         pytest.skip("this mount cannot be made read-only")
-    with pytest.raises(StoreError, match=r"Choose a store\.path that this user can write"):
+    with pytest.raises(StoreError, match=r"Mount the filesystem writable"):
         open_at(small_filesystem)

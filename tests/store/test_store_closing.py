@@ -27,8 +27,6 @@ class SlowEnv(Env):
     the end of the lock.
     """
 
-    native = False
-
     def __init__(self, slow: str) -> None:
         self._slow = slow
         self._lock_fd = -1
@@ -173,10 +171,8 @@ def test_a_priority_that_is_no_whole_number_leaves_nothing_to_wait_for(
 ) -> None:
     store = opened()
     put(store, {key(0): content(0, 5000)})
-    try:
+    with pytest.raises((TypeError, ValueError), match="priority of a read is a whole number"):
         read(store, {key(0): 5000}, priority=priority)
-    except (TypeError, OverflowError):
-        pass
     assert read(store, {key(0): 5000}) == [(ReadOutcome.OK, content(0, 5000))]
     assert closes(store)
 

@@ -5,11 +5,13 @@ programs.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,16 @@ from typing import Any
 import pytest
 from store_pages import IDENTITY, content, key, open_at, put, read
 
+from sgl_kvtier.console.progress import Progress
 from sgl_kvtier.errors import StoreBusyError, StoreError
-from sgl_kvtier.store.base import PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.tools import commands
 from sgl_kvtier.types import Lookup
 
+STAT = commands.Stat(lambda folder: None)
 OTHER = Identity({"model": "other", "dtype": "float8"}, name="other")
 
 
@@ -52,7 +57,7 @@ def test_stat_lists_identities_pages_and_owners(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = open_at(root, rank="tp1")
-    status, data = result(commands.stat, root)
+    status, data = result(STAT, root)
     running.close()
     assert status == 0
     assert data["schema"] == "kvtier.stat/1"
@@ -64,7 +69,7 @@ def test_stat_lists_identities_pages_and_owners(
 
 
 def test_json_alone_goes_to_standard_output(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(commands.stat, str(root), "--json", "-")
+    run(STAT, str(root), "--json", "-")
     assert len(json.loads(capsys.readouterr().out)["namespaces"]) == 2
 
 
@@ -122,7 +127,7 @@ def test_an_identity_is_found_by_its_name_and_by_nested_fields(root: Path) -> No
     )
     open_at(root, nested).close()
     for match in ("name=Big-8B", "model.dtype=float16", "ranks.tp_size=2"):
-        _, data = result(commands.stat, root, "--match", match)
+        _, data = result(STAT, root, "--match", match)
         assert [row["name"][:6] for row in data["namespaces"]] == ["Big-8B"]
     with pytest.raises(StoreError, match=r"no identity has model=Big.*model\.dtype"):
         run(commands.purge, str(root), "--match", "model=Big")
@@ -131,14 +136,56 @@ def test_an_identity_is_found_by_its_name_and_by_nested_fields(root: Path) -> No
 def test_looking_at_a_store_changes_nothing_in_it(root: Path) -> None:
     running = open_at(root, rank="tp1")
     before = {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
-    run(commands.stat, str(root))
+    run(STAT, str(root))
     assert {p: p.read_bytes() for p in root.rglob("*") if p.is_file()} == before
     running.close()
 
 
 def test_a_path_without_a_store_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"store\.path"):
-        run(commands.stat, str(tmp_path / "none"))
+        run(STAT, str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("command", [STAT, commands.fsck, commands.purge])
+def test_a_folder_without_a_store_is_no_empty_store(
+    command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--all"] if command is commands.purge else []
+    with pytest.raises(
+        StoreError, match=f"no store in {tmp_path}: give the folder that store.path"
+    ):
+        run(command, str(tmp_path), *more)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("damaged", "said"), [(1, "1 page is damaged"), (2, "2 pages are damaged")]
+)
+def test_fsck_counts_damaged_pages_in_words(
+    root: Path, damaged: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_at(root)
+    for number in range(damaged):
+        store.damage(key(number), bit=99)
+    store.close()
+    assert run(commands.fsck, str(root)) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"{said}. kvtier never serves damaged pages")
+
+
+def test_the_progress_of_fsck_ends_with_every_page(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+
+    @contextmanager
+    def progress(label: str, total: float | None, unit: str) -> Iterator[Progress]:
+        shown.append(Progress(label, total, unit, lambda: 0.0))
+        yield shown[-1]
+
+    monkeypatch.setattr(commands, "progress", progress)
+    run(commands.fsck, str(root))
+    assert shown[0].count() == "20/20 pages"
 
 
 def test_pages_offered_twice_are_admitted_by_the_second_hit_filter(
@@ -149,25 +196,6 @@ def test_pages_offered_twice_are_admitted_by_the_second_hit_filter(
     assert put(store, pages) == [PutOutcome.REFUSED] * 5
     assert put(store, pages) == [PutOutcome.STORED] * 5
     assert put(store, pages) == [PutOutcome.KEPT] * 5
-
-
-def test_pages_cheap_to_compute_again_are_kept_out_by_the_recompute_cost_filter(
-    opened: Callable[..., DiskStore],
-) -> None:
-    store = opened(admission="recompute-cost", admission_cost_s=0.002)
-    data = [memoryview(content(0, 5000))]
-    offered = [
-        PageWrite(key(i), data, cost_s=cost) for i, cost in enumerate([0.001, 0.002, 0.5, None])
-    ]
-    assert store.put(offered) == [
-        PutOutcome.REFUSED,
-        PutOutcome.STORED,
-        PutOutcome.STORED,
-        PutOutcome.STORED,
-    ]
-    # What is there already is kept whatever it is said to cost now.
-    assert store.put([PageWrite(key(1), data, cost_s=0.0)]) == [PutOutcome.KEPT]
-    assert store.lookup([key(0), key(1)]) == [Lookup.MISS, Lookup.HIT]
 
 
 def test_pages_expected_soon_are_evicted_last(opened: Callable[..., DiskStore]) -> None:
@@ -240,7 +268,7 @@ def test_stat_and_fsck_pass_a_strangers_folder_over_and_say_so(
     (root / "finetune-00c0ffee00c0ffee" / "tp0" / "lock").rename(
         root / "finetune-00c0ffee00c0ffee" / "tp0" / "README"
     )
-    status, data = result(commands.stat, root)
+    status, data = result(STAT, root)
     assert status == 0 and len(data["namespaces"]) == 2
     status, data = result(commands.fsck, root)
     assert status == 0 and len(data["ranks"]) == 2
@@ -264,7 +292,7 @@ def test_an_index_that_cannot_be_read_whole_hinders_nobody(root: Path, kind: str
         os.mkfifo(log)
     else:
         os.truncate(log, 8 << 40)
-    _, data = result(commands.stat, root, "--match", "model=lab")
+    _, data = result(STAT, root, "--match", "model=lab")
     assert [row["pages"] for row in data["namespaces"]] == [0]
     status, data = result(commands.fsck, root, "--match", "model=lab")
     assert (status, data["ranks"][0]["good"], data["ranks"][0]["index_whole"]) == (0, 10, False)
@@ -275,6 +303,24 @@ def test_an_index_that_cannot_be_read_whole_hinders_nobody(root: Path, kind: str
     assert store.stats().pages == 10
     store.close()
     assert log.is_file() and log.stat().st_size < 1 << 20
+
+
+def test_a_repair_keeps_what_a_log_that_ends_early_says_was_deleted(root: Path) -> None:
+    class NoErasing(Env):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if not any(map(any, buffers)):
+                raise OSError(errno.EIO, "bad sector")
+            return super().pwritev(fd, buffers, offset)
+
+    store = open_at(root, env=NoErasing(), direct_io="off")
+    assert store.delete([key(i) for i in range(10)]) == 10
+    store.close()
+    with (root / IDENTITY.directory_name / "tp0" / "index.log").open("ab") as log:
+        log.write(b"KVTF")
+    assert run(commands.fsck, str(root), "--match", "model=lab", "--repair") == 0
+    store = open_at(root)
+    assert store.stats().pages == 0
+    store.close()
 
 
 def test_fsck_leaves_what_is_no_segment_alone_even_when_it_repairs(root: Path) -> None:
@@ -328,7 +374,7 @@ def test_stat_remote_shows_what_a_master_says(
     )
     monkeypatch.setattr(Master, "figures", figures)
     out = tmp_path / "out.json"
-    assert run(commands.stat, "--remote", master, "--json", str(out)) == 0
+    assert run(STAT, "--remote", master, "--json", str(out)) == 0
     said = json.loads(out.read_text())
     assert said["schema"] == "kvtier.stat.remote/1"
     names = ("master", "keys", "nbytes", "capacity_bytes", "evicted_keys", "clients", "segments")
@@ -343,15 +389,15 @@ def test_stat_remote_refuses_what_is_no_master(
 ) -> None:
     monkeypatch.setattr(Master, "figures", figures)
     with pytest.raises(StoreError, match="no Mooncake master"):
-        run(commands.stat, "--remote", master)
+        run(STAT, "--remote", master)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "not an address", "[::1"])
 def test_stat_remote_says_what_to_give_where_nothing_answers(address: str) -> None:
     with pytest.raises(StoreError, match="metrics_port"):
-        run(commands.stat, "--remote", address)
+        run(STAT, "--remote", address)
 
 
 def test_stat_needs_a_folder_or_a_master() -> None:
     with pytest.raises(StoreError, match="--remote"):
-        run(commands.stat)
+        run(STAT)

@@ -12,6 +12,7 @@ from store_pages import content, key, put, read, segments
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.format import BLOCK, SlotHead
 from sgl_kvtier.store.engine import DiskStore
+from sgl_kvtier.store.recovery import scan
 from sgl_kvtier.types import PageKey
 
 NBYTES = 6000
@@ -163,6 +164,15 @@ def test_without_verification_the_header_is_still_compared(
     assert [o for o, _ in found][1:3] == [ReadOutcome.CORRUPT] * 2
 
 
+def test_without_verification_a_page_whose_payload_ends_early_is_found(
+    opened: Callable[..., DiskStore],
+) -> None:
+    store = opened(verify_reads=False)
+    put(store, PAGES)
+    edit(store, lambda data: data.__delitem__(slice(slot(7).start + BLOCK + 1000, None)))
+    assert outcomes(store) == [ReadOutcome.OK] * 7 + [ReadOutcome.CORRUPT] * 5
+
+
 @pytest.mark.parametrize("damage", ["remove", "empty", "garbage", "cut", "other head"])
 def test_a_lost_index_is_rebuilt_from_the_slots(
     filled: DiskStore, opened: Callable[..., DiskStore], damage: str
@@ -272,3 +282,40 @@ def test_a_segment_whose_head_is_damaged_is_still_known_by_its_pages(
     again = opened()
     assert outcomes(again) == [ReadOutcome.MISS] * 12
     assert not path.exists()
+
+
+def test_a_damaged_page_is_the_one_reported_whichever_way_the_file_is_read(
+    filled: DiskStore,
+) -> None:
+    for wanted in (list(PAGES), list(reversed(PAGES))):
+        assert filled.damage(wanted[2], bit=99)
+        found = read(filled, dict.fromkeys(wanted, NBYTES))
+        bad = [
+            page
+            for page, (outcome, _) in zip(wanted, found, strict=True)
+            if outcome is not ReadOutcome.OK
+        ]
+        assert bad == [wanted[2]]
+        assert put(filled, {wanted[2]: PAGES[wanted[2]]}) == [PutOutcome.STORED]
+
+
+def test_a_header_in_a_slot_that_it_does_not_name_is_none(filled: DiskStore) -> None:
+    edit(filled, lambda data: data.__setitem__(slot(5), data[slot(1)]))
+    core, (segment,) = filled._core, filled._room.segments.values()
+    there = scan(core.env, segment, core.identity)["slot"].tolist()
+    assert there == [number for number in range(12) if number != 5]
+
+
+def test_what_lies_behind_a_page_that_is_read_does_not_get_behind_one_that_is_written(
+    opened: Callable[..., DiskStore],
+) -> None:
+    store = opened(io_threads=1)
+    put(store, {key("old"): content("old", NBYTES)})
+    behind = slice(slot(0).start + BLOCK + NBYTES, slot(0).stop)
+    assert len(range(*behind.indices(1 << 20))) == 2 * BLOCK - NBYTES
+    edit(store, lambda data: data.__setitem__(behind, b"x" * (2 * BLOCK - NBYTES)))
+    assert read(store, {key("old"): NBYTES}) == [(ReadOutcome.OK, content("old", NBYTES))]
+    put(store, {key("new"): content("new", NBYTES)})
+    (path,) = segments(store)
+    where = place(store, key("new"))
+    assert path.read_bytes()[where.start + BLOCK + NBYTES : where.stop] == bytes(2 * BLOCK - NBYTES)

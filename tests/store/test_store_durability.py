@@ -34,8 +34,6 @@ class FullEnv(Env):
     made.
     """
 
-    native = False
-
     def __init__(self) -> None:
         self.full = False
         self._logs: set[int] = set()
@@ -161,7 +159,6 @@ def test_a_sync_that_leaves_it_to_another_ends_after_it(tmp_path: Path) -> None:
     ended: list[int] = []
 
     class Slow(Env):
-        native = False
         gate = threading.Event()
         entered = threading.Event()
 

@@ -8,7 +8,7 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,9 +69,21 @@ def test_a_new_file_does_not_cut_the_one_whose_name_it_takes(tmp_path: Path) -> 
     with linked_twice(tmp_path / "x"):
         os.close(create_file(Env(), str(tmp_path / "x"), os.O_WRONLY))
         assert (tmp_path / "x").read_bytes() == b""
-    with linked_twice(tmp_path / f"y.{os.getpid()}.new"):
+    with linked_twice(tmp_path / "y"):
         write_file(Env(), str(tmp_path / "y"), b"new")
         assert (tmp_path / "y").read_bytes() == b"new"
+
+
+def test_a_draft_that_cannot_be_written_is_not_left_behind(tmp_path: Path) -> None:
+    class Full(Env):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            raise OSError(errno.ENOSPC, "full")
+
+    (tmp_path / "y").write_bytes(b"old")
+    with pytest.raises(OSError, match="full"):
+        write_file(Full(), str(tmp_path / "y"), b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["y"]
+    assert (tmp_path / "y").read_bytes() == b"old"
 
 
 def test_a_new_file_takes_no_directorys_place(tmp_path: Path) -> None:

@@ -381,3 +381,18 @@ def test_with_durable_a_delete_is_synced_before_it_is_answered(tmp_path: Path) -
     assert store.clear() == 2
     assert "unlink seg" in calls and calls[-1] == "sync tp0"
     store.close()
+
+
+def test_slots_of_deleted_pages_are_written_again(tmp_path: Path) -> None:
+    store = open_at(tmp_path, **SMALL)
+    names = fill(store)
+    evicted = store.stats().pages_evicted
+    for turn in range(3):
+        gone = names[:10]
+        assert store.delete(gone) == 10
+        fresh = {key((turn, i)): content((turn, i), NBYTES) for i in range(10)}
+        assert put(store, fresh) == [PutOutcome.STORED] * 10
+        names = [*names[10:], *fresh]
+        assert found(store, names) == len(names)
+    assert store.stats().pages_evicted == evicted
+    store.close()

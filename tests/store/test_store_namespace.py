@@ -261,13 +261,26 @@ def test_an_index_of_another_user_is_made_anew_from_the_slots(tmp_path: Path) ->
 
 @pytest.mark.parametrize("what", [".", "tp0"])
 @pytest.mark.parametrize("bits", [0o777, 0o770, 0o702, 0o1777])
-def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, what: str, bits: int) -> None:
+def test_a_folder_that_others_may_write_is_made_private_and_said(
+    tmp_path: Path, what: str, bits: int, caplog: pytest.LogCaptureFixture
+) -> None:
     closed(tmp_path)
     (namespace(tmp_path) / what).chmod(bits)
-    with pytest.raises(StoreError, match=r"may be written by other users.*chmod go-w.*umask=077"):
+    store = open_at(tmp_path)
+    assert mode(namespace(tmp_path) / what) == 0o700
+    assert store.stats().pages == 20
+    store.close()
+    assert "1 folders and files of page stores below" in caplog.text
+
+
+def test_a_folder_on_a_filesystem_that_keeps_no_modes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = closed(tmp_path)
+    folder.chmod(0o777)
+    monkeypatch.setattr(os, "fchmod", lambda fd, mode: None)
+    with pytest.raises(StoreError, match=r"may be written by other users.*umask=077"):
         open_at(tmp_path)
-    (namespace(tmp_path) / what).chmod(0o700)
-    open_at(tmp_path).close()
 
 
 def test_what_others_may_only_read_is_taken_from_their_eyes(tmp_path: Path) -> None:
@@ -297,28 +310,36 @@ def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
     assert [mode(path) for path in (folder, folder.parent, folder.parent.parent)] == [0o700] * 3
 
 
+@needs_root
 @pytest.mark.parametrize("bits", [0o777, 0o757])
-def test_a_path_whose_folders_others_may_exchange_is_refused(tmp_path: Path, bits: int) -> None:
+def test_a_path_of_somebody_else_whose_folders_others_may_exchange_is_refused(
+    tmp_path: Path, bits: int
+) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
+    os.chown(shared, NOBODY, NOBODY)
     shared.chmod(bits)
     with pytest.raises(
-        StoreError,
-        match=rf"mode 0{bits:o}.*chmod go-w on it, or set store\.path to a new folder below it",
+        StoreError, match=rf"mode 0{bits:o}.*Set store\.path to a new folder below it"
     ):
         open_at(shared)
     open_at(shared / "new").close()
 
 
 @needs_root
-def test_a_path_that_a_group_of_several_may_write_is_refused(tmp_path: Path) -> None:
+def test_a_path_of_this_user_that_a_group_of_several_may_write_gets_the_sticky_bit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o770)
     open_at(shared).close()  # root's own group
+    assert mode(shared) == 0o770
     os.chown(shared, 0, NOBODY)
-    with pytest.raises(StoreError, match="chmod go-w"):
-        open_at(shared)
+    for _ in range(2):
+        open_at(shared).close()
+    assert mode(shared) == 0o1770
+    assert caplog.text.count("it has the sticky bit now") == 1
 
 
 def test_a_path_in_which_each_has_only_his_own_is_taken(tmp_path: Path) -> None:
@@ -364,3 +385,54 @@ def test_a_config_of_terabytes_is_refused(tmp_path: Path) -> None:
     os.truncate(namespace(tmp_path) / "config.json", 1 << 42)
     with pytest.raises(StoreError, match=r"config\.json"):
         open_at(tmp_path)
+
+
+# Several that start at once
+
+
+class Meanwhile(Env):
+    """Other servers start between the writing of the first config.json and its renaming."""
+
+    def __init__(self, starts: Callable[[], None]) -> None:
+        self._starts: list[Callable[[], None]] = [starts]
+
+    def rename(self, old: str, new: str) -> None:
+        while new.endswith("config.json") and self._starts:
+            self._starts.pop()()
+        super().rename(old, new)
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_servers_with_the_same_process_id_start_at_once_on_one_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    # As in containers, each of which counts its processes from 1 on.
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+
+    def start() -> None:
+        for number in range(others):
+            open_at(tmp_path, rank=f"tp{number + 1}").close()
+
+    store = open_at(tmp_path, env=Meanwhile(start))
+    assert put(store, PAGES) == [PutOutcome.STORED] * 20
+    store.close()
+    assert sorted(path.name for path in namespace(tmp_path).iterdir()) == [
+        "config.json",
+        *(f"tp{number}" for number in range(others + 1)),
+    ]
+
+
+def test_a_start_removes_the_drafts_of_servers_that_were_killed_while_they_wrote(
+    tmp_path: Path,
+) -> None:
+    closed(tmp_path)
+    drafts = ("config.json.77.new", ".restore-profile.json.77", ".proof.json.77")
+    for name in (*drafts, "restore-profile.json", "proof.json"):
+        (namespace(tmp_path) / name).write_text("{}")
+    closed(tmp_path)
+    assert sorted(path.name for path in namespace(tmp_path).iterdir()) == [
+        "config.json",
+        "proof.json",
+        "restore-profile.json",
+        "tp0",
+    ]

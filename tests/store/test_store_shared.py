@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from test_store_forks import in_child
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.siblings import sharing
+from sgl_kvtier.store.siblings import following, sharing
 from sgl_kvtier.types import Lookup
 
 NBYTES = 5000
@@ -55,6 +56,7 @@ def found(store: DiskStore, pages: dict[Any, bytes]) -> int:
         assert outcome is not ReadOutcome.OK or data == wanted
         whole += outcome is ReadOutcome.OK
     store._core.table.check()
+    assert store.stats().follow_failures == 0
     return whole
 
 
@@ -455,3 +457,132 @@ def test_an_owner_without_siblings_needs_no_further_system_call_to_read_and_writ
         return seen
 
     assert calls(alike="tp0") == calls()
+
+
+# Two copies
+
+
+def twice(first: DiskStore, second: DiskStore) -> None:
+    for store in (first, second):
+        # A segment: it looks at the other one before it makes one.
+        put(store, {key(store.folder): b"z" * NBYTES})
+    put(first, PAGES)
+    assert put(second, PAGES) == [PutOutcome.STORED] * 20, "it has not looked"
+
+
+def both(owner: Open) -> tuple[DiskStore, DiskStore, DiskStore]:
+    """Two owners that wrote the same pages, and a third one that knows them."""
+    first, second = owner(), owner()
+    twice(first, second)
+    third = owner()
+    assert found(third, PAGES) == 20
+    return first, second, third
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("read_first", [False, True])
+def test_of_two_copies_of_a_page_the_other_is_found_when_one_goes(
+    owner: Open, which: int, *, read_first: bool
+) -> None:
+    *owners, third = both(owner)
+    # Evicted: no other owner is told.
+    owners[which]._room.give_back_idle()
+    if read_first:
+        found(third, PAGES)
+    third.follow()
+    assert found(third, PAGES) == 20
+
+
+def test_a_siblings_copy_is_found_when_the_own_one_was_evicted(owner: Open) -> None:
+    second = both(owner)[1]
+    second.follow()
+    second._room.give_back_idle()
+    second.follow()
+    assert found(second, PAGES) == 20
+
+
+@pytest.mark.parametrize("all_of_them", [False, True], ids=["delete", "clear"])
+def test_a_page_written_anew_after_a_delete_is_found_beside_the_copy_that_was_deleted(
+    owner: Open, *, all_of_them: bool
+) -> None:
+    first, second, third = both(owner)
+    _ = second.clear() if all_of_them else second.delete(list(PAGES))
+    assert put(second, PAGES) == [PutOutcome.STORED] * 20
+    # The first one has not looked, so that its copies are still there.
+    third.follow()
+    assert found(third, PAGES) == 20
+    assert found(owner(), PAGES) == 20
+    first.follow()
+    third.follow()
+    assert found(third, PAGES) == found(first, PAGES) == 20
+
+
+def test_many_copies_are_tried_once_a_second(owner: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(Env):
+        seconds = 1000.0
+
+        def now(self) -> float:
+            return self.seconds
+
+    monkeypatch.setattr(following, "_FEW", 10)
+    env = Clock()
+    first, second = owner(), owner()
+    twice(first, second)
+    third = owner(env=env, native_io=False)
+    put(third, {key("own"): b"x"})
+    third.delete([key("own")])
+    third.follow()
+    first._room.give_back_idle()
+    third.follow()
+    assert found(third, PAGES) == 0
+    env.seconds += 1
+    third.follow()
+    assert found(third, PAGES) == 20
+
+
+def test_a_siblings_file_stays_open_while_one_reads_it_although_its_owner_removed_it(
+    owner: Open,
+) -> None:
+    first = owner()
+    put(first, PAGES)
+    second = owner()
+    (segment,) = second._room.theirs.values()
+    with second._core.lock:
+        rows = second._core.table.find(list(PAGES), "kv")[:1]
+        second._core.table.pin(rows)  # as a read does
+    assert first.clear() == 20
+    second.follow()
+    assert second.lookup(list(PAGES)) == [MISS] * 20
+    os.fstat(segment.fd)
+    assert list(second._room.theirs.values()) == [segment]
+    with second._core.lock:
+        second._core.table.unpin(rows)
+    second.follow()
+    with pytest.raises(OSError):
+        os.fstat(segment.fd)
+    assert not second._room.theirs
+
+
+def test_a_new_folder_gets_no_number_of_one_whose_files_are_still_read() -> None:
+    per_folder = following.NUMBER_MASK + 1
+    known: Any = SimpleNamespace(
+        folders={"a": SimpleNamespace(number=3)},
+        _leaving=[SimpleNamespace(number=2 * per_folder + 5)],
+        _last_number=1,
+    )
+    assert following.Following._new_number(known) == 4
+
+
+@pytest.mark.parametrize("deleter", [0, 1])
+def test_a_page_deleted_in_one_pool_stays_in_the_others_for_all(owner: Open, deleter: int) -> None:
+    # A store that opens reads the folders in their order: the deletes before the pages, or behind.
+    owners = owner(), owner()
+    holder = owners[1 - deleter]
+    for pool in ("kv", "draft"):
+        put(holder, PAGES, pool)
+    owners[deleter].follow()
+    assert owners[deleter].delete(list(PAGES), "kv") == 20
+    for one in (owner(), *owners):
+        one.follow()
+        assert one.lookup(list(PAGES), "kv") == [MISS] * 20
+        assert one.lookup(list(PAGES), "draft") == [HIT] * 20

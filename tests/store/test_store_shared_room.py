@@ -148,8 +148,6 @@ def test_of_two_that_make_a_segment_at_the_same_moment_at_most_one_keeps_it_too_
     class Both(Env):
         """The other owner makes a segment right after this one has reserved its own."""
 
-        native = False
-
         def __init__(self) -> None:
             self.meanwhile: list[Callable[[], object]] = []
 

@@ -74,7 +74,7 @@ def test_a_damaged_page_is_none(path):
 
 
 def test_a_second_owner_is_told_what_to_do(path):
-    with opened(path), pytest.raises(KVTierError, match="Stop it, or give"):
+    with opened(path), pytest.raises(KVTierError, match=r"which is this one.*Close it"):
         opened(path)
 
 

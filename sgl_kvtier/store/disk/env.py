@@ -12,17 +12,23 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
+import secrets
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_FOR_OTHERS = 64
+SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that say nothing of a file: there are too few descriptors, or too little memory."""
 _RETRIES = 100
 """Consecutive EINTR or EAGAIN results that are retried before they count as an error."""
 
@@ -48,6 +54,10 @@ class Env:
 
     native = True
     """Whether native I/O threads may bypass this. False in subclasses that see every call."""
+    native_module: Any = None
+    """The native I/O threads, in another build than the ordinary one: the laboratory's, with
+    faults.
+    """
 
     def open(self, path: str, flags: int) -> int:
         """A descriptor of a regular file, or of a folder with O_DIRECTORY. Anything else is refused
@@ -82,6 +92,16 @@ class Env:
             os.close(fd)
             raise
         return fd
+
+    def leaves_enough(self, fd: int, share: float = 1.0) -> bool:
+        """Whether a descriptor that was just opened is within the `share` of those that segments
+        may take. A quarter of what this process may open, and at least 64, is for the rest of it.
+        """
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit == resource.RLIM_INFINITY:
+            return True
+        # A new descriptor has the lowest free number: all lower ones are in use.
+        return fd < share * (limit - min(max(_FOR_OTHERS, limit // 4), limit // 2))
 
     def close(self, fd: int) -> None:
         """Closes a descriptor; an error is ignored, since nothing can be done about it."""
@@ -149,18 +169,30 @@ class Env:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, DIRECTORY_MODE)
 
-    def make_private(self, path: str) -> None:
-        """Makes a directory private: mode 0700. Raises NotOursError where others own it or may
-        write it.
+    def make_private(self, path: str) -> bool:
+        """Makes a directory of this user private: mode 0700. Whether others could write it until
+        now. Raises NotOursError where another user owns it, or where the filesystem keeps no modes.
         """
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except PermissionError:
+            check_owned(path, os.lstat(path))
+            raise
         try:
             found = os.fstat(fd)
-            check_private(path, found)
+            check_owned(path, found)
             if found.st_mode & _OTHERS:
                 os.fchmod(fd, DIRECTORY_MODE)
+                check_private(path, os.fstat(fd))
         finally:
             os.close(fd)
+        return bool(found.st_mode & OTHERS_WRITE)
+
+    def make_sticky(self, path: str) -> None:
+        """Lets only the owner of an entry of a directory rename or remove it, and the directory's
+        owner: as in /tmp.
+        """
+        os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) | stat.S_ISVTX)
 
     def unlink(self, path: str) -> None:
         os.unlink(path)
@@ -175,6 +207,15 @@ class Env:
         """Bytes that an unprivileged user may still write on the filesystem of `path`."""
         info = os.statvfs(path)
         return info.f_bavail * info.f_frsize
+
+    def filesystem_bytes(self, path: str) -> int:
+        """Size of the filesystem of `path`; 0 where it does not say, as ramfs."""
+        info = os.statvfs(path)
+        return info.f_blocks * info.f_frsize
+
+    def is_read_only(self, path: str) -> bool:
+        """Whether the filesystem of `path` is mounted read-only."""
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
     def lock(self, fd: int) -> None:
         """Locks an open file until its descriptor is closed, or raises BlockingIOError at once."""
@@ -276,15 +317,27 @@ def create_file(env: Env, path: str, flags: int) -> int:
 
 def write_file(env: Env, path: str, data: bytes) -> None:
     """Writes a small file; after a crash it is the old one or the new one. Raises OSError."""
-    # Several ranks settle the same folder at once.
-    fresh = f"{path}.{os.getpid()}.new"
-    fd = create_file(env, fresh, os.O_WRONLY)
+    fresh = f"{path}.{unique_number()}.new"
+    fd = env.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        write_fully(env, fd, [memoryview(data)], 0)
-        env.sync(fd)
-    finally:
-        env.close(fd)
-    env.rename(fresh, path)
+        try:
+            write_fully(env, fd, [memoryview(data)], 0)
+            env.sync(fd)
+        finally:
+            env.close(fd)
+        env.rename(fresh, path)
+    except BaseException:
+        # On a full disk another file needs the space.
+        with contextlib.suppress(OSError):
+            env.unlink(fresh)
+        raise
+
+
+def unique_number() -> int:
+    """A number for the name of a draft. Several ranks write the same file at once, and in
+    containers their process ids are the same.
+    """
+    return secrets.randbits(63)
 
 
 def check_private(path: str, found: os.stat_result) -> None:
@@ -292,7 +345,7 @@ def check_private(path: str, found: os.stat_result) -> None:
     its folders, for the same reason.
     """
     check_owned(path, found)
-    if found.st_mode & _OTHERS_WRITE:
+    if found.st_mode & OTHERS_WRITE:
         raise NotOursError(
             path, f"may be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): what "
                 "they put there would be served. Remove "

@@ -34,10 +34,12 @@ class Identity:
         try:
             if json.loads(self.canonical())["fields"] != self.fields:
                 raise ValueError("it changes on its way through JSON")
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise StoreError(
                 f"a store's identity must be plain JSON data with text keys: {error}"
             ) from error
+        if not isinstance(self.name, str):
+            raise TypeError(f"the name of an identity is a text, not {type(self.name).__name__}")
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)

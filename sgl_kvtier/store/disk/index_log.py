@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sgl_kvtier.store.disk.env import Env, create_file, read_large_file, write_fully
+from sgl_kvtier.store.disk.env import SHORT, Env, create_file, read_large_file, write_fully
 from sgl_kvtier.store.disk.format import (
     FRAME_HEAD_BYTES,
     RECORD,
@@ -85,6 +85,8 @@ class IndexLog:
         self._end = 0
         self._records = 0
         self._lost = 0
+        self._passes = True
+        """Whether the log on disk would pass for whole."""
         self._again_at = 0.0
         self._mended_at = -_AGAIN_S
         self._closed = False
@@ -101,24 +103,33 @@ class IndexLog:
         return self._lost != 0
 
     def load(self, slots: int) -> tuple[np.ndarray, bool]:
-        """(records as written, whether complete) of a folder with this many slots. Never raises."""
+        """(records as written, whether complete) of a folder with this many slots. Raises OSError
+        only where this process may open no more files: the log says what was deleted.
+        """
         try:
             # Opened for writing, which refuses a log that another user made.
             data = read_large_file(self._env, self._path, most_bytes(slots), os.O_RDWR)
         except FileNotFoundError:
             return np.empty(0, RECORD), False
         except OSError as error:
+            if error.errno in SHORT:
+                raise
             logger.warning("the index log is passed over: %s", error)
             return np.empty(0, RECORD), False
-        return unpack_log(data, self._identity)
+        records, self._passes = unpack_log(data, self._identity)
+        return records, self._passes
 
     def resume(self, records: int) -> bool:
-        """Continues at the end of the whole log that `load` found with this number of records."""
+        """Continues at the end of the whole log that `load` found with this number of records.
+        Raises OSError as `load` does.
+        """
         with self._lock:
             try:
                 self._fd = self._env.open(self._path, os.O_WRONLY)
                 self._end = self._env.size(self._fd)
             except OSError as error:
+                if error.errno in SHORT:
+                    raise
                 logger.debug("the index log cannot be written: %s", error)
                 return False
             self._records = records
@@ -159,6 +170,7 @@ class IndexLog:
                 logger.debug("the index log was not rewritten: %s", error)
                 return False
             self._drop_descriptor()
+            self._passes = True
             if self._lost:
                 self._mended_at = self._env.now()
             self._fd, self._end, self._records, self._lost = fd, len(data), len(live), 0
@@ -227,11 +239,13 @@ class IndexLog:
             if self._fd < 0:
                 raise OSError(errno.EBADF, "the index log could not be opened")
             self._env.truncate(self._fd, self._end + 1)
+            self._passes = False
         except OSError as whole:
             logger.debug("the index log does not grow: %s", whole)
             try:
-                self._check_owner()
-                self._env.unlink(self._path)
+                if self._passes:
+                    self._check_owner()
+                    self._env.unlink(self._path)
             except OSError as stays:
                 logger.debug("the index log cannot be removed: %s", stays)
         self._drop_descriptor()

@@ -14,18 +14,30 @@ import errno
 import grp
 import itertools
 import json
+import logging
 import os
 import pwd
 import re
 import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import StoreBusyError, StoreError, StoreFormatError
-from sgl_kvtier.store.disk.env import Env, NotOursError, read_file, write_file, write_fully
+from sgl_kvtier.outside import shown
+from sgl_kvtier.store.disk.env import (
+    OTHERS_WRITE,
+    Env,
+    NotOursError,
+    read_file,
+    write_file,
+    write_fully,
+)
 from sgl_kvtier.store.disk.identity import Identity, fingerprint_of
 from sgl_kvtier.store.disk.index_log import NAME
 from sgl_kvtier.store.disk.segment import PROBE, segment_number
+
+logger = logging.getLogger(__name__)
 
 GONE_LIST = "gone"
 """Deletes that siblings have to follow."""
@@ -36,10 +48,13 @@ CONFIG = "config.json"
 LOCK = "lock"
 PROFILE = "restore-profile.json"
 """The learned costs and bandwidths of a server. The store only reserves the name."""
+PROOF = "proof.json"
+"""What servers have shown of their restorations. The store only reserves the name."""
 ABOUT = "sgl_kvtier page store"
 PATIENT = 50
 """Tries before a lock counts as another process's: `is_open` holds it for a moment."""
 _PAUSE_S = 0.02
+_SHARED_FILES = {CONFIG, PROFILE, PROOF}
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_LOCK_BYTES = 64
 _FINGERPRINT_DIGITS = 16
@@ -47,9 +62,19 @@ _RANK = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 _NAMESPACE = re.compile(rf"^[A-Za-z0-9][A-Za-z0-9_.-]*-[0-9a-f]{{{_FINGERPRINT_DIGITS}}}$")
 _RANK_FILES = {LOCK, NAME, f"{NAME}.new", PROBE, GONE_LIST, WANTED}
 _GONE_NEW = re.compile(rf"^{GONE_LIST}\.[0-9]+\.new$")
+_DRAFT = re.compile(
+    rf"^({re.escape(CONFIG)}\.[0-9]+\.new|\.({re.escape(PROFILE)}|{re.escape(PROOF)})\.[0-9]+)$"
+)
+"""Files that are being written in an identity's folder, or were when their writer was killed."""
 _MOST_OWNERS = 1024
 _BRIEF = 10
 """Tries where another folder does as well."""
+
+
+_held: dict[tuple[int, int], int] = {}
+"""The process that holds a lock, by the lock's device and inode. The process id in a lock does not
+tell containers apart: the first process of each is number 1.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +93,8 @@ class RankFolder:
             raise OSError(errno.ESTALE, "the folder is no longer this process's", self.path)
 
     def release(self, env: Env) -> None:
+        with contextlib.suppress(OSError):
+            _held.pop(_inode(os.fstat(self.lock_fd)), None)
         env.close(self.lock_fd)
 
 
@@ -80,8 +107,12 @@ def own_shared_folder(
     point and a number behind. Folders with segments go to those who write, empty ones to the
     others. Raises StoreError, which says what to do.
     """
+    _prepare_root(env, root)
     namespace = os.path.join(root, identity.directory_name)
-    there = {os.path.basename(path): path for path in list_alike(env, namespace, alike)}
+    there: dict[str, str] = {}
+    # What cannot be listed is said where the folder is made.
+    with contextlib.suppress(OSError):
+        there = {os.path.basename(path): path for path in list_alike(env, namespace, alike)}
     free = [name for name, path in there.items() if _is_free(env, path)]
     filled = [name for name in free if _has_segments(env, there[name])]
     empty = [name for name in free if name not in filled]
@@ -89,36 +120,96 @@ def own_shared_folder(
     unknown = (name for name in fresh if name not in there)
     for name in itertools.chain(filled if writes else (), empty, unknown):
         with contextlib.suppress(StoreBusyError):
-            return own_rank_folder(env, root, identity, name, _BRIEF)
+            return _own_rank_folder(env, root, identity, name, _BRIEF)
     raise StoreBusyError(f"{namespace} has {_MOST_OWNERS} owners already: stop some of them")
 
 
 def list_alike(env: Env, namespace: str, alike: str) -> list[str]:
-    """Folders of ranks whose names fit a regular expression, with or without a number behind."""
+    """Folders whose names fit a regular expression, with or without a number behind; also those
+    that hold nothing yet, since nothing in `namespace` tells when they get a lock. Raises OSError.
+    """
     fits = re.compile(rf"(?:{alike})(?:\.([0-9]{{1,4}}))?")
-    return [path for path in list_ranks(env, namespace) if fits.fullmatch(os.path.basename(path))]
+    names = [name for name in env.list(namespace) if is_rank_name(name) and fits.fullmatch(name)]
+    return [path for name in names if env.is_directory(path := os.path.join(namespace, name))]
 
 
-def own_rank_folder(
-    env: Env, root: str, identity: Identity, rank: str, tries: int = PATIENT
-) -> RankFolder:
+def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankFolder:
     """Makes and locks the folder of a rank. Raises StoreError, which says what to do."""
+    _prepare_root(env, root)
+    return _own_rank_folder(env, root, identity, rank, PATIENT)
+
+
+def _prepare_root(env: Env, root: str) -> None:
+    """Makes the folder of a store if it is not there, and takes from other users what they may
+    write of this user's stores in it. Raises StoreError.
+    """
     if not root:
         raise StoreError("store.path is not set: give the folder that pages are kept in")
-    if not _RANK.match(rank) or ".." in rank:
-        raise StoreError(f"not a rank's name: {rank!r}. Letters, digits, '_', '-' and '.' only")
+    try:
+        os.makedirs(root, mode=0o700, exist_ok=True)
+        keep_apart(env, root)
+        found = os.stat(root)
+    except OSError as error:
+        raise _unusable(root, error) from error
+    if _may_be_exchanged(found):
+        logger.warning(
+            "%s may be written by other users (mode %04o): they cannot read or change pages, but "
+            "they can rename or remove the folders of the store. Set store.path to a folder below "
+            "it, which is made private",
+            root,
+            stat.S_IMODE(found.st_mode),
+        )
+    loose = _make_private(env, root)
+    if loose:
+        logger.warning(
+            "%d folders and files of page stores below %s could be written by other users, as "
+            "Kubernetes leaves them on a volume with an fsGroup. Only this user can write them "
+            "now. Give that group to no other workload: it could have changed pages until now",
+            loose,
+            root,
+        )
+
+
+def _make_private(env: Env, root: str) -> int:
+    """Folders and files of this user's stores below `root` that others could write until now."""
+    loose = 0
+    for namespace in list_namespaces(env, root):
+        ranks = list_ranks(env, namespace)
+        # Folders first: nobody puts another file into one that is private.
+        for folder in (namespace, *ranks):
+            with contextlib.suppress(OSError):
+                loose += env.make_private(folder)
+        for folder in (namespace, *ranks):
+            names: list[str] = []
+            with contextlib.suppress(OSError):
+                names = [n for n in env.list(folder) if n in _SHARED_FILES or is_rank_file(n)]
+            for name in names:
+                with contextlib.suppress(OSError):
+                    loose += _make_file_private(env, os.path.join(folder, name))
+    return loose
+
+
+def _make_file_private(env: Env, path: str) -> bool:
+    found = env.status(path)
+    if not stat.S_ISREG(found.st_mode) or not found.st_mode & OTHERS_WRITE:
+        return False
+    env.close(env.open(path, os.O_RDWR))
+    return True
+
+
+def _own_rank_folder(env: Env, root: str, identity: Identity, rank: str, tries: int) -> RankFolder:
+    if not isinstance(rank, str) or not _RANK.fullmatch(rank) or ".." in rank:
+        raise StoreError(
+            f"not a rank's name: {shown(rank)}. At most 64 letters, digits, '_', '-' and '.'"
+        )
     namespace = os.path.join(root, identity.directory_name)
     path = os.path.join(namespace, rank)
     try:
-        os.makedirs(root, mode=0o700, exist_ok=True)
-        check_root(root)
         lock_fd = _make_and_lock(env, namespace, path, tries)
     except NotOursError as error:
         raise StoreError(error.advice) from error
     except OSError as error:
-        raise StoreError(
-            f"cannot use {root} for pages: {error}. Choose a store.path that this user can write"
-        ) from error
+        raise _unusable(root, error) from error
     try:
         _settle_config(env, namespace, identity)
     except NotOursError as error:
@@ -132,24 +223,87 @@ def own_rank_folder(
     except BaseException:
         env.close(lock_fd)
         raise
+    _held[_inode(os.fstat(lock_fd))] = os.getpid()
     return RankFolder(path, namespace, lock_fd)
 
 
+def keep_apart(env: Env, root: str) -> None:
+    """Sees to it that no other user renames or replaces folders of a store below `root`: if it is
+    this user's and others may write it, it gets the sticky bit, and the log says so. Raises
+    StoreError where `check_root` does or the bit does not stay, and OSError.
+    """
+    check_root(root)
+    found = os.stat(root)
+    if not _may_be_exchanged(found) or found.st_uid != os.geteuid():
+        return
+    env.make_sticky(root)
+    found = os.stat(root)
+    if _may_be_exchanged(found):
+        raise _exchangeable(root, found)
+    logger.warning(
+        "%s may be written by other users (mode %04o): it has the sticky bit now, so that they "
+        "cannot rename or remove this user's folders in it",
+        root,
+        stat.S_IMODE(found.st_mode),
+    )
+
+
 def check_root(root: str) -> None:
-    """Raises StoreError where other users could put folders of their own in place of a store's
-    below `root`. May raise OSError.
+    """Raises StoreError where others than root may write `root`, which belongs to a third user,
+    and could replace a store's folders. Changes nothing. May raise OSError.
+
+    A folder of root's that others may write is taken, as volumes of Kubernetes are: what others put
+    there is known by its owner and never used, and nobody but this user can write what is. One of
+    this user's is taken too: `keep_apart` sees to it.
     """
     found = os.stat(root)
+    if _may_be_exchanged(found) and found.st_uid not in (0, os.geteuid()):
+        raise _exchangeable(root, found)
+
+
+def _may_be_exchanged(found: os.stat_result) -> bool:
+    """Whether others may rename what is in a directory, and put something of theirs there."""
     shared = found.st_mode & stat.S_IWOTH or (
         found.st_mode & stat.S_IWGRP and not _has_only_this_user(found.st_gid)
     )
     # As in /tmp: every user may add there, and may rename and remove only their own.
-    if shared and not found.st_mode & stat.S_ISVTX:
-        raise StoreError(
-            f"{root} may be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): they "
-            "could put folders of theirs in the "
-            "place of the store's. Run chmod go-w on it, or set store.path to a new folder below it"
-        )
+    return bool(shared and not found.st_mode & stat.S_ISVTX)
+
+
+def _exchangeable(root: str, found: os.stat_result) -> StoreError:
+    return StoreError(
+        f"{root} belongs to user {found.st_uid} and may be written by others (mode "
+        f"{stat.S_IMODE(found.st_mode):04o}): they could put folders of theirs in the place of the "
+        f"store's. Set store.path to a new folder below it, such as {os.path.join(root, 'kvtier')}"
+    )
+
+
+def _unusable(root: str, error: OSError) -> StoreError:
+    """What to do about an error on the way to a rank's folder."""
+    what = error.strerror or str(error)
+    if error.filename not in (None, root):
+        what += f" ({error.filename})"
+    advice = _ADVICE.get(error.errno or 0, "Choose a store.path that this user can write")
+    for path in (root, *map(str, Path(root).parents)):
+        if os.path.islink(path) and not os.path.exists(path):
+            what = f"{path} is a symbolic link to {os.path.realpath(path)}, which is not there"
+            advice = "Make that folder, or choose another store.path"
+        elif os.path.exists(path) and not os.path.isdir(path):
+            what = f"{path} is not a folder"
+            advice = "Remove it, or choose another store.path"
+    return StoreError(f"cannot use {root} for pages: {what}. {advice}")
+
+
+_ADVICE = {
+    errno.EROFS: "Mount the filesystem writable, or choose another store.path",
+    errno.ENOSPC: "Free some space there, or choose another store.path",
+    errno.EDQUOT: "Raise this user's disk quota, or choose another store.path",
+    errno.ENOLCK: "A store needs flock: choose a store.path on a local disk",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n)",
+    errno.ENAMETOOLONG: "Choose a shorter store.path",
+    errno.EIO: "Look at the kernel log (dmesg), and replace the disk",
+}
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 
 
 def lock_folder(env: Env, path: str, tries: int = 1) -> int:
@@ -170,15 +324,33 @@ def lock_folder(env: Env, path: str, tries: int = 1) -> int:
                 return fd
         except BlockingIOError:
             pass
-        except BaseException:
+        except BaseException as error:
             env.close(fd)
+            if isinstance(error, OSError) and error.errno in _NO_LOCKS:
+                raise OSError(errno.ENOLCK, "this filesystem takes no locks", name) from error
             raise
         env.close(fd)
+    owner = _owner(env, name)
+    if _is_held_here(env, name):
+        raise StoreBusyError(
+            f"{path} belongs to {owner}, which is this one: a store is open there already. Close "
+            "it with close(), or use it in a with block"
+        )
     raise StoreBusyError(
-        f"{path} belongs to {_owner(env, name)}, which is still running. Stop it, or give this "
-        "server "
+        f"{path} belongs to {owner}, which is still running. Stop it, or give this server "
         "another store.path (one server per folder and rank)"
     )
+
+
+def _inode(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _is_held_here(env: Env, lock: str) -> bool:
+    """Whether a store of this process holds this lock."""
+    with contextlib.suppress(OSError):
+        return _held.get(_inode(env.status(lock))) == os.getpid()
+    return False
 
 
 def is_open(env: Env, rank: str) -> bool:
@@ -229,7 +401,7 @@ def read_identity(env: Env, namespace: str) -> dict[str, Any]:
 def list_namespaces(env: Env, root: str) -> list[str]:
     """Folders below a root named like an identity's, no links; `read_identity` tells."""
     try:
-        names = [name for name in env.list(root) if _NAMESPACE.match(name)]
+        names = [name for name in env.list(root) if _NAMESPACE.fullmatch(name)]
     except OSError:
         return []
     paths = [os.path.join(root, name) for name in names]
@@ -251,7 +423,7 @@ def list_ranks(env: Env, namespace: str) -> list[str]:
 
 def is_rank_name(name: str) -> bool:
     """Whether a rank's folder may have this name."""
-    return bool(_RANK.match(name))
+    return bool(_RANK.fullmatch(name))
 
 
 def is_rank_file(name: str) -> bool:
@@ -332,9 +504,26 @@ def _settle_config(env: Env, namespace: str, identity: Identity) -> None:
             )
         with contextlib.suppress(OSError):
             env.touch(path)
+        _sweep(env, namespace)
         return
     data = {"about": ABOUT, "name": identity.name, "identity": json.loads(wanted)}
-    write_file(env, path, json.dumps(data, indent=2, sort_keys=True).encode())
+    try:
+        write_file(env, path, json.dumps(data, indent=2, sort_keys=True).encode())
+    except FileNotFoundError:
+        if not env.exists(path):
+            raise
+        # Another server was faster, and a third one has swept the draft away.
+        _settle_config(env, namespace, identity)
+
+
+def _sweep(env: Env, namespace: str) -> None:
+    """Removes drafts of servers that were killed while they wrote. Who is writing one now looks
+    again.
+    """
+    with contextlib.suppress(OSError):
+        for name in filter(_DRAFT.match, env.list(namespace)):
+            with contextlib.suppress(OSError):
+                env.unlink(os.path.join(namespace, name))
 
 
 def _sign(env: Env, fd: int) -> None:

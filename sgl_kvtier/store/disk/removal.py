@@ -19,10 +19,12 @@ from sgl_kvtier.store.disk.namespace import (
     CONFIG,
     LOCK,
     PROFILE,
+    PROOF,
     check_root,
     is_open,
     is_rank_file,
     is_rank_name,
+    keep_apart,
     list_namespaces,
     list_ranks,
     lock_folder,
@@ -34,7 +36,8 @@ from sgl_kvtier.store.disk.segment import is_segment, segment_number
 logger = logging.getLogger(__name__)
 
 _NAMESPACE_FILE = re.compile(
-    rf"^({re.escape(CONFIG)}|{re.escape(PROFILE)})(\.[0-9]+\.new)?$|^\.{re.escape(PROFILE)}\.[0-9]+$"
+    rf"^({re.escape(CONFIG)}|{re.escape(PROFILE)})(\.[0-9]+\.new)?$|^{re.escape(PROOF)}$"
+    rf"|^\.({re.escape(PROFILE)}|{re.escape(PROOF)})\.[0-9]+$"
 )
 
 
@@ -47,6 +50,7 @@ def remove_namespace(env: Env, namespace: str, tries: int = 1) -> int:
     """
     locks: dict[str, int] = {}
     try:
+        keep_apart(env, os.path.dirname(namespace))
         # A cheap check first: a server that needs room calls often, and a folder stays in use for
         # long.
         with contextlib.suppress(PermissionError):

@@ -26,6 +26,8 @@ start.
 NUMBER_MASK = (1 << 21) - 1
 """The bits of a segment's number on disk; those above tell whose folder it is in."""
 _PREFIX = "seg-"
+_SHARE_OF_SIBLINGS = 0.75
+"""Of the descriptors that segments may take: an owner can always make some of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ def create_segment(
     fd = env.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | io.flags)
     segment = Segment(number, slot_bytes, slots, path, fd)
     try:
+        _check_enough_left(env, fd, path)
         env.allocate(fd, segment.nbytes)
         head = _aligned(pack_segment_head(identity, number, slot_bytes, slots))
         write_fully(env, fd, [head], 0)
@@ -119,6 +122,7 @@ def open_segment(
     path = os.path.join(folder, segment_name(number))
     fd = env.open(path, os.O_RDWR | io.flags)
     try:
+        _check_enough_left(env, fd, path)
         found = unpack_segment_head(_beginning(env, fd, 1), identity)
         if found is None and not may_begin_a_segment(_beginning(env, fd, 2)):
             raise NotASegmentError(path)
@@ -138,6 +142,7 @@ def open_to_read(env: Env, folder: str, number: int, identity: bytes, io: Direct
     path = os.path.join(folder, segment_name(number))
     fd = env.open_to_read(path, io.flags)
     try:
+        _check_enough_left(env, fd, path, _SHARE_OF_SIBLINGS)
         found = unpack_segment_head(_beginning(env, fd, 1), identity)
         if found is None or found[0] != number:
             raise NotASegmentError(path)
@@ -145,6 +150,11 @@ def open_to_read(env: Env, folder: str, number: int, identity: bytes, io: Direct
         env.close(fd)
         raise
     return Segment(number, found[1], found[2], path, fd)
+
+
+def _check_enough_left(env: Env, fd: int, path: str, share: float = 1.0) -> None:
+    if not env.leaves_enough(fd, share):
+        raise OSError(errno.EMFILE, "too few descriptors are left for others", path)
 
 
 def named_apart(segment: Segment, folder: int) -> Segment:

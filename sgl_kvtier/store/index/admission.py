@@ -1,38 +1,16 @@
-"""Which new pages are worth a write: all, those offered a second time, or those expensive to
-compute. Flash wears by bytes written.
+"""Which new pages are worth a write: all, or those offered a second time. Flash wears by bytes
+written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.store.base import PageWrite
 
 _REMEMBERED = 1 << 17
 """Keys per generation; two generations are kept. A key is remembered by 8 of its bytes."""
-
-
-class Admission(Protocol):
-    """Decides about pages that are not in the store. The core's lock guards it."""
-
-    def admit(self, pages: Sequence[PageWrite]) -> list[bool]:
-        """Whether each page should be written now."""
-
-
-class RecomputeCost:
-    """Admits a page when computing it again would take at least a threshold, or an unknown time.
-
-    A late page of a long context costs more than an early one, since attention grows with the
-    tokens before it. So a threshold keeps the pages that would take the accelerator longest.
-    """
-
-    def __init__(self, least_s: float) -> None:
-        self._least_s = least_s
-
-    def admit(self, pages: Sequence[PageWrite]) -> list[bool]:
-        return [page.cost_s is None or page.cost_s >= self._least_s for page in pages]
 
 
 class SecondHit:
@@ -49,6 +27,7 @@ class SecondHit:
         self._old: set[bytes] = set()
 
     def admit(self, pages: Sequence[PageWrite]) -> list[bool]:
+        """Whether each page, none of which is in the store, should be written now."""
         return [self._admit_one(page.key[:8]) for page in pages]
 
     def _admit_one(self, short: bytes) -> bool:
@@ -60,8 +39,6 @@ class SecondHit:
         return False
 
 
-def admission_of(config: StoreConfig) -> Admission | None:
+def admission_of(config: StoreConfig) -> SecondHit | None:
     """The filter that the settings name; None when every page is written."""
-    if config.admission == "second-hit":
-        return SecondHit()
-    return RecomputeCost(config.admission_cost_s) if config.admission == "recompute-cost" else None
+    return SecondHit() if config.admission == "second-hit" else None

@@ -42,9 +42,16 @@ class Columns:
 
 
 def columns_of(pages: Sequence[PageRead] | Sequence[PageWrite]) -> Columns:
-    """Raises ValueError for keys that are not 32 bytes, and TypeError or BufferError for memory
-    that is not contiguous.
+    """Raises ValueError for keys that are not 32 bytes and for memory that is not contiguous, and
+    TypeError for what are no pages.
     """
+    try:
+        return _columns_of(pages)
+    except BufferError as error:
+        raise ValueError(f"the memory of a page must be contiguous: {error}") from None
+
+
+def _columns_of(pages: Sequence[PageRead] | Sequence[PageWrite]) -> Columns:
     if _native is not None:
         keys, parts, lengths, buffers, pool = _native.columns(pages)
         return Columns(
@@ -55,10 +62,12 @@ def columns_of(pages: Sequence[PageRead] | Sequence[PageWrite]) -> Columns:
             [page[2] for page in pages] if pool is None else [pool] * len(pages),
             pool,
         )
+    if not all(isinstance(page, tuple) and len(page) > 2 for page in pages):
+        raise TypeError("a page is (key, buffers, pool)")
     pools = [page[2] for page in pages]
     return Columns(
-        words([page.key for page in pages]),
-        np.array([sum(part.nbytes for part in page[1]) for page in pages], np.int64),
+        words([page[0] for page in pages]),
+        np.array([sum(memoryview(p).nbytes for p in page[1]) for page in pages], np.int64),
         np.array([len(page[1]) for page in pages], np.uint32),
         [part for page in pages for part in page[1]],
         pools,

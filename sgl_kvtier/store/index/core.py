@@ -27,6 +27,8 @@ _ADVICE = {
     errno.ENOENT: "the folder was removed under this server: restart the server",
     errno.ESTALE: "the folder or its lock was removed under this server: restart the server",
     errno.EMFILE: "too many open files: raise the limit (ulimit -n) or store.segment_bytes",
+    errno.ENFILE: "too many files are open on this host: raise fs.file-max (sysctl)",
+    errno.ENOMEM: "there is too little memory: give this process more",
 }
 
 
@@ -47,7 +49,13 @@ class Counters:
     reads_failed: int = 0
     reads_late: int = 0
     reads_cancelled: int = 0
+    follow_failures: int = 0
     write_busy_s: float = 0.0
+
+
+def advice(error: OSError) -> str:
+    """What an error of the operating system means here and what to do."""
+    return _ADVICE.get(error.errno or 0, os.strerror(error.errno or 0))
 
 
 class Complaints:
@@ -56,19 +64,53 @@ class Complaints:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._said: set[tuple[str, int]] = set()
+        self._no_room = False
 
     def about(self, doing: str, error: OSError) -> None:
         number = error.errno or 0
         if (doing, number) in self._said:
             return
         self._said.add((doing, number))
-        advice = _ADVICE.get(number, os.strerror(number))
         logger.warning(
             "%s failed below %s: %s. Serving goes on without (said once)",
             doing,
             self._folder,
-            advice,
+            advice(error),
         )
+
+    def unexpected(self, doing: str, error: Exception) -> None:
+        """An exception that is no answer of the operating system: once per kind, with where."""
+        kind = (f"{doing}: {type(error).__name__}", 0)
+        if kind in self._said:
+            return
+        self._said.add(kind)
+        logger.error(
+            "%s failed below %s. Serving goes on without (said once). Please report it: %r",
+            doing,
+            self._folder,
+            error,
+            exc_info=error,
+        )
+
+    def about_room(self, why: str, *, kept: bool) -> None:
+        """That no new page finds room, once until `room_again`. `kept`: new pages take the place
+        of older ones.
+        """
+        if self._no_room:
+            return
+        self._no_room = True
+        effect = (
+            "New pages replace those used longest ago"
+            if kept
+            else "Every new page is refused, and serving goes on without"
+        )
+        logger.warning(
+            "no room for more pages below %s: %s. %s (said once)", self._folder, why, effect
+        )
+
+    def room_again(self) -> None:
+        """A page found new room: the next time that none does is said again."""
+        self._no_room = False
 
 
 @dataclass(slots=True)
@@ -96,6 +138,14 @@ class Core:
     """Sequence numbers follow the clock, so that those of several folders can be compared."""
     closing: bool = False
     """Set once, under the lock: from then on nothing is claimed, doomed or made."""
+
+    def failed_once(self, doing: str, error: Exception) -> None:
+        """Counts an exception that nobody expected, of a thread or step that goes on without it.
+        Each kind is logged once, with its traceback.
+        """
+        with self.lock:
+            self.counters.follow_failures += 1
+        self.complaints.unexpected(doing, error)
 
     def next_sequence(self, count: int) -> int:
         """The first of `count` sequence numbers never used before. Under the lock."""

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_kvtier.errors import StoreError
-from sgl_kvtier.store.disk.format import BLOCK, DROP, RECORD
+from sgl_kvtier.sizes import format_bytes
+from sgl_kvtier.store.disk.format import BLOCK, DROP, RECORD, slot_bytes
 from sgl_kvtier.store.disk.index_log import INDEX_BYTES_PER_SLOT
 from sgl_kvtier.store.disk.removal import others_by_age, remove_namespace
 from sgl_kvtier.store.disk.segment import (
@@ -24,6 +25,7 @@ from sgl_kvtier.store.disk.segment import (
     segment_name,
     spoil_segment,
 )
+from sgl_kvtier.store.disk.space import NoRoom, fixed_bytes, no_room
 from sgl_kvtier.store.index.core import Core
 from sgl_kvtier.store.index.eviction import LeastRecentlyUsed, coldest_segment
 from sgl_kvtier.store.index.slots import Rows, State
@@ -35,10 +37,6 @@ _MOST_SEGMENTS = 512
 _FEWEST_SEGMENTS = 8
 """A small capacity gets smaller segments, so that two slot sizes can live side by side."""
 _NAMES_TRIED = 10_000
-_INDEX_FIXED_BYTES = 128 << 10
-"""Bytes left for the index log's head, its slack, and the small files beside it (an eighth of the
-capacity where that is less).
-"""
 
 
 class Siblings(Protocol):
@@ -71,9 +69,15 @@ class Room:
         self._lru: dict[int, LeastRecentlyUsed] = {}
         self._next_number = 1
         self._stuck_bytes = 0
+        self._aside: dict[int, int] = {}
+        self.aside = np.zeros(0, RECORD)
+        """The pages in segments that could not be opened, as the log names them. The core's lock
+        guards it.
+        """
         self._others: list[tuple[str, int]] = []
         self._left_alone: set[str] = set()
         self._removed = False
+        self._said_why = False
         self.segments: dict[int, Segment] = {}
         self.theirs: dict[int, Segment] = {}
         """Segments in siblings' folders, by the numbers that `named_apart` gives."""
@@ -84,8 +88,14 @@ class Room:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all segments, and of those that could not be removed."""
-        return sum(s.nbytes for s in list(self.segments.values())) + self._stuck_bytes
+        """Bytes of all segments, and of those that could not be opened or removed."""
+        open_bytes = sum(s.nbytes for s in list(self.segments.values()))
+        return open_bytes + self.aside_bytes + self._stuck_bytes
+
+    @property
+    def aside_bytes(self) -> int:
+        """Bytes on disk of the segments that could not be opened."""
+        return sum(list(self._aside.values()))
 
     @property
     def charged_bytes(self) -> int:
@@ -101,12 +111,12 @@ class Room:
         """
         others = sum(nbytes for _, nbytes in self._others)
         share = max(0, self._core.config.capacity_bytes - others) // self._ranks
-        return share - min(_INDEX_FIXED_BYTES, share // 8)
+        return share - fixed_bytes(share)
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes that a folder's small files may take."""
-        return min(_INDEX_FIXED_BYTES, self._core.config.capacity_bytes // self._ranks // 8)
+        return fixed_bytes(self._core.config.capacity_bytes // self._ranks)
 
     @property
     def allowance(self) -> int:
@@ -120,14 +130,29 @@ class Room:
         share = config.capacity_bytes // self._ranks
         return min(max(config.segment_bytes, share // _MOST_SEGMENTS), share // _FEWEST_SEGMENTS)
 
+    def no_room(self, page_bytes: int = 1) -> NoRoom | None:
+        """Why no segment for a page of `page_bytes` could be made now, even without the pages of
+        identities that no process has open; None where one could be.
+        """
+        core = self._core
+        found = no_room(
+            core.env, core.folder, core.config, ranks=self._ranks, page_bytes=page_bytes
+        )
+        if found is None or found.lasting:
+            return found
+        with contextlib.suppress(OSError):
+            spare = core.env.free_bytes(core.folder) - core.config.min_free_bytes
+            if spare + sum(nbytes for _, nbytes in self._others) >= BLOCK + slot_bytes(page_bytes):
+                return None
+        return found
+
     def adopt(self, segments: list[Segment], aside: list[int]) -> None:
         """Takes over segments found; files set aside only count. Before any other thread runs."""
         for number in aside:
             self._next_number = max(self._next_number, number + 1)
+            self._aside[number] = 0
             with contextlib.suppress(OSError):
-                self._stuck_bytes += self._core.env.bytes_on_disk(
-                    os.path.join(self._core.folder, segment_name(number))
-                )
+                self._aside[number] = self._core.env.bytes_on_disk(self._path(number))
         self._core.table.reserve(sum(segment.slots for segment in segments))
         for segment in segments:
             segment.base = self._core.table.add_rows(segment.slots, segment.number)
@@ -220,6 +245,7 @@ class Room:
                     if self._core.closing or len(self._free[slot_bytes]) >= count:
                         return
                 if not self._grow(slot_bytes) and not self._take_from_others(slot_bytes):
+                    self._complain(slot_bytes)
                     return
 
     def remove(self, segment: Segment) -> None:
@@ -279,6 +305,13 @@ class Room:
                 removed = before - len(self._core.table)
             for segment in idle:
                 self.remove(segment)
+            for number in [] if self._core.closing else list(self._aside):
+                # What cannot be removed has records that say its pages are gone.
+                with contextlib.suppress(OSError):
+                    self._core.check_owner()
+                    self._core.env.unlink(self._path(number))
+                    del self._aside[number]
+                    self._removed = True
         return removed
 
     def close(self) -> None:
@@ -321,6 +354,9 @@ class Room:
         """Deletes the segment unused for longest. The caller holds `changing`."""
         return self._retire_coldest(None)
 
+    def _path(self, number: int) -> str:
+        return os.path.join(self._core.folder, segment_name(number))
+
     def _segment(self, number: int) -> Segment:
         return self.segments.get(number) or self.theirs[number]
 
@@ -345,7 +381,10 @@ class Room:
             segment = self._create(slot_bytes, slots)
         except OSError as error:
             core.complaints.about("making room for pages", error)
+            self._said_why = True
             return False
+        self._said_why = False
+        core.complaints.room_again()
         if self.siblings is not None:
             # Another owner may have made one at the same time. At least one of both sees that.
             self.siblings.measure()
@@ -380,21 +419,53 @@ class Room:
         cost = slot_bytes + INDEX_BYTES_PER_SLOT
         self._evict_others(self.charged_bytes + BLOCK + full * cost)
         slots = min(full, (self.allowance - self.charged_bytes - BLOCK) // cost)
+        if slots > 0:
+            slots = min(slots, (self._spare_bytes(BLOCK + slot_bytes) - BLOCK) // slot_bytes)
         # A remainder much smaller than a segment is not worth a file, unless pages of this size
         # have no place at all.
         if slots < 1 or (slots < full // 8 and self._of_size(slot_bytes)):
             return 0
-        return slots if self._fits_filesystem(BLOCK + slots * slot_bytes) else 0
+        return slots
 
-    def _fits_filesystem(self, nbytes: int) -> bool:
+    def _spare_bytes(self, wanted: int) -> int:
+        """Bytes that the filesystem has above `store.min_free_bytes`. Where they are fewer than
+        `wanted`, pages of other identities make room if they hold enough.
+        """
+        core = self._core
+        least = core.config.min_free_bytes
         try:
-            return (
-                self._core.env.free_bytes(self._core.folder) - nbytes
-                >= self._core.config.min_free_bytes
-            )
+            spare = core.env.free_bytes(core.folder) - least
+            if spare >= wanted:
+                return spare
+            if least == 0 and core.env.filesystem_bytes(core.folder) == 0:
+                return wanted + self.segment_target  # it does not say how much is free
+            for path, nbytes in list(self._others):
+                if spare + sum(held for _, held in self._others) < wanted or spare >= wanted:
+                    break
+                self._evict_other(path, nbytes)
+                spare = core.env.free_bytes(core.folder) - least
+            return spare
         except OSError as error:
-            self._core.complaints.about("asking for free space", error)
-            return False
+            core.complaints.about("asking for free space", error)
+            return 0
+
+    def _complain(self, slot_bytes: int) -> None:
+        """Says once why pages of this size find no new room, unless an error said it."""
+        if self._said_why:
+            return
+        kept = bool(self._of_size(slot_bytes))
+        fits = self.charged_bytes + BLOCK + slot_bytes + INDEX_BYTES_PER_SLOT <= self.allowance
+        found = self.no_room(slot_bytes - BLOCK) if fits or not kept else None
+        if found is not None:
+            self._core.complaints.about_room(found.why, kept=kept)
+        elif not fits and not kept and not self.held_by_siblings:
+            self._core.complaints.about_room(
+                f"{format_bytes(self.allowance)} of store.capacity_bytes are left to this rank, "
+                f"{format_bytes(self.charged_bytes)} of them are used, and a page of "
+                f"{format_bytes(slot_bytes)} needs a segment of its own: raise "
+                "store.capacity_bytes, or remove pages of other models with kvtier purge",
+                kept=False,
+            )
 
     def _take_from_others(self, slot_bytes: int) -> bool:
         """Discards the coldest segment of another slot size when all its pages are older than the
@@ -426,27 +497,29 @@ class Room:
         """Removes other identities that no process has open, the one opened longest ago first,
         until `wanted` bytes fit.
         """
-        env = self._core.env
         for path, nbytes in list(self._others):
             if wanted <= self.allowance:
                 return
-            freed = 0
-            try:
-                if path not in self._left_alone:
-                    freed = remove_namespace(env, path)
-            except StoreError as error:
-                # Checking such a folder again and again would slow every put.
-                self._left_alone.add(path)
-                logger.warning(
-                    "%s. This server needs the room, and tries again when it is started again",
-                    error,
-                )
-                continue
-            except OSError as error:
-                self._core.complaints.about("removing pages of another model", error)
-                continue
-            if freed:
-                logger.warning("removed %s (%d bytes): this server needs the room", path, nbytes)
-            # Another rank or a purge may have removed it first.
-            if freed or not env.exists(path):
-                self._others.remove((path, nbytes))
+            self._evict_other(path, nbytes)
+
+    def _evict_other(self, path: str, nbytes: int) -> None:
+        env = self._core.env
+        freed = 0
+        try:
+            if path not in self._left_alone:
+                freed = remove_namespace(env, path)
+        except StoreError as error:
+            # Checking such a folder again and again would slow every put.
+            self._left_alone.add(path)
+            logger.warning(
+                "%s. This server needs the room, and tries again when it is started again", error
+            )
+            return
+        except OSError as error:
+            self._core.complaints.about("removing pages of another model", error)
+            return
+        if freed:
+            logger.warning("removed %s (%d bytes): this server needs the room", path, nbytes)
+        # Another rank or a purge may have removed it first.
+        if freed or not env.exists(path):
+            self._others.remove((path, nbytes))

@@ -16,6 +16,9 @@ from sgl_kvtier.store.disk.format import KEY_BYTES
 from sgl_kvtier.store.index.hashtable import EMPTY, HashTable, Rows
 from sgl_kvtier.types import PageKey
 
+MOST_POOLS = 1 << 16
+"""Pools that a row's number of its pool can tell apart."""
+
 
 class State(enum.IntEnum):
     """The state of a row. FREE -> WRITING -> LIVE -> FREE, or LIVE -> DOOMED -> FREE while a read
@@ -45,15 +48,21 @@ class SlotTable:
         self.pins: NDArray[np.uint16] = np.zeros(0, np.uint16)
         self.state: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.pools: list[str] = []
+        self._pool_ids: dict[str, int] = {}
+        self.losses = 0
+        """Grows whenever keys were forgotten or rows became free: another copy may be entered."""
         self._table = HashTable()
         self._clock = 0
+        self._own = 0
         self._theirs = 0
         self._gaps: list[tuple[int, int]] = []
         self._rows = 0
 
     def __len__(self) -> int:
-        """Number of pages of this store's own: written or being written."""
-        return len(self._table) - self._theirs
+        """Number of pages of this store's own: written or being written. One number, which may be
+        read without the lock.
+        """
+        return self._own
 
     @property
     def nbytes(self) -> int:
@@ -61,10 +70,16 @@ class SlotTable:
         return sum(column.nbytes for column in self._columns().values()) + self._table.nbytes
 
     def pool_id(self, pool: str) -> int:
-        """The small number that stands for a pool's name in this process."""
-        if pool not in self.pools:
+        """The small number that stands for the name of a pool with pages in this process. Raises
+        ValueError where there are more pools than it can number.
+        """
+        found = self._pool_ids.get(pool)
+        if found is None:
+            if len(self.pools) == MOST_POOLS:
+                raise ValueError(f"a store has at most {MOST_POOLS} pools: use fewer names")
+            found = self._pool_ids[pool] = len(self.pools)
             self.pools.append(pool)
-        return self.pools.index(pool)
+        return found
 
     def reserve(self, count: int) -> None:
         """Makes room for `count` rows at once, so that adding them copies nothing."""
@@ -94,12 +109,19 @@ class SlotTable:
         self._gaps.append((start, start + count))
 
     def find(self, keys: Sequence[PageKey], pool: str) -> Rows:
-        """The row of each key, or EMPTY. Raises ValueError for keys that are not 32 bytes."""
+        """The row of each key, or EMPTY. Raises TypeError or ValueError for keys that are not 32
+        bytes and for a pool that is no text.
+        """
+        if not isinstance(pool, str):
+            raise TypeError(f"the name of a pool is a text, not {type(pool).__name__}")
         return self.find_words(words(keys), pool)
 
     def find_words(self, keys: NDArray[np.uint64], pool: str) -> Rows:
         """Like `find`, for keys that are rows of four words already."""
-        return self._table.find(keys, self.pool_id(pool), self.keys, self.pool)
+        pool_id = self._pool_ids.get(pool)
+        if pool_id is None:
+            return np.full(len(keys), EMPTY, np.int64)
+        return self._table.find(keys, pool_id, self.keys, self.pool)
 
     def touch(self, rows: Rows) -> None:
         """Marks rows as the most recently used ones."""
@@ -118,8 +140,12 @@ class SlotTable:
         pools: Rows,
         lengths: Rows,
         sequences: NDArray[np.uint64],
+        *,
+        theirs: bool = False,
     ) -> None:
-        """Turns free rows into WRITING rows of new, distinct keys."""
+        """Turns free rows into WRITING rows of new, distinct keys; with `theirs` into pages of a
+        sibling's folder, used longer ago than any other.
+        """
         assert (self.state[rows] == State.FREE).all()
         self.keys[rows] = keys
         self.pool[rows] = pools
@@ -127,24 +153,26 @@ class SlotTable:
         self.sequence[rows] = sequences
         self._table.insert(rows, self.keys, self.pool)
         # Last, once they can be found: `drop` looks them up to remove them.
-        self.state[rows] = State.WRITING
-        self.touch(rows)
+        if theirs:
+            self.state[rows] = State.THEIRS
+            self.used[rows] = 0
+            self._theirs += len(rows)
+        else:
+            self.state[rows] = State.WRITING
+            self.touch(rows)
+            self._own += len(rows)
 
     def publish(self, rows: Rows) -> None:
         """Turns WRITING rows into LIVE ones."""
         self.state[rows] = State.LIVE
 
-    def borrow(self, rows: Rows) -> None:
-        """Turns WRITING rows into pages of a sibling's folder, used longer ago than any other."""
-        self.state[rows] = State.THEIRS
-        self.used[rows] = 0
-        self._theirs += len(rows)
-
     def drop(self, rows: Rows) -> Rows:
         """Forgets pages; returns the rows free now. A pinned row is free with its last `unpin`."""
         self._table.remove(rows, self.keys, self.pool)
-        if self._theirs:
-            self._theirs -= int((self.state[rows] == State.THEIRS).sum())
+        theirs = int((self.state[rows] == State.THEIRS).sum()) if self._theirs else 0
+        self._theirs -= theirs
+        self._own -= len(rows) - theirs
+        self.losses += 1
         pinned = self.pins[rows] > 0
         self.state[rows[pinned]] = State.DOOMED
         self.state[rows[~pinned]] = State.FREE
@@ -161,6 +189,7 @@ class SlotTable:
         if len(freed):
             freed = np.unique(freed)
             self.state[freed] = State.FREE
+            self.losses += 1
         return freed
 
     def _count(self, rows: Rows, step: int) -> None:
@@ -178,7 +207,7 @@ class SlotTable:
     def check(self) -> None:
         """Asserts the invariants that hold between calls; for tests."""
         live = np.flatnonzero((self.state >= State.LIVE) | (self.state == State.WRITING))
-        assert len(live) == len(self._table)
+        assert len(live) == len(self._table) == self._own + self._theirs
         assert self._theirs == int((self.state == State.THEIRS).sum())
         for pool in range(len(self.pools)):
             mine = live[self.pool[live] == pool]
@@ -202,10 +231,19 @@ class SlotTable:
 
 
 def words(keys: Sequence[PageKey]) -> NDArray[np.uint64]:
-    """Keys as rows of four 64-bit words. Raises ValueError for keys that are not 32 bytes."""
-    if not set(map(len, keys)) <= {KEY_BYTES}:
+    """Keys as rows of four 64-bit words. Raises ValueError for keys that are not 32 bytes, and
+    TypeError for what is no sequence of keys.
+    """
+    try:
+        right, joined = set(map(len, keys)) <= {KEY_BYTES}, b"".join(keys)
+        count = len(keys)
+    except TypeError:
+        raise TypeError(
+            f"page keys are a sequence of bytes objects of {KEY_BYTES} bytes each"
+        ) from None
+    if not right or len(joined) != KEY_BYTES * count:
         raise ValueError(f"a page key is {KEY_BYTES} bytes")
-    return np.frombuffer(b"".join(keys), np.dtype("<u8")).reshape(-1, 4)
+    return np.frombuffer(joined, np.dtype("<u8")).reshape(-1, 4)
 
 
 __all__ = ["EMPTY", "Rows", "SlotTable", "State", "words"]

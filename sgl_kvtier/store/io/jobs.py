@@ -60,6 +60,9 @@ class OrderedJob:
             return fresh
 
     def wait(self, timeout_s: float | None = None) -> bool:
+        timeout_s = seconds_to_wait(timeout_s)
+        if timeout_s is None and self._open:
+            refuse_in_callback()
         with self._changed:
             return self._changed.wait_for(lambda: self._open == 0, timeout_s)
 
@@ -99,24 +102,72 @@ class OrderedJob:
         if not ended:
             return
         ended = settled_or_failed(lambda: self._settle(ended), ended)
-        if self._on_page is not None:
-            self._call_back(self._on_page, ended)
-        with self._changed:
-            self._in_flight -= begun
-            self._open -= len(ended)
-            for index, outcome in ended:
-                self._outcomes[index] = outcome
-            self._fresh.extend(ended)
-            if self._open == 0:
-                self._changed.notify_all()
+        try:
+            if self._on_page is not None:
+                call_back(self._on_page, ended)
+        finally:
+            with self._changed:
+                self._in_flight -= begun
+                self._open -= len(ended)
+                for index, outcome in ended:
+                    self._outcomes[index] = outcome
+                self._fresh.extend(ended)
+                if self._open == 0:
+                    self._changed.notify_all()
 
-    def _call_back(self, on_page: Callable[[int, ReadOutcome], None], ended: Ended) -> None:
+
+_calling = threading.local()
+"""`inside` is how many callbacks of reads this thread is in."""
+
+
+def call_back(on_page: Callable[[int, ReadOutcome], None], ended: Ended) -> None:
+    """Calls a reader's callback for pages that ended. Of what it raises the first is logged, and
+    the next page's is called: the thread belongs to the store, and other reads wait for it. Only
+    Ctrl-C on the main thread, which is never an I/O thread, is passed on, after the last page.
+    """
+    interrupt: KeyboardInterrupt | None = None
+    failed = False
+    _calling.inside = getattr(_calling, "inside", 0) + 1
+    try:
         for index, outcome in ended:
             try:
                 on_page(index, outcome)
-            except Exception:
-                # A caller's code on the store's I/O thread: the thread has to survive it.
-                logger.exception("an on_page callback failed")
+            except BaseException as error:
+                if (
+                    isinstance(error, KeyboardInterrupt)
+                    and threading.current_thread() is threading.main_thread()
+                ):
+                    interrupt = error
+                elif not failed:
+                    failed = True
+                    logger.exception("an on_page callback failed")
+    finally:
+        _calling.inside -= 1
+    if interrupt is not None:
+        raise interrupt
+
+
+def refuse_in_callback() -> None:
+    """Raises RuntimeError on a thread that is in a callback of a read: if it waited for a read
+    without a limit, both could wait for each other.
+    """
+    if getattr(_calling, "inside", 0):
+        raise RuntimeError(
+            "on_page must not wait for a read: begin it there, and wait in another thread"
+        )
+
+
+def seconds_to_wait(timeout_s: float | None) -> float | None:
+    """A timeout that every clock takes; None = no limit. Raises TypeError for what is no number
+    and ValueError for NaN.
+    """
+    if timeout_s is None:
+        return None
+    if not isinstance(timeout_s, (int, float)):
+        raise TypeError(f"a timeout is a number of seconds, not {type(timeout_s).__name__}")
+    if timeout_s != timeout_s:
+        raise ValueError("a timeout is a number of seconds, not NaN")
+    return None if timeout_s > threading.TIMEOUT_MAX else float(max(0.0, timeout_s))
 
 
 def settled_or_failed(settle: Callable[[], Ended], ended: Ended) -> Ended:

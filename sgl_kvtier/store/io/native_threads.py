@@ -24,7 +24,14 @@ from sgl_kvtier.store.disk.format import BLOCK, HEAD
 from sgl_kvtier.store.index.columns import Columns
 from sgl_kvtier.store.index.located import Located
 from sgl_kvtier.store.index.slots import EMPTY, Rows
-from sgl_kvtier.store.io.jobs import Ended, Settle, settled_or_failed
+from sgl_kvtier.store.io.jobs import (
+    Ended,
+    Settle,
+    call_back,
+    refuse_in_callback,
+    seconds_to_wait,
+    settled_or_failed,
+)
 from sgl_kvtier.store.io.threads import WRITE_RUN_BYTES
 
 _native: Any
@@ -141,7 +148,10 @@ class NativeReadJob:
             return fresh
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        if not self._job.wait(-1.0 if timeout_s is None else max(0.0, timeout_s)):
+        timeout_s = seconds_to_wait(timeout_s)
+        if timeout_s is None and self._unsettled:
+            refuse_in_callback()
+        if not self._job.wait(-1.0 if timeout_s is None else timeout_s):
             self._reap()
             # All may have ended just now, or before this process was forked.
             return self._unsettled == 0
@@ -166,9 +176,11 @@ class NativeReadJob:
         if self.on_page is not None:
             # Only one thread settles jobs with callbacks, so this keeps their order without holding
             # the lock.
-            self._call_back(self.on_page, ended)
-            with self._settling:
-                self._record(ended)
+            try:
+                call_back(self.on_page, ended)
+            finally:
+                with self._settling:
+                    self._record(ended)
         return self._unsettled == 0
 
     def _record(self, ended: Ended) -> None:
@@ -184,20 +196,15 @@ class NativeReadJob:
         if self.on_page is None:
             self.settle_ended()
 
-    def _call_back(self, on_page: Callable[[int, ReadOutcome], None], ended: Ended) -> None:
-        for index, outcome in ended:
-            try:
-                on_page(index, outcome)
-            except Exception:
-                # A caller's code on the store's I/O thread: the thread has to survive it.
-                logger.exception("an on_page callback failed")
-
 
 class NativeIOThreads:
     """The native pool, and the thread that settles pages no caller waits for."""
 
-    def __init__(self, threads: int, verify: bool, alignment: int, rings: int) -> None:
-        self._pool = _native.Pool(
+    def __init__(
+        self, threads: int, verify: bool, alignment: int, rings: int, module: Any = None
+    ) -> None:
+        """`module`: another build of the ordinary extension module."""
+        self._pool = (module or _native).Pool(
             threads,
             verify,
             alignment,

@@ -68,7 +68,8 @@ class ReadAhead:
     def cancel(self) -> None:
         """Pages not begun become CANCELLED, collected later or not. Never blocks; any thread."""
         self._cancelled = True
-        for job in tuple(self._jobs):
+        # From the back: a page of a later piece must not begin where an earlier piece was given up.
+        for job in reversed(tuple(self._jobs)):
             job.cancel()
 
     def close(self) -> None:

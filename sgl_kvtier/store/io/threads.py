@@ -116,7 +116,7 @@ class PythonIOThreads:
         settle: Settle,
     ) -> DiskReadJob:
         if any(memoryview(part).readonly for part in pages.buffers):
-            raise BufferError("a page is read into memory that can be written")
+            raise ValueError("a page is read into memory that can be written")
         parts = iter([memoryview(part).cast("B") for part in pages.buffers])
         into = [list(itertools.islice(parts, count)) for count in pages.parts.tolist()]
         job = DiskReadJob(into, located, deadline, on_page, settle)

@@ -75,6 +75,7 @@ static void collect(Rings *r) {
             continue;
         }
         Flight *flight = &r->flights[what];
+        result = completed(flight->scratch.iov, flight->buffers, result);
         if (result > 0) flight->moved = (size_t)result;
         /* At the file's end this asks once more and gets nothing. */
         flight->unfinished = result == -EINTR || result == -EAGAIN || (result > 0 && (size_t)result < run_size(&flight->run));

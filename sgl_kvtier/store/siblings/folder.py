@@ -13,8 +13,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from sgl_kvtier.store.disk.env import Env, check_private, read_fully
-from sgl_kvtier.store.disk.format import LOG_HEAD_BYTES, RECORD, pack_log_head, unpack_frames
+from sgl_kvtier.store.disk.env import SHORT, Env, check_private, read_fully
+from sgl_kvtier.store.disk.format import (
+    LOG_HEAD_BYTES,
+    RECORD,
+    pack_log_head,
+    slot_bytes,
+    unpack_frames,
+)
 from sgl_kvtier.store.disk.index_log import NAME, most_bytes
 from sgl_kvtier.store.disk.namespace import GONE_LIST, WANTED
 from sgl_kvtier.store.disk.segment import (
@@ -23,8 +29,10 @@ from sgl_kvtier.store.disk.segment import (
     Segment,
     named_apart,
     open_to_read,
+    segment_name,
     segment_number,
 )
+from sgl_kvtier.store.recovery import named_in
 from sgl_kvtier.store.siblings.gone import read_gone
 
 NOTHING = np.empty(0, RECORD)
@@ -47,13 +55,22 @@ class SiblingFolder:
         self.segments: dict[int, Segment] = {}
         """By their numbers in this folder; `Segment.number` has the folder's number above."""
         self.waiting = NOTHING
-        """Records of pages that could not be entered yet."""
-        self.gone = NOTHING
-        """Deletes that this owner was told of."""
+        """Records of pages that could not be entered yet: their rows are still being read, or their
+        keys have other rows.
+        """
+        self.tried = -1
+        """`SlotTable.losses` when they were tried last."""
+        self.again_at = 0.0
+        self.gone: np.ndarray | None = None
+        """Deletes that its owner lists; None until they were read."""
         self.wanted_ns = 0
         """The last time that its owner found no room, in nanoseconds since 1970."""
+        self.unread: OSError | None = None
+        """Why a segment could not be opened at the last look."""
         self.whole = False
-        """Whether its log was read to the end once."""
+        """Whether its log was read to the end since it began."""
+        self._numbers: set[int] | None = None
+        self._unread: set[int] = set()
         self._changed_ns = -1
         self._inode = -1
         self._fd = -1
@@ -71,6 +88,7 @@ class SiblingFolder:
             raise FileNotFoundError(errno.ENOENT, "another folder by now", self.path)
         check_private(self.path, found)
         self._inode = found.st_ino
+        self._changed_ns, self._numbers = -1, None
         names = env.list(self.path)
         listed = GONE_LIST in names
         path = os.path.join(self.path, GONE_LIST)
@@ -82,13 +100,14 @@ class SiblingFolder:
         if self._fd >= 0 and not env.same_file(self._fd, os.path.join(self.path, NAME)):
             self.close()
         numbers = {n for name in names if (n := segment_number(name)) is not None}
+        self._numbers = numbers
         gone = [s for n, s in self.segments.items() if n not in numbers or self._replaced(s)]
         # From here on nothing raises: the caller closes what is returned.
         for segment in gone:
             del self.segments[segment.number & NUMBER_MASK]
-        unread = not self._open(numbers - self.segments.keys())
+        self._open(sorted(numbers - self.segments.keys()))
         recent = env.wall_ns() - found.st_mtime_ns < _RECENT_NS
-        self._changed_ns = -1 if recent or unread else found.st_mtime_ns
+        self._changed_ns = -1 if recent or self._unread else found.st_mtime_ns
         return gone
 
     def news(self) -> tuple[bool, np.ndarray]:
@@ -102,7 +121,7 @@ class SiblingFolder:
                 return False, NOTHING
             anew, self._at = True, 0
         size = env.size(self._fd)
-        if size <= self._at or size > most_bytes(sum(s.slots for s in self.segments.values())):
+        if size <= self._at or size > most_bytes(self._slots()):
             return anew, NOTHING
         buffer = np.empty(size - self._at, np.uint8).data
         data = buffer[: read_fully(env, self._fd, [buffer], self._at)]
@@ -114,6 +133,15 @@ class SiblingFolder:
         self._at += used
         self.whole = self.whole or used == len(data)
         return anew, records
+
+    @property
+    def empty(self) -> bool:
+        """Whether there was no segment at the last look."""
+        return self._numbers == set()
+
+    def named_by(self, records: np.ndarray) -> np.ndarray:
+        """The pages that a whole log names, in all segments that are there, opened or not."""
+        return named_in(records, self._numbers or set())
 
     def as_numbered_there(self, among: set[int] | None = None) -> list[Segment]:
         """Segments that have rows, under the numbers that the log has; all, or those `among`."""
@@ -137,16 +165,32 @@ class SiblingFolder:
     def _replaced(self, segment: Segment) -> bool:
         return not self._env.same_file(segment.fd, segment.path)
 
-    def _open(self, numbers: set[int]) -> bool:
-        """False where one of them has no head yet, or cannot be opened."""
-        opened = True
-        for number in sorted(numbers):
+    def _slots(self) -> int:
+        """Slots of all segments; of one that is not open, as many as it can have."""
+        slots = sum(segment.slots for segment in self.segments.values())
+        for number in self._unread:
+            with contextlib.suppress(OSError):
+                path = os.path.join(self.path, segment_name(number))
+                slots += self._env.bytes_on_disk(path) // slot_bytes(1)
+        return slots
+
+    def _open(self, numbers: list[int]) -> None:
+        """Notes those that have no head yet, or cannot be opened."""
+        before, self._unread, self.unread = self._unread, set(), None
+        for number in numbers:
             try:
                 segment = open_to_read(self._env, self.path, number, self._identity, self._io)
             except FileNotFoundError:
                 continue
-            except OSError:
-                opened = False
+            except OSError as error:
+                self._unread.add(number)
+                self.unread = error
+                if error.errno in SHORT:
+                    # The rest would fail as well.
+                    self._unread.update(n for n in numbers if n > number)
+                    break
                 continue
             self.segments[number] = named_apart(segment, self.number)
-        return opened
+        if before & self.segments.keys():
+            # The log has told of their pages already: it is read again.
+            self.close()

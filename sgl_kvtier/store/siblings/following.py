@@ -11,22 +11,32 @@ import threading
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sgl_kvtier.store.disk.format import key_words
+from sgl_kvtier.store.disk.env import SHORT
+from sgl_kvtier.store.disk.format import PUT, key_words
 from sgl_kvtier.store.disk.index_log import INDEX_BYTES_PER_SLOT
-from sgl_kvtier.store.disk.namespace import GONE_LIST, RankFolder, is_left_over, list_alike
-from sgl_kvtier.store.disk.segment import NUMBER_MASK, Segment
+from sgl_kvtier.store.disk.namespace import GONE_LIST, PATIENT, RankFolder, is_left_over, list_alike
+from sgl_kvtier.store.disk.segment import NUMBER_MASK, NotASegmentError, Segment
 from sgl_kvtier.store.index.core import Core
 from sgl_kvtier.store.index.room import Room
 from sgl_kvtier.store.index.slots import EMPTY, Rows, State
-from sgl_kvtier.store.recovery import latest, newest_sequence, pool_codes
+from sgl_kvtier.store.recovery import latest, newest_sequence, places, pool_codes
 from sgl_kvtier.store.siblings.folder import NOTHING, SiblingFolder
 from sgl_kvtier.store.siblings.gone import Deletes, gone_records, read_gone, write_gone
 
 _CHUNK = 256
 """Rows changed at a time: the core's lock is held for microseconds."""
 _RECENT_NS = 1_000_000_000
-_MOST_FOLDERS = 2047
+_MOST_NUMBER = 2047
+_MOST_FOLDERS = 1024
+_PAUSE_S = 0.02
+_AGAIN_S = 1.0
+"""Seconds until a list of deletes that could not be written, or many pages that could not be
+entered, are tried again.
+"""
+_FEW = 4096
+"""Pages that are tried at every look."""
 _LONG = 256
 """Entries of the own list of deletes from which on it is shortened whenever it has doubled."""
 
@@ -49,29 +59,39 @@ class Following:
         self._last_number = 0
         self._leaving: list[Segment] = []
         self._own_list = NOTHING
+        self._own_read = False
+        self._untold = False
+        """Whether siblings cannot see the own list of deletes yet as it is."""
+        self._tell_at = 0.0
+        self._listed = False
+        self._short = False
+        """Whether the last look missed something for want of descriptors or memory."""
         self._deletes = Deletes(NOTHING)
         self._long = _LONG
-        self._told = 0
-        self._obeyed = 0
-        self._newest = 0
+        self.told = 0
+        """How often a list of deletes changed that was not made in this life."""
         self.folders: dict[str, SiblingFolder] = {}
 
     def open(self) -> None:
         """Finds what siblings hold, and keeps of the own list of deletes what is still needed.
         Before any other thread runs. Never raises OSError.
         """
-        core, path = self._core, os.path.join(self._own.path, GONE_LIST)
+        core = self._core
         try:
             for name in filter(is_left_over, core.env.list(self._own.path)):
                 core.env.unlink(os.path.join(self._own.path, name))
-            self._own_list = read_gone(core.env, path, core.identity)
-            with self._lock:
-                before = len(self._own_list)
-                self._shorten()
-                if len(self._own_list) < before:
-                    write_gone(core.env, path, core.identity, self._own_list)
         except OSError as error:
-            core.complaints.about("shortening the list of deletes", error)
+            core.complaints.about("removing what an earlier server left", error)
+        with self._lock:
+            self._shorten()
+            if self._untold:
+                self._tell()
+            for _ in range(PATIENT):
+                if not self._short:
+                    break
+                # Until then pages may be found that a sibling has deleted.
+                core.env.pause(_PAUSE_S)
+                self._look(None)
 
     def look(self) -> None:
         """Brings the table up to what the siblings' folders say now. Never raises OSError."""
@@ -79,11 +99,9 @@ class Following:
             if not self._closed:
                 self._look(None)
 
-    def told(self) -> bool:
-        """Whether a sibling deleted pages since the last call."""
-        with self._lock:
-            news, self._obeyed = self._told != self._obeyed, self._told
-            return news
+    def deleted(self, pages: np.ndarray) -> NDArray[np.bool_]:
+        """For each record of a page whether it was deleted, by a sibling or here."""
+        return self._deletes.hit(pages)
 
     def deleted_rows(self) -> Rows:
         """With the core's lock held. The rows of pages that a sibling deleted."""
@@ -96,74 +114,154 @@ class Following:
         for code, pool in enumerate(pools):
             entries = deletes.named[codes == code]
             rows = table.find_words(key_words(entries), pool)
-            old = table.sequence[np.maximum(rows, 0)] <= entries["sequence"]
-            found.append(rows[(rows != EMPTY) & old])
+            # A table without a row has no row 0 to stand for pages that are not there.
+            until, rows = entries["sequence"][rows != EMPTY], rows[rows != EMPTY]
+            found.append(rows[table.sequence[rows] <= until])
         return np.unique(np.concatenate(found))
 
-    def delete(self, keys: list[bytes], pool: str) -> None:
+    def delete(self, keys: list[bytes], pool: str) -> bool:
         """Makes pages impossible to find in all folders, also for siblings and in later lives; all
-        pages without `keys`. Those of this store's own are the caller's. Never raises OSError.
+        pages without `keys`. Those of this store's own are the caller's. False where siblings
+        cannot be told yet: that is tried again until it works. Never raises OSError.
         """
         self.look()
         core = self._core
         with self._lock:
-            if self._closed or not self.folders:
-                return
+            if self._closed:
+                return False
+            if not self.folders and self._listed and self._own_read:
+                return True
             with core.lock:
-                core.sequence = max(core.env.wall_ns(), core.sequence, self._newest)
+                core.sequence = max(core.env.wall_ns(), core.sequence)
                 until = core.sequence
             new = gone_records(keys, pool, until)
+            # A clear stands for everything before, but not for a list that was not read yet.
             self._own_list = np.concatenate([self._own_list, new]) if keys else new
             self._gather()
             if len(self._own_list) > self._long:
                 self._shorten()
                 self._long = max(_LONG, 2 * len(self._own_list))
-            try:
-                path = os.path.join(self._own.path, GONE_LIST)
-                core.check_owner()
-                write_gone(core.env, path, core.identity, self._own_list)
-                if core.config.durable:
-                    self._sync_names()
-            except OSError as error:
-                core.complaints.about("telling other servers what was deleted", error)
+            self._untold = True
+            self._tell()
+            return not self._untold
 
     def close(self) -> None:
-        """Ends the following. The segments' files are the room's."""
+        """Ends the following. The files of segments that have rows are the room's."""
         with self._lock:
+            if self._untold and not self._closed:
+                self._tell()
             self._closed = True
             for folder in self.folders.values():
                 folder.close()
+                for segment in folder.segments.values():
+                    if segment.base < 0:
+                        self._core.env.close(segment.fd)
 
     def leave_to_parent(self) -> None:
         """`close` in a forked child, where the thread that holds the lock may not exist."""
         self._lock = threading.Lock()
+        self._untold = False
         self.close()
 
     # Below: with `_lock` held.
 
-    def _look(self, seen: list[np.ndarray] | None) -> None:
-        """Records of pages that are there, deleted ones too, are added to `seen`."""
-        self._list()
+    def _look(self, seen: dict[str, np.ndarray] | None) -> None:
+        """Records of pages that logs name, deleted ones too, are put into `seen` by the folder."""
+        core = self._core
+        self._listed = self._short = False
+        if not self._read_own_list():
+            # What was deleted in an earlier life would be found again.
+            return
+        try:
+            self._list()
+            self._listed = True
+        except OSError as error:
+            self._failed("looking for other servers' folders", error)
         for folder in list(self.folders.values()):
             try:
                 self._follow(folder, seen)
+                if folder.unread is not None and not isinstance(folder.unread, NotASegmentError):
+                    core.complaints.about("opening another server's segments", folder.unread)
             except FileNotFoundError:
                 self._leave(folder)
+                # Another one may stand there by now.
+                self._listed = False
             except OSError as error:
-                self._core.complaints.about("following another server's pages", error)
+                self._failed("following another server's pages", error)
+            except Exception as error:
+                # What it holds made us fail: its log is read from the beginning at the next look,
+                # and the other folders are followed meanwhile.
+                folder.begin_anew()
+                core.failed_once("following another server's pages", error)
         self._close_left()
         self._count()
+        if self._untold and core.env.now() >= self._tell_at:
+            self._tell()
+
+    def _read_own_list(self) -> bool:
+        if self._own_read:
+            return True
+        core = self._core
+        try:
+            path = os.path.join(self._own.path, GONE_LIST)
+            found = read_gone(core.env, path, core.identity)
+        except OSError as error:
+            self._failed("reading the list of deletes", error)
+            return False
+        self._own_list = np.concatenate([found, self._own_list])
+        self._own_read = True
+        self._gather()
+        # The process that wrote it may have been killed before it erased its own pages.
+        self.told += len(found) > 0
+        return True
+
+    def _failed(self, doing: str, error: OSError) -> None:
+        self._short = self._short or error.errno in SHORT
+        self._core.complaints.about(doing, error)
+
+    def _tell(self) -> None:
+        """Writes the own list of deletes for siblings and later lives. Never raises OSError."""
+        core = self._core
+        if not self._own_read:
+            return
+        self._tell_at = core.env.now() + _AGAIN_S
+        try:
+            core.check_owner()
+            path = os.path.join(self._own.path, GONE_LIST)
+            write_gone(core.env, path, core.identity, self._own_list)
+            if core.config.durable:
+                self._sync_names()
+            self._untold = False
+        except OSError as error:
+            core.complaints.about("telling other servers what was deleted", error)
 
     def _shorten(self) -> None:
-        """Reads all logs from their beginning, and forgets the own deletes that delete nothing."""
-        seen = [NOTHING]
+        """Reads all logs from their beginning, and forgets the own deletes that delete nothing,
+        neither there nor here.
+        """
+        seen: dict[str, np.ndarray] = {}
         for folder in self.folders.values():
             folder.begin_anew()
-        self._gather()
         self._look(seen)
-        if all(folder.whole for folder in self.folders.values()):
-            self._own_list = Deletes(self._own_list).needed_for(np.concatenate(seen))
-            self._gather()
+        if (
+            self._own_read
+            and self._listed
+            and all(f.empty or (f.whole and f.path in seen) for f in self.folders.values())
+        ):
+            before = len(self._own_list)
+            named = np.concatenate([self._own_deleted(), *seen.values()])
+            self._own_list = Deletes(self._own_list).needed_for(named)
+            if len(self._own_list) < before:
+                self._untold = True
+                self._gather()
+
+    def _own_deleted(self) -> np.ndarray:
+        """Records of pages in the own folder that are on a list and not erased yet."""
+        table = self._core.table
+        with self._core.lock:
+            rows = self.deleted_rows()
+            own = (table.state[rows] == State.LIVE) | (table.state[rows] == State.WRITING)
+            return np.concatenate([self._room.aside, self._room.records(rows[own], PUT)])
 
     def _sync_names(self) -> None:
         env = self._core.env
@@ -174,61 +272,79 @@ class Following:
             env.close(fd)
 
     def _list(self) -> None:
-        env, namespace = self._core.env, self._own.namespace
-        try:
-            changed = env.modified_ns(namespace)
-        except OSError:
-            return
+        """Raises OSError; the folders known before are followed then."""
+        core, env, namespace = self._core, self._core.env, self._own.namespace
+        changed = env.modified_ns(namespace)
         if changed == self._listed_ns:
             return
-        paths = list_alike(env, namespace, self._alike)
+        self._listed_ns = -1
+        paths = [p for p in list_alike(env, namespace, self._alike) if p != self._own.path]
         for path in self.folders.keys() - set(paths):
             self._leave(self.folders[path])
         for path in paths:
-            if path != self._own.path and path not in self.folders:
-                core = self._core
-                self.folders[path] = SiblingFolder(
-                    env, path, core.identity, core.io, self._new_number()
-                )
-        recent = env.wall_ns() - changed < _RECENT_NS
-        self._listed_ns = -1 if recent else changed
+            if path not in self.folders and len(self.folders) < _MOST_FOLDERS:
+                number = self._new_number()
+                self.folders[path] = SiblingFolder(env, path, core.identity, core.io, number)
+        if env.wall_ns() - changed >= _RECENT_NS:
+            self._listed_ns = changed
 
     def _new_number(self) -> int:
         used = {folder.number for folder in self.folders.values()}
         used |= {segment.number // (NUMBER_MASK + 1) for segment in self._leaving}
         while True:
-            self._last_number = self._last_number % _MOST_FOLDERS + 1
+            self._last_number = self._last_number % _MOST_NUMBER + 1
             if self._last_number not in used:
                 return self._last_number
 
-    def _follow(self, folder: SiblingFolder, seen: list[np.ndarray] | None) -> None:
-        gone = folder.gone
+    def _follow(self, folder: SiblingFolder, seen: dict[str, np.ndarray] | None) -> None:
+        gone = b"" if folder.gone is None else folder.gone.tobytes()
         self._forget(folder.look())
         anew, records = folder.news()
         if len(records):
-            # A segment is made before the first record about it.
-            self._forget(folder.look())
-        if folder.gone.tobytes() != gone.tobytes():
+            try:
+                # A segment is made before the first record about it.
+                self._forget(folder.look())
+            except OSError:
+                folder.close()
+                raise
+        if folder.gone is not None and folder.gone.tobytes() != gone:
             self._gather()
-            self._told += 1
+            self.told += 1
         self._add_rows(folder)
-        if not anew:
-            records = np.concatenate([folder.waiting, records])
-        folder.waiting = NOTHING
+        waiting = NOTHING
+        if not anew and len(folder.waiting):
+            waiting = folder.waiting[~np.isin(places(folder.waiting), places(records))]
+            if self._may_enter(folder):
+                records, waiting = np.concatenate([waiting, records]), NOTHING
+        folder.waiting = waiting
         if anew or len(records):
             self._apply(folder, anew, records, seen)
 
+    def _may_enter(self, folder: SiblingFolder) -> bool:
+        """Whether pages that wait may find a free row and key by now. Many are tried less often."""
+        losses, now = self._core.table.losses, self._core.env.now()
+        if losses == folder.tried or (len(folder.waiting) > _FEW and now < folder.again_at):
+            return False
+        folder.tried, folder.again_at = losses, now + _AGAIN_S
+        return True
+
     def _apply(
-        self, folder: SiblingFolder, anew: bool, records: np.ndarray, seen: list[np.ndarray] | None
+        self,
+        folder: SiblingFolder,
+        anew: bool,
+        records: np.ndarray,
+        seen: dict[str, np.ndarray] | None,
     ) -> None:
         newest = newest_sequence(self._core.env)
         named = None if anew else set(records["segment"].tolist())
         segments = folder.as_numbered_there(named)
         live = latest(records, segments, newest)
         known = records["sequence"][records["sequence"] <= newest]
-        self._newest = max(self._newest, int(known.max()) if len(known) else 0)
-        if seen is not None:
-            seen.append(live)
+        if len(known):
+            self._catch_up(int(known.max()))
+        if seen is not None and anew:
+            # Whatever segments could be opened: a later life may open more.
+            seen[folder.path] = folder.named_by(records)
         deleted = self._deletes.hit(live)
         if deleted.any():
             live = live[~deleted]
@@ -244,7 +360,8 @@ class Following:
             rows = _rows_of(records, segments)
             touched = np.unique(rows[rows >= 0])
         self._drop_stale(touched, _rows_of(live, segments), live)
-        folder.waiting = self._enter(live, _rows_of(live, segments))
+        waiting = self._enter(live, _rows_of(live, segments))
+        folder.waiting = np.concatenate([folder.waiting, waiting])
 
     def _drop_stale(self, touched: Rows, rows: Rows, live: np.ndarray) -> None:
         """Forgets the pages of touched rows that are not there any more."""
@@ -259,7 +376,9 @@ class Following:
                     table.drop(some[stale])
 
     def _enter(self, live: np.ndarray, rows: Rows) -> np.ndarray:
-        """Enters pages that nothing else holds; returns those whose rows are still being read."""
+        """Enters pages whose keys have no row yet; returns those that have to wait: another copy
+        may go before this one does, and a row that is being read becomes free.
+        """
         table, waiting = self._core.table, [NOTHING]
         pools, codes = pool_codes(live)
         for code, pool in enumerate(pools):
@@ -271,18 +390,18 @@ class Following:
                     if self._core.closing:
                         return NOTHING
                     state = table.state[where]
-                    absent = table.find_words(keys[part], pool) == EMPTY
+                    here = table.find_words(keys[part], pool)
+                    absent = here == EMPTY
                     new = absent & (state == State.FREE)
                     if new.any():
                         ids = np.full(int(new.sum()), table.pool_id(pool))
                         table.enter(
                             where[new], keys[part][new], ids, some["length"][new],
-                            some["sequence"][new],
+                            some["sequence"][new], theirs=True,
                         )  # fmt: skip
-                        table.borrow(where[new])
-                read = absent & (state == State.DOOMED)
-                if read.any():
-                    waiting.append(some[read])
+                wait = np.where(absent, state == State.DOOMED, here != where)
+                if wait.any():
+                    waiting.append(some[wait])
         return np.concatenate(waiting)
 
     def _add_rows(self, folder: SiblingFolder) -> None:
@@ -333,9 +452,16 @@ class Following:
         self._listed_ns = -1
 
     def _gather(self) -> None:
-        """All lists of deletes together."""
-        lists = [folder.gone for folder in self.folders.values()]
+        """All lists of deletes together. What is written from now on is younger than each."""
+        core = self._core
+        lists = [folder.gone for folder in self.folders.values() if folder.gone is not None]
         self._deletes = Deletes(np.concatenate([self._own_list, *lists]))
+        self._catch_up(self._deletes.until(newest_sequence(core.env)))
+
+    def _catch_up(self, sequence: int) -> None:
+        """Sequence numbers go on from the largest one of all folders, whatever the clock says."""
+        with self._core.lock:
+            self._core.sequence = max(self._core.sequence, sequence)
 
     def _count(self) -> None:
         held = 0

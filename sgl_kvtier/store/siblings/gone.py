@@ -20,6 +20,8 @@ from sgl_kvtier.store.disk.format import (
 )
 
 _MOST_BYTES = 256 << 20
+ANY_TIME = (1 << 64) - 1
+"""As the moment of a delete: whenever the page was written."""
 
 
 def read_gone(env: Env, path: str, identity: bytes) -> np.ndarray:
@@ -66,6 +68,11 @@ class Deletes:
         self._words = np.unique(key_words(records[named])[:, 0])
         self.named = records[named]
         self._records = records
+
+    def until(self, newest: int) -> int:
+        """The largest sequence number of an entry that is not larger than `newest`."""
+        known = self._records["sequence"][self._records["sequence"] <= newest]
+        return int(known.max()) if len(known) else 0
 
     def hit(self, pages: np.ndarray) -> NDArray[np.bool_]:
         """For each record of a page whether it was deleted."""

@@ -14,6 +14,9 @@ import os
 import threading
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sgl_kvtier.errors import StoreBusyError
 from sgl_kvtier.store.disk import forks
 from sgl_kvtier.store.disk.env import create_file
@@ -26,6 +29,8 @@ from sgl_kvtier.store.siblings.folder import SiblingFolder
 from sgl_kvtier.store.siblings.following import Following
 
 logger = logging.getLogger(__name__)
+
+Hits = Callable[[np.ndarray], NDArray[np.bool_]]
 
 _TICK_S = 0.1
 """Seconds between two looks at siblings: what they wrote is found that much later."""
@@ -45,35 +50,48 @@ class Sharing:
         own: RankFolder,
         alike: str,
         remove: Callable[[Callable[[], Rows]], int],
+        forget_aside: Callable[[Hits], None],
     ) -> None:
-        """`remove` deletes the pages of rows that its argument finds, as the store does."""
+        """`remove` deletes the pages of rows that its argument finds, as the store does, and
+        `forget_aside` those in segments that could not be opened.
+        """
         self._core = core
         self._room = room
         self._own = own
         self._remove = remove
+        self._forget_aside = forget_aside
         self._again_at = 0.0
+        self._obeyed = 0
         self._alive: dict[str, tuple[float, bool]] = {}
         self._stop = threading.Event()
         self._following = Following(core, room, own, alike)
         self._thread = threading.Thread(target=self._run, name="kvtier-follow", daemon=True)
 
     def open(self) -> None:
-        """Finds what is there, and follows it from now on. Never raises OSError."""
+        """Finds what is there, and follows it from now on. Nothing that siblings' folders hold
+        raises.
+        """
         self._core.stamps = True
         self._room.siblings = self
-        self._following.open()
-        self._obey()
+        self._guarded(self._following.open)
+        self._guarded(self._obey)
         self._thread.start()
 
     def follow(self) -> None:
-        """One look at all siblings: what they wrote is found, what they deleted is deleted."""
-        self._following.look()
-        self._obey()
-        self._balance()
+        """One look at all siblings: what they wrote is found, what they deleted is deleted. Nothing
+        that their folders hold raises; what fails is counted, and tried again at the next look.
+        """
+        self._guarded(self._following.look)
+        self._guarded(self._obey)
+        self._guarded(self._balance)
 
-    def delete(self, keys: list[bytes], pool: str) -> None:
+    def delete(self, keys: list[bytes], pool: str) -> bool:
         """`Following.delete`."""
-        self._following.delete(keys, pool)
+        return self._following.delete(keys, pool)
+
+    def deleted_rows(self) -> Rows:
+        """`Following.deleted_rows`."""
+        return self._following.deleted_rows()
 
     def measure(self) -> None:
         self._following.look()
@@ -112,15 +130,24 @@ class Sharing:
 
     def _run(self) -> None:
         while not self._stop.wait(_TICK_S if self._following.folders else _ALONE_S):
-            try:
-                self.follow()
-            except Exception:
-                # Out of memory, or a mistake of ours: tried again, and the thread lives on.
-                logger.exception("following other servers' pages failed")
+            self.follow()
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:
+            # Out of memory, or a mistake of ours: an open goes on, and so does the thread.
+            self._core.failed_once("following other servers' pages", error)
 
     def _obey(self) -> None:
-        if self._following.told():
+        told = self._following.told
+        if told != self._obeyed:
+            self._forget_aside(self._following.deleted)
             self._remove(self._following.deleted_rows)
+            # Only now: a delete that was not carried out is tried again.
+            self._obeyed = told
+            # A page that was written anew after its delete may be there for what was dropped.
+            self._following.look()
 
     def _balance(self) -> None:
         room = self._room

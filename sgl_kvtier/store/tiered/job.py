@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from sgl_kvtier.store.base import ReadJob, ReadOutcome
+from sgl_kvtier.store.io.jobs import seconds_to_wait
 
 
 class TwoJobs:
@@ -42,6 +43,7 @@ class TwoJobs:
         ]
 
     def wait(self, timeout_s: float | None = None) -> bool:
+        timeout_s = seconds_to_wait(timeout_s)
         if timeout_s is None:
             return all(job.wait() for job, _ in self._parts)
         end = time.monotonic() + timeout_s

@@ -24,13 +24,12 @@ class Keeper:
     def __init__(self, local: PageStore, most_bytes: int = MOST_BYTES) -> None:
         self.kept = 0
         """Pages the store took."""
-        self.dropped = 0
-        """Pages for whose copies there was no room."""
         self._local = local
         self._most_bytes = most_bytes
         self._waiting: deque[PageWrite] = deque()
         self._nbytes = 0
-        self._writing = False
+        self._begun = self._ended = 0
+        """Writes to the store."""
         self._closing = False
         self._epoch = 0
         self._changed = threading.Condition()
@@ -49,7 +48,6 @@ class Keeper:
         nbytes = sum(part.nbytes for part in page.into)
         with self._changed:
             if self._closing or self._nbytes + nbytes > self._most_bytes:
-                self.dropped += 1
                 return
         # NumPy copies without the interpreter's lock.
         data = [np.array(np.frombuffer(part, np.uint8)).data for part in page.into]
@@ -67,7 +65,8 @@ class Keeper:
         with self._changed:
             self._epoch += 1
             self._drop_waiting()
-            self._changed.wait_for(lambda: not self._writing)
+            begun = self._begun
+            self._changed.wait_for(lambda: self._ended >= begun)
 
     def settle(self, timeout_s: float) -> bool:
         """Blocks until all copies were written, or the time is over; whether they were."""
@@ -88,7 +87,7 @@ class Keeper:
                 if self._closing:
                     return
                 pages = self._next()
-                self._writing = True
+                self._begun += 1
             try:
                 outcomes = self._local.put(pages)
                 self.kept += outcomes.count(PutOutcome.STORED)
@@ -96,7 +95,7 @@ class Keeper:
                 # A mistake of a store: these pages are not kept, the thread goes on.
                 logger.exception("kvtier: pages from the remote store could not be kept")
             with self._changed:
-                self._writing = False
+                self._ended += 1
                 self._nbytes -= sum(map(_nbytes_of, pages))
                 self._changed.notify_all()
 

@@ -18,12 +18,15 @@ from sgl_kvtier.store.base import (
     ReadJob,
     ReadOutcome,
     StoreStats,
+    checked_read,
 )
+from sgl_kvtier.store.index.columns import columns_of
 from sgl_kvtier.store.io.jobs import OrderedJob
 from sgl_kvtier.store.tiered.job import TwoJobs
 from sgl_kvtier.store.tiered.keeping import Keeper
 from sgl_kvtier.store.tiered.remote import RemoteStore
 from sgl_kvtier.store.tiered.upload import Name, Uploader
+from sgl_kvtier.store.writes import pool_names
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
@@ -48,13 +51,17 @@ class TieredStats:
     """How often the process that has its engine was started."""
     kept: int
     """Pages that came from the remote store and were written here."""
-    not_kept: int
-    """Of those that came, pages for whose copies there was no room."""
     uploaded: int
     refused: int
     """Pages the remote store did not take."""
     uploads_waiting: int
     uploads_dropped: int
+    calls_late: int
+    """Puts, deletes and clears that returned before the remote store had done them."""
+    removals_waiting: int
+    """Pages that were deleted here and that the remote store may still have; a clear counts as
+    one.
+    """
 
 
 class TieredStore:
@@ -97,6 +104,7 @@ class TieredStore:
         return [answer is Lookup.HIT for answer in self._local.lookup(keys, pool)]
 
     def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
+        keys = list(keys)
         answers = self._local.lookup(keys, pool)
         return self._with_remote(answers, _not_here(answers), keys, pool)
 
@@ -106,6 +114,7 @@ class TieredStore:
         """Like `lookup`, after the remote store was asked about all pages that are not here. Waits
         at most `timeout_s` for it; an answer that comes later is known to the next look-up.
         """
+        keys = list(keys)
         answers = self._local.lookup(keys, pool)
         missing = _not_here(answers)
         if missing:
@@ -120,6 +129,8 @@ class TieredStore:
         deadline_s: float | None = None,
         on_page: OnPage | None = None,
     ) -> ReadJob:
+        priority, deadline_s = checked_read(priority, deadline_s, on_page)
+        pool_names(columns_of(pages))
         # Whatever is not here may be there: a page that was found may be read much later.
         here, there = self._split(pages)
         self._uploader.read(_name_of(pages[i]) for i in here)
@@ -150,25 +161,45 @@ class TieredStore:
                 self._writes -= 1
                 self._wrote_at = time.monotonic()
         self._uploader.written(
-            Name(page.key, page.pool, sum(part.nbytes for part in page.data))
+            Name(page[0], page[2], sum(memoryview(part).nbytes for part in page[1]))
             for page, outcome in zip(pages, outcomes, strict=True)
             if outcome is not PutOutcome.REFUSED
         )
         return outcomes
 
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
-        """Drops pages in both; counts those here, or there where it had more."""
-        self._uploader.forget(keys, pool)
-        self._keeper.forget()
-        return max(self._local.delete(keys, pool), self._remote.delete(keys, pool))
+        """Drops pages in both; counts those here, or there where it had more.
+
+        This server uses none of them from now on. Where the remote store does not answer in time,
+        its pages are removed in the background; a process that ends before leaves them there.
+        """
+        keys = list(keys)
+        self._local.lookup(keys, pool)  # raises before anything is hidden
+        here = 0
+
+        def drop_here() -> None:
+            nonlocal here
+            self._keeper.forget()
+            here = self._local.delete(keys, pool)
+            self._uploader.forget(keys, pool)
+
+        there = self._remote.delete(keys, pool, drop_here)
+        return max(here, there)
 
     def clear(self) -> int:
-        """Drops every page of this identity and rank in both, for all servers. Counts those here,
-        or there where it had more.
+        """Drops every page of this identity and rank in both, for all servers, as `delete` does.
+        Counts those here, or there where it had more.
         """
-        self._uploader.forget()
-        self._keeper.forget()
-        return max(self._local.clear(), self._remote.clear())
+        here = 0
+
+        def drop_here() -> None:
+            nonlocal here
+            self._keeper.forget()
+            here = self._local.clear()
+            self._uploader.forget()
+
+        there = self._remote.clear(drop_here)
+        return max(here, there)
 
     def stats(self) -> StoreStats:
         """Of the local store."""
@@ -181,11 +212,12 @@ class TieredStore:
             self._remote.usable,
             self._remote.child_starts,
             self._keeper.kept,
-            self._keeper.dropped,
             self._uploader.sent,
             self._uploader.refused,
             self._uploader.waiting,
             self._uploader.dropped,
+            self._remote.calls_late,
+            self._remote.removals_waiting,
         )
 
     def settle(self, timeout_s: float) -> bool:
@@ -195,8 +227,9 @@ class TieredStore:
         return self._keeper.settle(timeout_s) and self._uploader.settle(timeout_s)
 
     def close(self) -> None:
+        self._uploader.stop()
+        self._remote.close()  # ends what the uploader waits for
         self._uploader.close()
-        self._remote.close()
         self._keeper.close()
         self._local.close()
 
@@ -213,10 +246,10 @@ class TieredStore:
         """Indexes of pages that are here, and of the others."""
         by_pool: dict[str, list[int]] = {}
         for index, page in enumerate(pages):
-            by_pool.setdefault(page.pool, []).append(index)
+            by_pool.setdefault(page[2], []).append(index)
         missing: list[int] = []
         for pool, indexes in by_pool.items():
-            answers = self._local.lookup([pages[i].key for i in indexes], pool)
+            answers = self._local.lookup([pages[i][0] for i in indexes], pool)
             missing += [indexes[i] for i in _not_here(answers)]
         if not missing:
             return list(range(len(pages))), []
@@ -280,4 +313,4 @@ def _at(places: Sequence[int], on_page: OnPage | None) -> OnPage | None:
 
 
 def _name_of(page: PageRead) -> Name:
-    return Name(page.key, page.pool, sum(part.nbytes for part in page.into))
+    return Name(page[0], page[2], sum(memoryview(part).nbytes for part in page[1]))

@@ -122,8 +122,8 @@ class Uploader:
             return self._changed.wait_for(lambda: not (self._waiting or self._busy), timeout_s)
 
     def forget(self, keys: Iterable[PageKey] | None = None, pool: str = KV) -> None:
-        """Pages are about to be deleted, None for all: their names are not sent from now on, nor
-        are those that were about to be. Blocks while pages are being sent.
+        """Pages were deleted, None for all: their names are not sent from now on, nor are those
+        that were about to be. Does not block: what is being sent is the remote store's.
         """
         with self._changed:
             if keys is None:
@@ -134,15 +134,18 @@ class Uploader:
                 self._waiting.pop((key, pool), None)
             self._wanted = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._busy)
 
-    def close(self) -> None:
-        """Ends the thread and forgets names that wait. Blocks while pages are sent. Idempotent."""
+    def stop(self) -> None:
+        """Forgets names that wait, and sends no more. Does not block."""
         with self._changed:
             self._closing = True
             self._wanted = False
             self._waiting.clear()
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stops and ends the thread. Blocks while pages are sent. Idempotent."""
+        self.stop()
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -249,13 +252,16 @@ class Uploader:
         self.dropped += len(pages) - len(read)
         if not read or not self._wanted:
             return
-        outcomes = self._remote.put(read)
+        outcomes = self._remote.put(read, self._is_wanted)
         self.sent += outcomes.count(PutOutcome.STORED)
         self.there += outcomes.count(PutOutcome.KEPT)
         refused = outcomes.count(PutOutcome.REFUSED)
         self.refused += refused
         if refused:
             self._pause(PAUSE_S)
+
+    def _is_wanted(self) -> bool:
+        return self._wanted
 
     def _yield(self, busy: Callable[[], bool], most: int) -> None:
         for _ in range(most):

@@ -1,4 +1,6 @@
-"""`kvtier stat`, `fsck` and `purge`: show a store's content, check that it is whole, remove it."""
+"""`kvtier stat`, `fsck` and `purge`: show a store's content, check that it is whole, remove it. The
+command `stat` is made in `runtime/tools/stat_command.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import dataclasses
 import datetime
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from sgl_kvtier.console import (
     Column,
@@ -32,10 +35,20 @@ SCHEMA_FSCK = "kvtier.fsck/1"
 SCHEMA_PURGE = "kvtier.purge/1"
 
 
+class Learned(NamedTuple):
+    """What servers learned of prefill and links: for JSON, and in words."""
+
+    found: dict[str, Any]
+    said: str
+
+
 class Stat:
-    """`kvtier stat`: the identities in a store, their sizes, and the processes that have them open.
-    Safe beside a running server.
+    """`kvtier stat`: the identities in a store, their sizes, the processes that have them open, and
+    what `learned` finds in an identity's folder. Safe beside a running server.
     """
+
+    def __init__(self, learned: Callable[[str], Learned | None]) -> None:
+        self._learned = learned
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_common(parser, needs_path=False)
@@ -52,9 +65,14 @@ class Stat:
         if args.path is None:
             raise StoreError("name the store's folder, or --remote HOST:PORT")
         env, found = _find(args)
-        rows = [_row(env, namespace) for namespace in found if not namespace.problem]
+        rows, notes = [], []
+        for namespace in found:
+            if not namespace.problem:
+                row, learned = _row(env, namespace), self._learned(namespace.path)
+                rows.append({**row, "learned": learned.found if learned else None})
+                notes += [f"{row['name']}: {learned.said}"] if learned else []
         columns = [
-            Column("name", "pages of"),
+            Column("name", "model"),
             Column("pages", "pages", decimals=0),
             Column("nbytes", "on disk", format=_size),
             Column("ranks", "ranks", decimals=0),
@@ -66,7 +84,7 @@ class Stat:
             f"Page store {args.path}",
             columns,
             rows,
-            notes=[f"{format_bytes(total)} in all", *_left_out(found)],
+            notes=[f"{format_bytes(total)} in all", *notes, *_left_out(found)],
         )
         _show(args, table, SCHEMA_STAT, {"path": args.path, "namespaces": rows})
         return 0
@@ -99,10 +117,13 @@ class Fsck:
             if namespace.problem:
                 raise StoreError(namespace.problem)
         rows: list[dict[str, Any]] = []
-        with progress("checking pages", float(sum(n.nbytes for n in found)) or None, "B") as shown:
+        pages = sum(count_pages(env, namespace, rank) for namespace, rank in ranks)
+        with progress("checking", float(pages) or None, "pages") as shown:
             for namespace, rank in ranks:
                 shown.describe(os.path.relpath(rank, args.path))
-                check = check_rank(env, namespace, rank, repair=args.repair, step=shown.advance)
+                check = check_rank(
+                    env, namespace, rank, repair=args.repair, step=lambda _: shown.advance()
+                )
                 rows.append({"rank": os.path.relpath(rank, args.path), **dataclasses.asdict(check)})
         names = ("pages", "good", "corrupt", "unreadable", "not_indexed", "stale", "erased")
         columns = [
@@ -111,8 +132,9 @@ class Fsck:
         ]
         bad = sum(row["corrupt"] + row["unreadable"] - row["erased"] for row in rows)
         if bad:
+            damaged = "1 page is damaged" if bad == 1 else f"{bad} pages are damaged"
             print(
-                f"{bad} pages are damaged. They are never served; --repair gives their room back",
+                f"{damaged}. kvtier never serves damaged pages; --repair gives their room back",
                 file=sys.stderr,
             )
         table = Table(f"Page store {args.path}", columns, rows, notes=_left_out(found))
@@ -141,7 +163,7 @@ class Purge:
             row["removed"] = _removed(env, namespace, dry_run=args.dry_run)
             rows.append(row)
         columns = [
-            Column("name", "pages of"),
+            Column("name", "model"),
             Column("nbytes", "on disk", format=_size),
             Column("removed", "removed"),
         ]
@@ -150,7 +172,6 @@ class Purge:
         return 1 if any(row["removed"].startswith("no") for row in rows) else 0
 
 
-stat = Stat()
 fsck = Fsck()
 purge = Purge()
 
@@ -203,6 +224,8 @@ def _find(args: argparse.Namespace) -> tuple[Env, list[Namespace]]:
         wanted.append((name, value))
     env = Env()
     found = namespaces(env, args.path)
+    if not found:
+        raise StoreError(f"no store in {args.path}: give the folder that store.path names")
     described = [_flat(n) for n in found]
     matching = [
         n

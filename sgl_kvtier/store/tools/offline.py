@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -121,9 +122,14 @@ def check_rank(
     except NotOursError as error:
         raise StoreError(error.advice) from error
     except OSError as error:
-        raise StoreError(
-            f"cannot lock {rank}: {error}. Run this as the user who owns the store"
-        ) from error
+        advice = (
+            "Checking takes the store's lock: mount the filesystem writable, or check a copy"
+            if error.errno == errno.EROFS
+            else "Run this as the user who owns the store"
+            if isinstance(error, PermissionError)
+            else "Check the disk, or check a copy of the store on another one"
+        )
+        raise StoreError(f"cannot lock {rank}: {error.strerror}. {advice}") from error
     result = Check()
     try:
         segments, _ = open_segments(env, rank, namespace.fingerprint, BUFFERED, remove=repair)
@@ -153,9 +159,10 @@ def _check_segments(
         records, result.index_whole = unpack_log(data, identity)
     except OSError:
         records, result.index_whole = unpack_log(b"", identity)
-    if repair and not result.index_whole:
+    if repair and not result.index_whole and not len(records):
         with contextlib.suppress(OSError):
-            # The next opening makes it again from the slots' headers.
+            # The next opening makes it again from the slots' headers. A log that ends early stays:
+            # it may be all that says of a page that it was deleted.
             env.unlink(log)
     live = latest(records, segments, newest_sequence(env))
     indexed = {

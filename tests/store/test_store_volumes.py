@@ -1,0 +1,203 @@
+"""The volumes that Kubernetes gives a container, with the modes and owners that its node agent
+(kubelet) sets, opened by processes of other users. Needs root.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_pages import IDENTITY, content, key, open_at, put, read
+
+from sgl_kvtier.errors import StoreError
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.types import Lookup
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
+
+ME, NEIGHBOUR = 12_345, 12_346
+GROUP = 20_000
+PAGES = {key(i): content(i, 5000) for i in range(20)}
+
+
+@pytest.fixture
+def volume() -> Iterator[Path]:
+    """A folder of root's that every user can reach."""
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-volume-"))
+    folder.chmod(0o755)
+    (folder / "volume").mkdir()
+    yield folder / "volume"
+    shutil.rmtree(folder)
+
+
+def as_user(uid: int, groups: list[int], function: Callable[[], Any]) -> str:
+    """What a function returns, or its error and what was logged, in a process of this user."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        said: list[str] = []
+        try:
+            logging.getLogger().handlers[:] = [Listening(said)]
+            os.setgroups(groups)
+            os.setgid(groups[0] if groups else uid)
+            os.setuid(uid)
+            os.umask(0o022)
+            said.insert(0, f"returned {function()}")
+        except BaseException as error:
+            said.insert(0, f"{type(error).__name__}: {error}")
+        os.write(writing, "\n".join(said).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+class Listening(logging.Handler):
+    """Keeps warnings."""
+
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._said.append(record.getMessage())
+
+
+def serve(path: Path) -> Callable[[], str]:
+    """One life of a server: stores pages that are not there, and reads all of them."""
+
+    def run() -> str:
+        store = open_at(path)
+        found = store.lookup(list(PAGES)).count(Lookup.HIT)
+        put(store, PAGES)
+        outcomes = read(store, dict.fromkeys(PAGES, 5000))
+        assert outcomes == [(ReadOutcome.OK, data) for data in PAGES.values()]
+        store.close()
+        return f"{found} found"
+
+    return run
+
+
+def kubelet(volume: Path, group: int) -> None:
+    """What kubelet does to a volume with an fsGroup at each start of a pod: group, read and write
+    for it, and the setgid bit on folders.
+    """
+    for path in (volume, *volume.rglob("*")):
+        os.chown(path, -1, group)
+        bits = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(bits | (0o2770 if path.is_dir() else 0o660))
+
+
+def loose(volume: Path) -> list[Path]:
+    """What others may write below a volume."""
+    return [path for path in volume.rglob("*") if path.stat().st_mode & 0o022]
+
+
+def test_an_empty_dir_is_used_by_a_user_and_the_danger_is_said(volume: Path) -> None:
+    volume.chmod(0o777)
+    assert as_user(ME, [], serve(volume)).startswith("returned 0 found")
+    again = as_user(ME, [], serve(volume))
+    assert again.startswith("returned 20 found")
+    assert again.count("they cannot read or change pages") == 1
+    assert not loose(volume)
+
+
+def test_an_empty_dir_is_used_by_root_and_gets_the_sticky_bit_once(volume: Path) -> None:
+    volume.chmod(0o777)
+    first = as_user(0, [0], serve(volume))
+    assert first.startswith("returned 0 found") and "it has the sticky bit now" in first
+    assert as_user(0, [0], serve(volume)) == "returned 20 found"
+
+
+@pytest.mark.parametrize("path", [".", "kvtier"])
+@pytest.mark.parametrize("bits", [0o777, 0o755])
+def test_a_volume_with_an_fs_group_is_used_at_every_start_of_a_pod(
+    volume: Path, path: str, bits: int
+) -> None:
+    volume.chmod(bits)
+    for start in range(4):
+        kubelet(volume, GROUP)
+        said = as_user(ME, [GROUP], serve(volume / path))
+        assert said.startswith(f"returned {20 * bool(start)} found"), said
+        assert said.count("could be written by other users") == bool(start)
+        assert not loose(volume / path)
+
+
+def test_the_warning_counts_what_others_could_write(volume: Path) -> None:
+    kubelet(volume, GROUP)
+    as_user(ME, [GROUP], serve(volume / "kvtier"))
+    kubelet(volume, GROUP)
+    store = volume / "kvtier" / IDENTITY.directory_name
+    count = 1 + len(list(store.rglob("*")))
+    assert f"\n{count} folders and files" in as_user(ME, [GROUP], serve(volume / "kvtier"))
+    assert "folders and files" not in as_user(ME, [GROUP], serve(volume / "kvtier"))
+
+
+def test_a_folder_below_a_volume_is_said_nothing_about(volume: Path) -> None:
+    kubelet(volume, GROUP)
+    assert as_user(ME, [GROUP], serve(volume / "kvtier")) == "returned 0 found"
+    assert stat.S_IMODE((volume / "kvtier").stat().st_mode) & 0o077 == 0
+
+
+@pytest.mark.parametrize("groups", [[], [GROUP]], ids=["other group", "same group"])
+def test_pages_of_another_user_are_refused_and_stay(volume: Path, groups: list[int]) -> None:
+    kubelet(volume, GROUP)
+    volume.chmod(0o2777)
+    as_user(ME, [GROUP], serve(volume))
+    said = as_user(NEIGHBOUR, groups, serve(volume))
+    assert f"belongs to user {ME}, and this process runs as user {NEIGHBOUR}" in said
+    assert as_user(ME, [GROUP], serve(volume)).startswith("returned 20 found")
+
+
+def test_what_a_member_of_the_group_plants_is_not_used(volume: Path) -> None:
+    """A neighbour with the same fsGroup can write between two starts: a file of theirs is known by
+    its owner.
+    """
+    kubelet(volume, GROUP)
+    as_user(ME, [GROUP], serve(volume / "kvtier"))
+    kubelet(volume, GROUP)
+    (segment,) = volume.rglob("seg-*")
+
+    def plant() -> str:
+        data = segment.read_bytes()
+        segment.unlink()
+        segment.write_bytes(data)
+        return "planted"
+
+    assert as_user(NEIGHBOUR, [GROUP], plant) == "returned planted"
+    said = as_user(ME, [GROUP], serve(volume / "kvtier"))
+    assert said.startswith("returned 0 found") and "until the next start" in said
+    assert segment.stat().st_uid == NEIGHBOUR, "it is not removed either"
+
+
+def test_a_volume_of_a_third_user_that_all_may_write_is_refused_with_what_lasts(
+    volume: Path,
+) -> None:
+    volume.chmod(0o777)
+    os.chown(volume, NEIGHBOUR, GROUP)
+    said = as_user(ME, [], serve(volume))
+    assert said.startswith("StoreError") and f"such as {volume / 'kvtier'}" in said
+    assert as_user(ME, [], serve(volume / "kvtier")) == "returned 0 found"
+
+
+def test_a_folder_that_cannot_be_written_says_so(volume: Path) -> None:
+    said = as_user(ME, [], serve(volume))
+    assert said.startswith("StoreError") and "this user can write" in said
+
+
+def test_an_error_is_one_line(volume: Path) -> None:
+    os.chown(volume, NEIGHBOUR, GROUP)
+    volume.chmod(0o777)
+    with pytest.raises(StoreError) as found:
+        open_at(volume)
+    assert "\n" not in str(found.value)
