@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from sgl_kvtier.remote.agent import Agent
 from sgl_kvtier.remote.breaker import Breaker
 from sgl_kvtier.remote.channel import Placed, wake
 from sgl_kvtier.remote.child.engine import Code
-from sgl_kvtier.remote.child.messages import Op, Reply, Request
+from sgl_kvtier.remote.child.messages import Op, Reply, Request, answers
 from sgl_kvtier.remote.child.settings import RemoteSettings
 from sgl_kvtier.remote.ring import Ring
 from sgl_kvtier.types import PageKey
@@ -38,7 +38,9 @@ _CANARY = PageKey(bytes(32))
 
 
 class Answer(NamedTuple):
-    """How a call ended: one code per key, and for REMOVE and CLEAR how many objects went."""
+    """How a call ended: one code per key, or one for CLEAR, and for REMOVE and CLEAR how many
+    objects went.
+    """
 
     codes: Sequence[int]
     removed: int = 0
@@ -57,7 +59,14 @@ class Call:
     extent: int | None = None
     """Its part of the ring, which is the link's from `begin` on."""
     pages: Placed | None = None
+    fair: bool = False
+    """Nothing but the engine makes it late: `limit` is no deadline of its caller's."""
     begun: float = 0.0
+
+    @property
+    def answers(self) -> int:
+        """How many codes its answer has."""
+        return answers(self.op, self.keys)
 
 
 Ended = list[tuple[Callable[[Answer], None], Answer]]
@@ -68,6 +77,9 @@ class Link:
 
     def __init__(self, settings: RemoteSettings, prefix: str) -> None:
         self.lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Not before: another thread may be about to write to it.
+        weakref.finalize(self, os.close, self._wake_fd)
         self.ring = Ring(settings.ring_bytes)
         self.restarts = 0
         self.trouble = "not started yet"
@@ -85,9 +97,6 @@ class Link:
         self._resting: deque[tuple[float, int]] = deque()
         """Extents into which a transfer that failed may still write, and until when they rest."""
         self._numbers = itertools.count(1)
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Not before: another thread may be about to write to it.
-        weakref.finalize(self, os.close, self._wake_fd)
         self._wakes_at = math.inf
         self._open = True
         self._changed = threading.Condition()
@@ -130,6 +139,23 @@ class Link:
             return False
         self.wake_before(call.limit)
         return True
+
+    def writing(self, pool: str, keys: Sequence[PageKey] | None) -> set[int]:
+        """Locked. The numbers of calls that write these pages, None for any page, and have not
+        ended: those that were given up too.
+        """
+        named = None if keys is None else set(keys)
+        both = itertools.chain(self._calls.items(), self._given_up.items())
+        return {
+            number
+            for number, call in both
+            if call.op is Op.PUT
+            and (named is None or (call.pool == pool and not named.isdisjoint(call.keys)))
+        }
+
+    def ended(self, numbers: Iterable[int]) -> bool:
+        """Locked. Whether the child has answered all of these calls, or is dead."""
+        return not any(n in self._calls or n in self._given_up for n in numbers)
 
     def wake_before(self, moment: float) -> None:
         """Makes the link's thread look again at this moment."""
@@ -313,20 +339,23 @@ class Link:
         elif (call := self._given_up.pop(reply.id, None)) is not None:
             self._free(call, reply.codes, now)
         elif (call := self._calls.pop(reply.id, None)) is not None:
-            self._free(call, reply.codes, now)
-            if self._breaker.closed and Code.UNREACHABLE in reply.codes:
+            codes = reply.codes
+            if len(codes) != call.answers or max(codes, default=0) > max(Code):
+                codes = bytes([Code.FAILED]) * call.answers  # a mistake of the child's
+            self._free(call, codes, now)
+            if self._breaker.closed and Code.UNREACHABLE in codes:
                 self._trip("its master does not answer")
-            self._breaker.ended(2 * reply.codes.count(Code.FAILED) <= len(call.keys), now)
+            self._breaker.ended(2 * codes.count(Code.FAILED) <= len(call.keys), now)
             if not self._breaker.closed and not self.trouble:
                 self._say("most of its calls fail")
-            ended.append((call.ended, Answer(reply.codes, reply.value)))
+            ended.append((call.ended, Answer(codes, reply.value)))
 
     def _give_up_late(self, now: float, ended: Ended) -> None:
         """Locked. Ends calls whose time has passed, though the child goes on with them."""
         for number, call in list(self._calls.items()):
             if now < call.limit:
                 continue
-            hangs = now >= call.begun + self._settings.deadline_s
+            hangs = call.fair or now >= call.begun + self._settings.deadline_s
             given_up = self._give_up(number, call, Code.FAILED if hangs else Code.LATE, ended)
             if given_up and hangs and self._breaker.closed:
                 self._trip(f"a call took longer than {self._settings.deadline_s:g} s")
@@ -342,7 +371,7 @@ class Link:
                 return False
         del self._calls[number]
         self._given_up[number] = call
-        ended.append((call.ended, Answer(bytes([code]) * len(call.keys))))
+        ended.append((call.ended, Answer(bytes([code]) * call.answers)))
         return True
 
     def _free(self, call: Call, codes: bytes, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from sgl_kvtier.types import Lookup, PageKey
@@ -24,6 +25,9 @@ class Presence:
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._known: dict[tuple[str, PageKey], tuple[Lookup, float, bool]] = {}
+        self._hidden: Counter[tuple[str, PageKey]] = Counter()
+        self._all_hidden = 0
+        self._epoch = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -41,17 +45,32 @@ class Presence:
         """The keys about which nothing is known."""
         return [key for key in keys if self._answer(pool, key, now) is None]
 
-    def found(self, pool: str, keys: Sequence[PageKey], here: Sequence[bool], now: float) -> None:
-        """The engine's answers. They do not count for pages that were unreadable a moment ago."""
+    @property
+    def epoch(self) -> int:
+        """How often pages were hidden. What was found out of pages in an earlier epoch may not hold
+        any more.
+        """
+        return self._epoch
+
+    def found(
+        self, pool: str, keys: Sequence[PageKey], here: Sequence[bool], now: float, epoch: int
+    ) -> None:
+        """The engine's answers to a call of `epoch`. They do not count for pages that were
+        unreadable a moment ago.
+        """
         with self._lock:
+            if epoch != self._epoch:
+                return
             for key, is_here in zip(keys, here, strict=True):
                 if not self._distrusted(pool, key, now):
                     lasts = HERE_S if is_here else GONE_S
                     self._set(pool, key, Lookup.HIT if is_here else Lookup.MISS, now + lasts)
 
-    def stored(self, pool: str, keys: Iterable[PageKey], now: float) -> None:
-        """Pages that were just written."""
+    def stored(self, pool: str, keys: Iterable[PageKey], now: float, epoch: int) -> None:
+        """Pages that were just written by a call of `epoch`."""
         with self._lock:
+            if epoch != self._epoch:
+                return
             for key in keys:
                 self._set(pool, key, Lookup.HIT, now + HERE_S)
 
@@ -61,12 +80,42 @@ class Presence:
             for key in keys:
                 self._set(pool, key, Lookup.MISS, now + seconds, distrusted=True)
 
+    def hide(self, pool: str, keys: Iterable[PageKey] | None) -> None:
+        """From now on these pages are misses, None for all pages, until `show` was called as often
+        as this.
+        """
+        with self._lock:
+            self._epoch += 1
+            if keys is None:
+                self._all_hidden += 1
+                self._known.clear()
+            for key in keys or ():
+                self._hidden[pool, key] += 1
+                self._known.pop((pool, key), None)
+
+    def show(self, pool: str, keys: Iterable[PageKey] | None) -> None:
+        """What `hide` hid was removed from the engine."""
+        with self._lock:
+            if keys is None:
+                self._all_hidden -= 1
+            for key in keys or ():
+                self._hidden[pool, key] -= 1
+                if not self._hidden[pool, key]:
+                    del self._hidden[pool, key]
+
+    def hides(self, pool: str, keys: Iterable[PageKey]) -> bool:
+        """Whether one of these pages is hidden."""
+        hidden = self._hidden
+        return bool(self._all_hidden) or any((pool, key) in hidden for key in keys)
+
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets all that is known; what is hidden stays so."""
         with self._lock:
             self._known.clear()
 
     def _answer(self, pool: str, key: PageKey, now: float) -> Lookup | None:
+        if self.hides(pool, (key,)):
+            return Lookup.MISS
         known = self._known.get((pool, key))
         return known[0] if known is not None and now < known[1] else None
 

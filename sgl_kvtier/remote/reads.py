@@ -50,6 +50,8 @@ class RemoteReadJob(OrderedJob):
         super().__init__(len(pages), deadline, on_page)
         self.pages = pages
         self.lengths = [sum(part.nbytes for part in page.into) for page in pages]
+        self.entered = math.inf
+        """When it joined the queue."""
         self._counted_by = count
         self._batch_bytes = batch_bytes
 
@@ -85,24 +87,29 @@ class Reader:
         self._queue: list[tuple[int, int, RemoteReadJob]] = []
         self._order = itertools.count()
         self._under_way = 0
+        self._came = -math.inf
+        """When the engine last said of a page what it is, or that it is not there."""
 
     def enter(self, job: RemoteReadJob, priority: int) -> None:
         """Begins a job, or as much of it as may be under way. Does not block."""
+        now = time.monotonic()
+        job.entered = now
         with self._link.lock:
             heapq.heappush(self._queue, (priority, next(self._order), job))
-        self._pump(time.monotonic())
-        if job.deadline is not None and not job.exhausted:
-            self._link.wake_before(job.deadline)
+        self._pump(now)
+        if not job.exhausted:
+            self._link.wake_before(self._end(job))
 
     def tend(self, now: float) -> float:
-        """Ends jobs whose deadline has passed and begins what there is room for. Returns the moment
-        of the next deadline.
+        """Ends jobs that have waited long enough and begins what there is room for. Returns the
+        moment when the next one has.
         """
         for job in self._jobs():
-            if job.deadline is not None and now >= job.deadline:
-                job.end_rest(ReadOutcome.LATE)
+            if (rest := self._rest(job, now)) is not None:
+                job.end_rest(rest)
         self._pump(now)
-        return min((job.deadline for job in self._jobs() if job.deadline), default=math.inf)
+        waiting = (job for job in self._jobs() if not job.exhausted)
+        return min(map(self._end, waiting), default=math.inf)
 
     def cancel(self) -> None:
         """Cancels all jobs."""
@@ -114,6 +121,17 @@ class Reader:
             return []
         with self._link.lock:
             return [job for _, _, job in self._queue]
+
+    def _end(self, job: RemoteReadJob) -> float:
+        """When a job's pages are late: at its deadline, and when nothing has come for a while."""
+        patience = max(job.entered, self._came) + self._deadline_s
+        return patience if job.deadline is None else min(patience, job.deadline)
+
+    def _rest(self, job: RemoteReadJob, now: float) -> ReadOutcome | None:
+        """How pages end that are not begun now; None where they may wait."""
+        if self._link.usable or (job.deadline is not None and now >= job.deadline):
+            return ReadOutcome.LATE if now >= self._end(job) else None
+        return ReadOutcome.MISS
 
     def _pump(self, now: float) -> None:
         after: list[Tell] = []
@@ -127,11 +145,7 @@ class Reader:
         """Locked. The next batch of a job, or its end; False when it has to wait. `after` is what
         to tell once the lock is free.
         """
-        rest = None
-        if job.deadline is not None and now >= job.deadline:
-            rest = ReadOutcome.LATE
-        elif not self._link.usable:
-            rest = ReadOutcome.MISS
+        rest = self._rest(job, now)
         if rest is not None or job.exhausted:
             heapq.heappop(self._queue)
             after.append(functools.partial(job.end_rest, rest or ReadOutcome.CANCELLED))
@@ -169,37 +183,43 @@ class Reader:
         keys = [job.pages[i].key for i in which]
         heads = self._namespace.heads(pool, keys, lengths)
         buffers = [list(job.pages[i].into) for i in which]
-        limit = time.monotonic() + self._deadline_s
+        limit = self._end(job)
+        epoch = self._presence.epoch
         call = Call(
             Op.GET,
             pool,
             keys,
-            functools.partial(self._landed, job, which, nbytes),
-            limit if job.deadline is None else min(limit, job.deadline),
+            functools.partial(self._landed, job, which, nbytes, epoch),
+            limit,
             extent,
             place(extent, heads, lengths, buffers),
+            fair=limit != job.deadline,
         )
         if not self._link.begin(call):
             return False
         self._under_way += nbytes
         return True
 
-    def _landed(self, job: RemoteReadJob, which: list[int], nbytes: int, answer: Answer) -> None:
+    def _landed(
+        self, job: RemoteReadJob, which: list[int], nbytes: int, epoch: int, answer: Answer
+    ) -> None:
         """Pages of a batch ended: they were checked, or they never land any more."""
         now = time.monotonic()
         with self._link.lock:
             self._under_way -= nbytes
+            if any(code in _OUTCOMES for code in answer.codes):
+                self._came = now
         by_code: dict[int, list[PageKey]] = {}
         for i, code in zip(which, answer.codes, strict=True):
             by_code.setdefault(code, []).append(job.pages[i].key)
         for code, keys in by_code.items():
-            self._learn(job.pages[which[0]].pool, keys, code, now)
+            self._learn(job.pages[which[0]].pool, keys, code, now, epoch)
         outcomes = (_OUTCOMES.get(Code(code), ReadOutcome.FAILED) for code in answer.codes)
         job.finish(list(zip(which, outcomes, strict=True)))
 
-    def _learn(self, pool: str, keys: list[PageKey], code: int, now: float) -> None:
+    def _learn(self, pool: str, keys: list[PageKey], code: int, now: float, epoch: int) -> None:
         if code in (Code.OK, Code.MISS):
-            self._presence.found(pool, keys, [code == Code.OK] * len(keys), now)
+            self._presence.found(pool, keys, [code == Code.OK] * len(keys), now, epoch)
         elif code == Code.FAILED:
             self._presence.distrust(pool, keys, UNREADABLE_S, now)
         elif code == Code.CORRUPT:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sgl_kvtier.errors import StoreError
+from sgl_kvtier.extras import how_to_install
 
 START_S = 20.0
 
@@ -26,7 +27,7 @@ START_S = 20.0
 def missing_engine() -> str:
     """Why Mooncake cannot run here, and what to do; empty where it can."""
     if importlib.util.find_spec("mooncake") is None:
-        return "Mooncake is not installed: pip install 'sgl-kvtier[remote]'"
+        return f"Mooncake is not installed: {how_to_install('remote')}"
     if ctypes.util.find_library("ibverbs") is None:
         return "Mooncake needs libibverbs: apt-get install libibverbs1"
     return ""
@@ -41,7 +42,7 @@ def program(name: str) -> str:
             if not os.access(path, os.X_OK):
                 path.chmod(path.stat().st_mode | 0o111)
             return str(path)
-    raise StoreError(f"no {name} here: pip install 'sgl-kvtier[remote]'")
+    raise StoreError(f"no {name} here: {how_to_install('remote')}")
 
 
 def master_command(address: str, port: int, metrics_port: int, lease_ms: int = 10_000) -> list[str]:

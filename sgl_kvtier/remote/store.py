@@ -17,13 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sgl_kvtier.errors import StoreError
+from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.remote.child.engine import Code
 from sgl_kvtier.remote.child.messages import MOST_KEYS, Op
 from sgl_kvtier.remote.child.settings import RemoteSettings, own_hostname
 from sgl_kvtier.remote.link import Answer, Call, Link
 from sgl_kvtier.remote.page import Namespace, can_be_named
-from sgl_kvtier.remote.presence import UNREADABLE_S, Presence
+from sgl_kvtier.remote.presence import Presence
 from sgl_kvtier.remote.reads import BATCHES_IN_RING, Reader, RemoteReadJob
+from sgl_kvtier.remote.removals import Removals
 from sgl_kvtier.remote.writes import Writer, length_of
 from sgl_kvtier.store.base import (
     KV,
@@ -66,6 +68,8 @@ class Condition:
     exists_late: int
     """Questions whose caller did not wait for the answer."""
     ring_taken_bytes: int
+    removals_waiting: int
+    """Pages that were deleted here and that the engine may still have; a clear counts as one."""
 
 
 def open_remote(settings: RemoteSettings, identity: Identity, rank: str) -> RemoteStore:
@@ -79,7 +83,7 @@ def open_remote(settings: RemoteSettings, identity: Identity, rank: str) -> Remo
         raise StoreError("the remote store is off: set remote.engine")
     if settings.engine == "mooncake":
         if importlib.util.find_spec("mooncake") is None:
-            raise StoreError("Mooncake is not installed: pip install 'sgl-kvtier[remote]'")
+            raise StoreError(f"Mooncake is not installed: {how_to_install('remote')}")
         if settings.hostname:
             try:
                 own_hostname(settings)
@@ -114,7 +118,9 @@ class RemoteStore:
         self._link = link = Link(settings, namespace.prefix)
         self._reader = Reader(link, namespace, self._presence, settings.deadline_s)
         self._writer = Writer(link, namespace, self._presence)
-        link.start(self._reader.tend)
+        where = (settings.engine, settings.master, namespace.prefix)
+        self._removals = Removals(link, self._presence, settings.deadline_s, where)
+        link.start(self._tend)
 
     @property
     def usable(self) -> bool:
@@ -141,7 +147,20 @@ class RemoteStore:
             self._counts["exists_calls"],
             self._counts["exists_late"],
             link.ring.taken_bytes if link.open else 0,
+            self.removals_waiting,
         )
+
+    @property
+    def calls_late(self) -> int:
+        """Puts, deletes and clears that returned before the engine had done them."""
+        return self._counts["puts_late"] + self._removals.late
+
+    @property
+    def removals_waiting(self) -> int:
+        """Pages that were deleted here and that the engine may still have; a clear counts as
+        one.
+        """
+        return self._removals.waiting
 
     def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
         """What is known, without asking: HIT for pages found or written in the last 5 s."""
@@ -154,19 +173,20 @@ class RemoteStore:
         (default `exists_wait_ms`).
 
         Returns whether `lookup` now knows them all. An answer that comes later is kept for the next
-        look-up all the same.
+        look-up all the same. False too while one of the pages waits to be removed.
         """
         begun = time.monotonic()
         if timeout_s is None:
             timeout_s = self._settings.exists_wait_ms * 1e-3
         if not self._link.usable or not can_be_named(pool, keys):
             return False
+        epoch = self._presence.epoch
         unknown = self._presence.unknown(pool, keys, begun)
         answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
         waiting = 0
         for part in _parts(unknown):
             self._count("exists_calls")
-            note = functools.partial(self._noted, pool, part, answers)
+            note = functools.partial(self._noted, pool, part, epoch, answers)
             if not self._begin(Call(Op.EXISTS, pool, part, note, self._limit(begun))):
                 return False
             waiting += 1
@@ -177,7 +197,7 @@ class RemoteStore:
             except queue.Empty:
                 self._count("exists_late")
                 return False
-        return known
+        return known and epoch == self._presence.epoch and not self._presence.hides(pool, keys)
 
     def read(
         self,
@@ -191,7 +211,8 @@ class RemoteStore:
 
         As in `PageStore`, and more: a page that was begun is FAILED at the deadline, or the
         settings' `deadline_s` after it was begun. `in_flight` falls at once, since only the ring
-        was the engine's.
+        was the engine's. Pages not begun are LATE, also without a deadline, when no page came for
+        `deadline_s`.
         """
         now = time.monotonic()
         deadline = now + deadline_s if deadline_s is not None else None
@@ -203,9 +224,12 @@ class RemoteStore:
         self._reader.enter(job, priority)
         return job
 
-    def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        """Writes pages; blocks for at most `deadline_s` of the settings. What was not written by
-        then is REFUSED.
+    def put(
+        self, pages: Sequence[PageWrite], wanted: Callable[[], bool] | None = None
+    ) -> list[PutOutcome]:
+        """Writes pages; blocks for at most `deadline_s` of the settings. REFUSED is what was not
+        written by then, what is not begun once `wanted` is false, and pages that wait to be
+        removed.
         """
         begun = time.monotonic()
         outcomes = [PutOutcome.REFUSED] * len(pages)
@@ -213,28 +237,30 @@ class RemoteStore:
             for i, page in enumerate(pages):
                 if self._presence.lookup(page.pool, [page.key], begun)[0] is Lookup.HIT:
                     outcomes[i] = PutOutcome.KEPT
-            self._writer.write(pages, outcomes, self._limit(begun))
+            if not self._writer.write(pages, outcomes, self._limit(begun), wanted):
+                self._count("puts_late")
         for page, outcome in zip(pages, outcomes, strict=True):
             self._count(_COUNTED[outcome])
             if outcome is PutOutcome.STORED:
                 self._count("bytes_written", length_of(page))
         return outcomes
 
-    def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
+    def delete(
+        self, keys: Sequence[PageKey], pool: str = KV, first: Callable[[], None] | None = None
+    ) -> int:
         """Drops pages for all that share them; blocks for at most `deadline_s` of the settings. How
-        many the engine says there were.
-        """
-        self._presence.distrust(pool, keys, UNREADABLE_S, time.monotonic())
-        if not can_be_named(pool, keys):
-            return 0
-        return self._removed([(Op.REMOVE, pool, part) for part in _parts(keys)])
+        many the engine says there were by then.
 
-    def clear(self) -> int:
-        """Drops every page of this identity and rank, for all that share them; blocks for at most
-        `deadline_s` of the settings. How many the engine says there were.
+        From the call on this process uses none of them: each is a miss and is not written until the
+        engine has confirmed that it is gone, however long that takes. `first` is called before the
+        engine is. A process that ends before leaves pages that the engine still has.
         """
-        self._presence.clear()
-        return self._removed([(Op.CLEAR, "", [])])
+        named = [key for key in keys if can_be_named(pool, [key])]
+        return self._removals.remove(pool, named, first)
+
+    def clear(self, first: Callable[[], None] | None = None) -> int:
+        """Drops every page of this identity and rank, for all that share them, as `delete` does."""
+        return self._removals.remove("", None, first)
 
     def stats(self) -> StoreStats:
         """Counters. What the engine has in all, for all its users, only its master knows."""
@@ -248,6 +274,7 @@ class RemoteStore:
             return
         self._reader.cancel()
         self._link.close()
+        self._removals.close()
 
     def _limit(self, begun: float) -> float:
         return begun + self._settings.deadline_s
@@ -269,30 +296,22 @@ class RemoteStore:
             return self._link.begin(call)
 
     def _noted(
-        self, pool: str, keys: Sequence[PageKey], answers: queue.SimpleQueue[bool], answer: Answer
+        self,
+        pool: str,
+        keys: Sequence[PageKey],
+        epoch: int,
+        answers: queue.SimpleQueue[bool],
+        answer: Answer,
     ) -> None:
         """The engine's answers of one call, in time or not."""
         codes = answer.codes
         known = [i for i, code in enumerate(codes) if code in (Code.OK, Code.MISS)]
         here = [codes[i] == Code.OK for i in known]
-        self._presence.found(pool, [keys[i] for i in known], here, time.monotonic())
+        self._presence.found(pool, [keys[i] for i in known], here, time.monotonic(), epoch)
         answers.put(len(known) == len(keys))
 
-    def _removed(self, calls: Sequence[tuple[Op, str, Sequence[PageKey]]]) -> int:
-        until = self._limit(time.monotonic())
-        counts: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-        def ended(answer: Answer) -> None:
-            counts.put(answer.removed)
-
-        begun = [self._begin(Call(op, pool, keys, ended, until)) for op, pool, keys in calls]
-        total = 0
-        for _ in range(begun.count(True)):
-            try:
-                total += counts.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                break
-        return total
+    def _tend(self, now: float) -> float:
+        return min(self._reader.tend(now), self._removals.tend(now))
 
 
 def _parts(keys: Sequence[PageKey]) -> list[Sequence[PageKey]]:

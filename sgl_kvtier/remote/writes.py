@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from sgl_kvtier.remote.channel import bytes_in_ring, pack_pages, place
 from sgl_kvtier.remote.child.engine import Code
@@ -19,7 +20,18 @@ _UNDER_WAY = 2
 """Batches at a time: one is written while the next is packed."""
 _OUTCOMES = {Code.OK: PutOutcome.STORED, Code.KEPT: PutOutcome.KEPT}
 
-Done = queue.SimpleQueue[tuple[list[int], Answer]]
+
+class Written(NamedTuple):
+    """A batch that ended: indexes of its pages, the answer, and the epoch of what is known of pages
+    when it was begun.
+    """
+
+    which: list[int]
+    answer: Answer
+    epoch: int
+
+
+Done = queue.SimpleQueue[Written]
 
 
 class Writer:
@@ -30,27 +42,35 @@ class Writer:
         self._namespace = namespace
         self._presence = presence
 
-    def write(self, pages: Sequence[PageWrite], outcomes: list[PutOutcome], until: float) -> None:
+    def write(
+        self,
+        pages: Sequence[PageWrite],
+        outcomes: list[PutOutcome],
+        until: float,
+        wanted: Callable[[], bool] | None = None,
+    ) -> bool:
         """Writes pages whose outcome is not KEPT, two batches at a time, until all are
-        written or it is `until`. Sets their outcomes.
+        written, it is `until`, or they are not `wanted` any more. Sets their outcomes. False when
+        the engine did not answer in time.
         """
         done: Done = queue.SimpleQueue()
         batches = list(self._batches(pages, outcomes))[::-1]
         under_way = 0
         while (batches or under_way) and time.monotonic() < until:
             if batches and under_way < _UNDER_WAY:
-                if self._begin(pages, batches[-1], done, until):
+                if self._begin(pages, batches[-1], done, until, wanted):
                     batches.pop()
                     under_way += 1
                     continue
                 if not under_way:
-                    return
+                    return True
             try:
-                which, answer = done.get(timeout=max(0.0, until - time.monotonic()))
+                written = done.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                return
+                break
             under_way -= 1
-            self._written(pages, which, answer, outcomes)
+            self._written(pages, written, outcomes)
+        return time.monotonic() < until
 
     def _batches(
         self, pages: Sequence[PageWrite], outcomes: Sequence[PutOutcome]
@@ -67,6 +87,7 @@ class Writer:
                 outcomes[i] is PutOutcome.KEPT
                 or not fits
                 or not can_be_named(page.pool, [page.key])
+                or self._presence.hides(page.pool, [page.key])
             ):
                 continue
             full = len(batch) == BATCH_PAGES or nbytes > room
@@ -79,9 +100,16 @@ class Writer:
             yield batch
 
     def _begin(
-        self, pages: Sequence[PageWrite], which: list[int], done: Done, until: float
+        self,
+        pages: Sequence[PageWrite],
+        which: list[int],
+        done: Done,
+        until: float,
+        wanted: Callable[[], bool] | None,
     ) -> bool:
-        """Packs a batch into the ring and sends it; False when there is no room or no child."""
+        """Packs a batch into the ring and sends it; False when there is no room or no child, and
+        where a page was removed meanwhile.
+        """
         link = self._link
         pool = pages[which[0]].pool
         keys = [pages[i].key for i in which]
@@ -95,28 +123,28 @@ class Writer:
         pack_pages(link.ring, placed)
 
         def ended(answer: Answer) -> None:
-            done.put((which, answer))
+            done.put(Written(which, answer, epoch))
 
         # The call outlives the caller's memory, which it does not need: its pages are packed.
         call = Call(Op.PUT, pool, keys, ended, until, extent, placed._replace(buffers=[]))
         with link.lock:
-            if link.begin(call):
+            # Under the lock: a removal that comes later knows of this call.
+            epoch = self._presence.epoch
+            removed = self._presence.hides(pool, keys) or not (wanted is None or wanted())
+            if not removed and link.begin(call):
                 return True
             link.ring.give(extent)
         link.wake_before(0.0)  # a read may wait for that room
         return False
 
     def _written(
-        self,
-        pages: Sequence[PageWrite],
-        which: list[int],
-        answer: Answer,
-        outcomes: list[PutOutcome],
+        self, pages: Sequence[PageWrite], written: Written, outcomes: list[PutOutcome]
     ) -> None:
-        for i, code in zip(which, answer.codes, strict=True):
+        which = written.which
+        for i, code in zip(which, written.answer.codes, strict=True):
             outcomes[i] = _OUTCOMES.get(Code(code), PutOutcome.REFUSED)
         here = [pages[i].key for i in which if outcomes[i] is not PutOutcome.REFUSED]
-        self._presence.stored(pages[which[0]].pool, here, time.monotonic())
+        self._presence.stored(pages[which[0]].pool, here, time.monotonic(), written.epoch)
 
 
 def length_of(page: PageWrite) -> int:

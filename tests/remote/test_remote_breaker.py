@@ -66,3 +66,13 @@ def test_a_single_failure_after_a_quiet_time_does_not() -> None:
     for _ in range(3):
         breaker.ended(False, 0.0)
     assert breaker.closed
+
+
+def test_calls_that_failed_while_it_was_open_do_not_count_afterwards() -> None:
+    breaker = closed()
+    breaker.trip(0.0)
+    for _ in range(6):
+        breaker.ended(False, 0.5)
+    breaker.close()
+    breaker.ended(False, 1.0)
+    assert breaker.closed

@@ -92,6 +92,17 @@ def test_a_page_that_is_not_the_expected_one_is_noticed(side: Side, at: int) -> 
     assert reply.codes == bytes([Code.OK, Code.CORRUPT, Code.OK, Code.OK])
 
 
+def test_what_is_checked_are_the_bytes_where_they_landed(side: Side) -> None:
+    """Both halves of a page go to one place, as if bytes came late: there it is not the page."""
+    half = bytearray(50)
+    buffers = [*side.pages.buffers]
+    buffers[1] = [memoryview(half), memoryview(half)]
+    side.channel.expect(7, side.pages._replace(buffers=buffers))
+    side.reply(7, *[Code.OK] * 4)
+    (reply,) = side.channel.receive(1.0) or []
+    assert reply.codes == bytes([Code.OK, Code.CORRUPT, Code.OK, Code.OK])
+
+
 def test_a_forgotten_call_writes_nothing(side: Side) -> None:
     side.channel.expect(7, side.pages)
     assert side.channel.forget(7)
@@ -99,6 +110,15 @@ def test_a_forgotten_call_writes_nothing(side: Side) -> None:
     side.reply(7, *[Code.OK] * 4)
     side.channel.receive(1.0)
     assert side.landed() == [bytes(n) for n in LENGTHS]
+
+
+@pytest.mark.parametrize("other", [6, 8, 7 + (1 << 32), 0])
+def test_an_answer_to_another_call_lands_nothing(side: Side, other: int) -> None:
+    side.channel.expect(7, side.pages)
+    side.reply(other, *[Code.OK] * 4)
+    side.channel.receive(1.0)
+    assert side.landed() == [bytes(n) for n in LENGTHS]
+    assert side.channel.forget(7)
 
 
 def test_a_call_that_has_landed_cannot_be_forgotten(side: Side) -> None:
@@ -210,3 +230,6 @@ def test_a_page_outside_the_ring_is_refused_by_the_compiled_channel(side: Side) 
     outside(side, lambda pages: pages._replace(offsets=[*pages.offsets[:3], end - 1000]))
     outside(side, lambda pages: pages._replace(offsets=[*pages.offsets[:3], (1 << 64) - 1]))
     outside(side, lambda pages: pages._replace(heads=pages.heads[:3]))
+    last = end - LENGTHS[3] - HEAD_BYTES
+    outside(side, lambda pages: pages._replace(offsets=[*pages.offsets[:3], last + 1]))
+    side.channel.expect(8, side.pages._replace(offsets=[*side.pages.offsets[:3], last]))

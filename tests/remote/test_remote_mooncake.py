@@ -371,3 +371,45 @@ def test_a_master_that_is_started_again_has_forgotten_all_and_takes_pages_again(
     store._presence.clear()
     until(lambda: put(store, pages) == [STORED] * 8, 40)
     assert outcomes(store, pages) == [OK] * 8
+
+
+@pytest.mark.parametrize("who", ["child", "owner", "master"])
+def test_deletes_and_clears_beside_a_process_that_is_stopped_return_and_hold(
+    cluster: Cluster, connected: Opened, who: str
+) -> None:
+    store = connected(cluster, hang_s=60.0)
+    pages = stored(store, range(8), PAGE)
+    processes = {"owner": cluster.owner_process.pid, "master": cluster.master_process.pid}
+    stopped = processes.get(who, store.condition().child)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        for call in (lambda: store.delete(list(pages)[:4]), store.clear):
+            begun = time.monotonic()
+            call()
+            assert time.monotonic() - begun < 8, "2 s, and a machine that is busy"
+        assert outcomes(store, pages) == [MISS] * 8
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    until(lambda: store.removals_waiting == 0, 60)
+    other = connected(cluster)
+    assert other.ask(list(pages), timeout_s=10)
+    assert other.lookup(list(pages)) == [Lookup.MISS] * 8
+    works(store, "after")
+
+
+def test_a_read_without_a_deadline_ends_beside_a_stopped_owner_with_a_small_ring(
+    cluster: Cluster, connected: Opened
+) -> None:
+    store = connected(cluster, ring_bytes=1 << 20)
+    pages = stored(store, range(40), 60_000)
+    store._presence.clear()
+    cluster.owner_process.send_signal(signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            begun = time.monotonic()
+            assert OK not in outcomes(store, pages)
+            assert time.monotonic() - begun < 8, "2 s, and a machine that is busy"
+            store._presence.clear()
+    finally:
+        cluster.owner_process.send_signal(signal.SIGCONT)
+    works(store, "after")

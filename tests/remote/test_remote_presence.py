@@ -12,7 +12,7 @@ A, B, C = key("a"), key("b"), key("c")
 
 def test_answers_are_believed_for_a_while() -> None:
     presence = Presence()
-    presence.found("kv", [A, B], [True, False], 0.0)
+    presence.found("kv", [A, B], [True, False], 0.0, presence.epoch)
     assert presence.lookup("kv", [A, B, C], 0.0) == [Lookup.HIT, Lookup.MISS, Lookup.MISS]
     assert presence.unknown("kv", [A, B, C], 0.0) == [C]
     assert presence.unknown("kv", [A, B], GONE_S) == [B]
@@ -22,29 +22,86 @@ def test_answers_are_believed_for_a_while() -> None:
 
 def test_pools_are_apart() -> None:
     presence = Presence()
-    presence.stored("kv", [A], 0.0)
+    presence.stored("kv", [A], 0.0, presence.epoch)
     assert presence.lookup("swa", [A], 0.0) == [Lookup.MISS]
 
 
 def test_an_unreadable_page_stays_a_miss_whatever_the_engine_says() -> None:
     presence = Presence()
     presence.distrust("kv", [A], UNREADABLE_S, 0.0)
-    presence.found("kv", [A], [True], 1.0)
+    presence.found("kv", [A], [True], 1.0, presence.epoch)
     assert presence.gone("kv", A, UNREADABLE_S - 1)
-    presence.found("kv", [A], [True], UNREADABLE_S)
+    presence.found("kv", [A], [True], UNREADABLE_S, presence.epoch)
     assert presence.lookup("kv", [A], UNREADABLE_S) == [Lookup.HIT]
 
 
 def test_a_page_written_anew_is_there_again() -> None:
     presence = Presence()
     presence.distrust("kv", [A], UNREADABLE_S, 0.0)
-    presence.stored("kv", [A], 1.0)
+    presence.stored("kv", [A], 1.0, presence.epoch)
     assert presence.lookup("kv", [A], 1.0) == [Lookup.HIT]
 
 
 def test_the_oldest_answers_go_first() -> None:
     presence = Presence(most=2)
     for name in (A, B, A, C):
-        presence.stored("kv", [name], 0.0)
+        presence.stored("kv", [name], 0.0, presence.epoch)
     assert len(presence) == 2
     assert presence.lookup("kv", [A, B, C], 0.0) == [Lookup.HIT, Lookup.MISS, Lookup.HIT]
+
+
+def test_hidden_pages_are_misses_whatever_is_found_out() -> None:
+    presence = Presence()
+    presence.stored("kv", [A, B], 0.0, presence.epoch)
+    presence.hide("kv", [A])
+    presence.found("kv", [A, B], [True, True], 0.0, presence.epoch)
+    presence.stored("kv", [A], 0.0, presence.epoch)
+    assert presence.lookup("kv", [A, B], 0.0) == [Lookup.MISS, Lookup.HIT]
+    assert presence.gone("kv", A, 0.0) and not presence.gone("kv", B, 0.0)
+    assert presence.unknown("kv", [A], 0.0) == []
+    assert presence.hides("kv", [B, A]) and not presence.hides("kv", [B])
+
+
+def test_pages_of_another_pool_are_not_hidden() -> None:
+    presence = Presence()
+    presence.hide("swa", [A])
+    assert presence.hides("swa", [A]) and not presence.hides("kv", [A])
+
+
+def test_a_page_is_shown_when_each_removal_that_hid_it_is_done() -> None:
+    presence = Presence()
+    presence.hide("kv", [A, B])
+    presence.hide("kv", [A])
+    presence.show("kv", [A, B])
+    assert presence.hides("kv", [A]) and not presence.hides("kv", [B])
+    presence.show("kv", [A])
+    assert not presence.hides("kv", [A])
+    assert presence.unknown("kv", [A], 0.0) == [A]
+
+
+def test_all_pages_are_hidden_until_each_clear_is_done() -> None:
+    presence = Presence()
+    presence.hide("", None)
+    presence.hide("", None)
+    presence.hide("kv", [A])
+    presence.show("", None)
+    assert presence.hides("swa", [C])
+    presence.show("", None)
+    assert presence.hides("kv", [A]) and not presence.hides("kv", [C])
+
+
+def test_what_was_found_out_before_pages_were_hidden_does_not_count() -> None:
+    presence = Presence()
+    before = presence.epoch
+    presence.hide("kv", [A])
+    presence.show("kv", [A])
+    presence.found("kv", [A], [True], 0.0, before)
+    presence.stored("kv", [A], 0.0, before)
+    assert presence.lookup("kv", [A], 0.0) == [Lookup.MISS]
+
+
+def test_what_is_forgotten_stays_hidden() -> None:
+    presence = Presence()
+    presence.hide("kv", [A])
+    presence.clear()
+    assert presence.hides("kv", [A])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import Any
 
 import pytest
 from remote_pages import IDENTITY
 
 from sgl_kvtier.errors import ConfigError, StoreError
+from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.remote.child.mooncake import what_to_install
 from sgl_kvtier.remote.child.settings import RemoteSettings, own_hostname
 from sgl_kvtier.remote.store import open_remote
@@ -51,7 +53,7 @@ def test_a_store_that_is_off_does_not_open() -> None:
 
 def test_without_mooncake_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(StoreError, match=r"pip install 'sgl-kvtier\[remote\]'"):
+    with pytest.raises(StoreError, match=re.escape(how_to_install("remote"))):
         open_remote(RemoteSettings("mooncake", "127.0.0.1:1"), IDENTITY, "tp0")
 
 
@@ -60,7 +62,7 @@ def test_without_mooncake_the_start_says_what_to_install(monkeypatch: pytest.Mon
     [
         ("libibverbs.so.1: cannot open shared object file", "apt-get install libibverbs1"),
         ("libcudart.so.12: cannot open", "mooncake-transfer-engine-non-cuda"),
-        ("No module named 'mooncake'", "sgl-kvtier[remote]"),
+        ("No module named 'mooncake'", how_to_install("remote")),
     ],
 )
 def test_a_library_that_is_missing_is_named_with_what_to_install(error: str, advice: str) -> None:

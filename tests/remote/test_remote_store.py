@@ -167,11 +167,14 @@ def test_each_page_is_told_once(store: RemoteStore) -> None:
     assert job.drain() == []
 
 
-def test_a_callback_that_fails_stops_nothing(store: RemoteStore) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_a_callback_that_fails_stops_nothing(
+    store: RemoteStore, error: type[BaseException]
+) -> None:
     pages = stored(store, range(20))
 
     def fail(index: int, outcome: ReadOutcome) -> None:
-        raise RuntimeError("mistake of a caller")
+        raise error("mistake of a caller")
 
     job = store.read([PageRead(k, [memoryview(bytearray(1000))]) for k in pages], on_page=fail)
     assert job.wait(10) and set(job.outcomes) == {OK}
@@ -312,5 +315,18 @@ def test_a_forked_process_sees_a_closed_store(store: RemoteStore) -> None:
         )
         gc.collect()
         os._exit(0 if missed else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert outcomes(store, pages) == [OK] * 3
+
+
+def test_a_forked_process_deletes_nothing_and_waits_for_nothing(store: RemoteStore) -> None:
+    """Another thread may have been in the store when it was forked."""
+    pages = stored(store, range(3))
+    with store._link.lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            nothing = (store.delete(list(pages)), store.clear()) == (0, 0)
+            os._exit(0 if nothing else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert outcomes(store, pages) == [OK] * 3

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sgl_kvtier import cli
+from sgl_kvtier.extras import how_to_install
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +61,7 @@ def test_it_says_what_to_install_where_mooncake_is_missing(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["remote", "up"]) == 1
-    assert "sgl-kvtier[remote]" in capsys.readouterr().err
+    assert how_to_install("remote") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Code(enum.IntEnum):
@@ -24,6 +24,14 @@ class Code(enum.IntEnum):
     """The master does not answer."""
     LATE = 7
     """The caller's deadline passed first. No engine says this."""
+
+
+class Removed(NamedTuple):
+    """How the removal of one name ended. OK and MISS: nothing is left under it."""
+
+    code: Code
+    went: int = 0
+    """Objects that went."""
 
 
 class EngineError(Exception):
@@ -48,8 +56,8 @@ class Engine(Protocol):
     ) -> list[Code]:
         """Stores objects that are not there yet."""
 
-    def remove(self, names: Sequence[str]) -> list[int]:
-        """How many objects went, per name. A name that ends in / stands for all that begin so."""
+    def remove(self, names: Sequence[str]) -> list[Removed]:
+        """Removes objects. A name that ends in / stands for all that begin so."""
 
     def close(self) -> None:
         """Leaves the engine."""

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 
 from sgl_kvtier.remote.child.engine import Code, Engine, EngineError
-from sgl_kvtier.remote.child.messages import MOST_REQUEST, Op, Reply, Request
+from sgl_kvtier.remote.child.messages import MOST_REQUEST, Op, Reply, Request, answers
 from sgl_kvtier.remote.child.settings import RemoteSettings
 from sgl_kvtier.remote.page import object_names
 
@@ -89,11 +89,11 @@ class Server:
             request = todo.get()
             try:
                 value, codes = self._call(request)
-                if codes and len(codes) != len(request.keys):
+                if len(codes) != answers(request.op, request.keys):
                     raise ValueError("an engine answered for another number of names")
             except Exception:
                 # An engine's own errors are codes. Anything else must not end the thread.
-                value, codes = 0, [Code.FAILED] * len(request.keys)
+                value, codes = 0, [Code.FAILED] * answers(request.op, request.keys)
             try:
                 self._sock.send(Reply(request.id, request.op, value, bytes(codes)).pack())
             except OSError:
@@ -101,7 +101,7 @@ class Server:
 
     def _call(self, request: Request) -> tuple[int, list[Code]]:
         if request.op is Op.CLEAR:
-            return sum(self._engine.remove([self._prefix])), []
+            return self._remove([self._prefix])
         names = object_names(self._prefix, request.pool, request.keys)
         addresses = [self._base + offset for offset in request.offsets]
         if request.op is Op.EXISTS:
@@ -109,8 +109,12 @@ class Server:
         if request.op is Op.GET:
             return 0, self._engine.get(names, addresses, request.sizes)
         if request.op is Op.REMOVE:
-            return sum(self._engine.remove(names)), []
+            return self._remove(names)
         return 0, self._put(names, addresses, request.sizes)
+
+    def _remove(self, names: list[str]) -> tuple[int, list[Code]]:
+        removed = self._engine.remove(names)
+        return sum(one.went for one in removed), [one.code for one in removed]
 
     def _put(self, names: list[str], addresses: list[int], sizes: Sequence[int]) -> list[Code]:
         """Only what is not there: an engine says nothing of what it keeps."""

@@ -8,7 +8,7 @@ per page:
     hang    names of methods that never return
     slow_s  seconds that every method takes
     crash   names of methods in which the process dies
-    ignore  names of methods that do nothing
+    ignore  ["remove"]: nothing is removed, and the engine says so
     refuse, unreachable    true: put has no room; the master does not answer
     late_s  seconds after which a `late` get that failed writes all the same
 """
@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.remote.child.engine import Code, EngineError
+from sgl_kvtier.remote.child.engine import Code, EngineError, Removed
 from sgl_kvtier.remote.page import HEAD_BYTES, SUM_AT, checksum
 
 FAULTS = "faults.json"
@@ -71,15 +71,17 @@ class MemoryEngine:
             part.replace(self._file(name))
         return [Code.OK] * len(names)
 
-    def remove(self, names: Sequence[str]) -> list[int]:
-        if self._trouble("remove") or "remove" in self._faults.get("ignore", ()):
-            return [0] * len(names)
+    def remove(self, names: Sequence[str]) -> list[Removed]:
+        if self._trouble("remove"):
+            return [Removed(Code.UNREACHABLE)] * len(names)
+        if "remove" in self._faults.get("ignore", ()):
+            return [Removed(Code.REFUSED)] * len(names)
         return [self._remove(name) for name in names]
 
     def close(self) -> None:
         pass
 
-    def _remove(self, name: str) -> int:
+    def _remove(self, name: str) -> Removed:
         if name.endswith("/"):
             start = self._file(name).name
             found = [path for path in self._folder.iterdir() if path.name.startswith(start)]
@@ -87,7 +89,7 @@ class MemoryEngine:
             found = [path for path in [self._file(name)] if path.exists()]
         for path in found:
             path.unlink(missing_ok=True)
-        return len(found)
+        return Removed(Code.OK if found else Code.MISS, len(found))
 
     def _get(self, name: str, other: str, into: memoryview) -> Code:
         fault = self._chosen(self._faults.get("get", {}))

@@ -1,7 +1,8 @@
 """Messages between the store and its child process, over a socket that keeps their borders.
 
 A request is a head, the pool's name, a place in the ring per page (GET, PUT) and the keys. A reply
-is a head and one code per key. Integers are little-endian. The compiled channel reads replies too.
+is a head and one code per key, or one for CLEAR. Integers are little-endian. The compiled channel
+reads replies too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ class Op(enum.IntEnum):
     PUT = 4
     REMOVE = 5
     CLEAR = 6
+
+
+def answers(op: Op, keys: Sequence[bytes]) -> int:
+    """How many codes the reply to a call has."""
+    return 1 if op is Op.CLEAR else len(keys)
 
 
 class Request(NamedTuple):

@@ -13,7 +13,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from sgl_kvtier.remote.child.engine import Code, EngineError
+from sgl_kvtier.extras import how_to_install
+from sgl_kvtier.remote.child.engine import Code, EngineError, Removed
 from sgl_kvtier.remote.child.settings import RemoteSettings, address_of, own_hostname
 
 _ENVIRONMENT = {
@@ -86,13 +87,15 @@ class MooncakeEngine:
         put = self._store.batch_put_from(list(names), list(addresses), list(sizes))
         return [Code.OK if n == 0 else _code(n) for n in put]
 
-    def remove(self, names: Sequence[str]) -> list[int]:
+    def remove(self, names: Sequence[str]) -> list[Removed]:
         prefixes = [name for name in names if name.endswith("/")]
         whole = [name for name in names if not name.endswith("/")]
-        gone = [self._store.remove_by_regex(f"^{re.escape(p)}", True) for p in prefixes]
+        counts = [self._store.remove_by_regex(f"^{re.escape(p)}", True) for p in prefixes]
+        removed = [Removed(Code.OK, n) if n >= 0 else Removed(_kept(n)) for n in counts]
         if whole:
-            gone += [int(code == 0) for code in self._store.batch_remove(whole, True)]
-        return [max(n, 0) for n in gone]
+            codes = self._store.batch_remove(whole, True)
+            removed += [Removed(Code.OK, 1) if n == 0 else Removed(_kept(n)) for n in codes]
+        return removed
 
     def close(self) -> None:
         self._store.close()
@@ -100,6 +103,11 @@ class MooncakeEngine:
 
 def _code(number: int) -> Code:
     return _CODES.get(number, Code.FAILED)
+
+
+def _kept(number: int) -> Code:
+    """Of a removal: an object that is being written (-703) is not gone, but will be there."""
+    return Code.REFUSED if number == -703 else _code(number)
 
 
 def _library(protocol: str) -> Any:
@@ -122,4 +130,4 @@ def what_to_install(error: ImportError) -> str:
             f"this build of Mooncake needs CUDA ({error}): "
             "pip install mooncake-transfer-engine-non-cuda"
         )
-    return f"Mooncake is not installed ({error}): pip install 'sgl-kvtier[remote]'"
+    return f"Mooncake is not installed ({error}): {how_to_install('remote')}"

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.outside import refusal
 
+CALL_S = 2.0
+"""Longest that a call of the store waits for the engine, and that a read waits with nothing coming.
+SGLang's threads make these calls.
+"""
 ENGINES = ("off", "mooncake", "memory")
 """`memory` is the test double: `master` is then its folder."""
 
@@ -32,8 +36,8 @@ class RemoteSettings:
     write: str = "all"
     ring_bytes: int = 64 << 20
     exists_wait_ms: int = 20
-    deadline_s: float = 2.0
-    """Seconds after which a batch under way counts as failed."""
+    deadline_s: float = CALL_S
+    """Seconds after which a batch under way counts as failed, and a caller is not kept waiting."""
     hang_s: float = 5.0
     """Seconds after which a child with such a batch is killed."""
 
