@@ -65,51 +65,57 @@ class Mode(enum.Enum):
 
 CANCELLED, NO_ROOM_YET = "cancelled", "no room yet"
 """Reasons for pages that were not begun, and may be loaded or computed: a Cancel, or no memory at
-that moment. An executor says the latter for a limited time only.
+that moment. An executor gives the latter for a limited time only.
 """
 
 
 @message
 class RequestArrived:
-    """A request is waiting. `keys` name its full prompt pages in order; `session` groups the turns
-    of one client.
-    """
+    """A request is waiting."""
 
     rid: str
+    """The request's id, in all messages."""
     now: float
+    """Seconds of the executor's clock, in all messages."""
     prompt_tokens: int
     keys: tuple[PageKey, ...] = ()
+    """Of its full prompt pages, in order."""
     session: str | None = None
+    """The session whose turn it is; None: of no session."""
 
 
 @message
 class RequestFinished:
     """A request has left, finished or aborted. Its restoration, if any, is over; loads that have
-    begun may still end. `keys` name the full pages of prompt and output, with which its session's
-    next turn will begin; empty where unknown. `restoration_only`: the request goes on, without its
-    restoration.
+    begun may still end.
     """
 
     rid: str
     now: float
     aborted: bool = False
     keys: tuple[PageKey, ...] = ()
+    """Of the full pages of prompt and output, with which its session's next turn will begin; empty
+    where unknown.
+    """
     restoration_only: bool = False
+    """The request goes on, without its restoration."""
 
 
 @message
 class RestoreOffered:
-    """A waiting request's pages [resident, pages) could be restored. `sources` are disjoint
-    ascending page spans with the tier of each. Pages of that range in none of them are holes: no
-    tier has them, so they can only be computed.
-    """
+    """A restore candidate: a waiting request's pages [resident, pages) could be restored."""
 
     rid: str
     now: float
     prompt_tokens: int
     resident: int
+    """Pages below this one are on the device already."""
     pages: int
+    """The end of the prefix, in pages."""
     sources: tuple[tuple[Span, Tier], ...]
+    """Disjoint ascending page spans with the tier of each. Pages of the prefix in none of them are
+    holes: no tier has them, so they can only be computed.
+    """
 
     @property
     def unbroken(self) -> int:
@@ -122,58 +128,63 @@ class RestoreOffered:
 
 @message
 class TransferDone:
-    """A transfer ended. `span` are pages of `rid`'s prompt that a Load named (no name and empty for
-    a Move, whose pages PagesPlaced names). `seconds` is the time the link was busy with it, without
-    queueing.
-    """
+    """A transfer ended."""
 
     rid: str
+    """The request of the Load; empty for a Move."""
     link: Link
     span: Span
+    """Pages of the request's prompt, named by a Load; empty for a Move, whose pages a PagesPlaced
+    names.
+    """
     nbytes: int
     seconds: float
+    """For which the link was busy with it, without queueing."""
     now: float
 
 
 @message
 class PagesLost:
     """Pages of a Load will not come: missing, corrupt, failed, late or cancelled. The front must
-    compute them, except those that were not begun (CANCELLED, NO_ROOM_YET), which are open again.
+    compute them, unless they were not begun: then they are open again.
     """
 
     rid: str
     span: Span
+    """Pages of the request's prompt."""
     reason: str
+    """In a word, for reports; CANCELLED and NO_ROOM_YET: they were not begun."""
     now: float
 
 
 @message
 class ChunkStarted:
-    """Prefill of tokens [start, stop) of a request was launched. It may be less than a Compute
-    granted, never more.
+    """A prefill chunk of a request was launched. It may be less than a Compute granted, never
+    more.
     """
 
     rid: str
     tokens: Span
+    """Of its prompt."""
     now: float
 
 
 @message
 class ChunkDone:
-    """That prefill has ended; `seconds` is its forward time, `shared_tokens` the other tokens in
-    the same batch.
-    """
+    """That chunk has ended."""
 
     rid: str
     tokens: Span
     seconds: float
+    """Of its forward."""
     now: float
     shared_tokens: int = 0
+    """Other tokens in the same batch."""
 
 
 @message
 class StepDone:
-    """One engine iteration ended: its time in seconds and its number of tokens of each kind."""
+    """One engine iteration ended."""
 
     seconds: float
     prefill_tokens: int
@@ -192,7 +203,7 @@ class PagesPlaced:
 
 @message
 class PagesDropped:
-    """Pages are no longer in a tier."""
+    """Pages are no longer in a tier, or a Move did not bring them there."""
 
     keys: tuple[PageKey, ...]
     tier: Tier
@@ -226,37 +237,45 @@ Fact: TypeAlias = (
 
 @message
 class StepView:
-    """The state at the moment of decision.
-
-    `waiting` are the ids of waiting requests in the order they will run. `slot` is the restoring
-    request that holds the engine's one slot for chunked prefill, or None when it is free;
-    `slot_open` says whether a restoring request may take it in this step. `prefill_tokens` bounds
-    this step's prefill. Of waiting requests that restore nothing, `fresh_tokens` will be computed:
-    they are neither in memory nor loaded by the engine. `fresh` has each one's share of them in the
-    order of `waiting`; where it is empty, and with what is not in it, they come first.
-    `wanted_tokens` will be on the device, and are not yet. In a question about one request both
-    count those before it in the queue.
-    `decoding` counts running requests, which stand still during a step with prefill.
-
-    `free_pages` may be claimed, per tier: destinations of loads come from the device and, where the
-    executor stages in host memory, from host memory. `empty_pages` are those of them that hold
-    nothing; for a tier not named there, they are `free_pages` less the evictable pages of the map.
-    `owed_pages` of the device are not in `free_pages`: the rest of running prompts will claim them
-    but has not yet, and pages may have to be evicted for them.
+    """The state of the engine at the moment of decision. In a question about one request the token
+    counts are of the requests before it in the queue.
     """
 
     now: float
     waiting: tuple[str, ...] = ()
+    """Ids of waiting requests in the order they will run."""
     slot: str | None = None
+    """The restoring request that holds the engine's one slot for chunked prefill; None: none."""
     slot_open: bool = True
+    """Whether a restoring request may take the slot in this step."""
     prefill_tokens: int = 0
+    """The most tokens of prefill in this step."""
     fresh_tokens: int = 0
+    """Tokens to compute of waiting requests that restore nothing: those neither in memory nor
+    loaded by the engine.
+    """
     decoding: int = 0
+    """Number of running requests, which stand still during a step with prefill."""
     free_pages: dict[Tier, int] = field(default_factory=dict)
+    """Pages that may be claimed, evictable ones included, by tier: of the device, and of host
+    memory where the executor stages loads there. Loads into a tier that is not in it have no limit.
+    """
     empty_pages: dict[Tier, int] = field(default_factory=dict)
+    """Those of them that hold nothing. For a tier that is not in it: `free_pages` less the
+    evictable pages of the map.
+    """
     owed_pages: int = 0
+    """Device pages, besides `free_pages`, that the rest of running prompts will claim but has not
+    yet; pages may have to be evicted for them.
+    """
     wanted_tokens: int = 0
+    """Tokens of waiting requests that restore nothing which will be on the device, and are not
+    yet.
+    """
     fresh: tuple[int, ...] = ()
+    """The share of `fresh_tokens` of each request, in the order of `waiting`. The part of
+    `fresh_tokens` that is not in it, all where it is empty, runs before all waiting requests.
+    """
 
 
 # --- the plan: what to do next --------------------------------------------------------------------
@@ -264,26 +283,26 @@ class StepView:
 
 @message
 class RestoreStart:
-    """The answer to a RestoreOffered. COMPUTE: forget the offer. LOAD: keep the request waiting
-    until its pages are in.
-    """
+    """The answer to a RestoreOffered."""
 
     rid: str
     mode: Mode
+    """COMPUTE: forget the offer. LOAD: keep the request waiting until its pages are in."""
     reason: str
+    """In a few words, for reports."""
 
 
 @message
 class Load:
-    """Read pages `span` of `rid` into the device over `link`, highest page first. Late after
-    `deadline_s` seconds from now.
-    """
+    """Read pages of a request into the device, highest page first."""
 
     rid: str
     span: Span
+    """Pages of its prompt."""
     source: Tier
     link: Link
     deadline_s: float
+    """Seconds from now after which the load is late."""
 
 
 @message
@@ -294,38 +313,39 @@ class Cancel:
 
     rid: str
     span: Span
+    """Pages of the request's prompt."""
 
 
 @message
 class Compute:
-    """The request in the slot first makes the landed pages `splice` part of its prefix (its front
-    is `splice.start`), then prefills `tokens`. 0 waits in this step; None leaves the size to the
-    engine (nothing more to restore). Until then it is a multiple of the page size and never reaches
-    into a page that a transfer has taken.
-    """
+    """Attach landed pages to a request's prefix, then prefill a chunk of it."""
 
     rid: str
     splice: Span
+    """The landed pages to attach first; they begin at the request's front. Empty: none."""
     tokens: int | None
+    """Size of the chunk: a multiple of the page size that never reaches into a page which a
+    transfer has taken. 0: wait in this step. None: as the engine likes, nothing is left to restore.
+    """
 
 
 @message
 class Move:
-    """Copy pages one or two tiers up (prefetch) or down (demotion), for request `rid` where that is
-    known.
-    """
+    """Copy pages one or two tiers up (prefetch) or down (demotion)."""
 
     keys: tuple[PageKey, ...]
     source: Tier
     target: Tier
     rid: str | None = None
+    """The request they are for, where that is known."""
 
 
 @message
 class Evict:
-    """Evict these pages' copies from a tier, in this order, as far as room is needed."""
+    """Evict these pages' copies from a tier, as far as memory is needed."""
 
     keys: tuple[PageKey, ...]
+    """The first one first."""
     tier: Tier
 
 
@@ -356,86 +376,91 @@ class Question(Generic[_A]):
 class LeftToEngine(Question[str | None]):
     """Why is this prefix better left to an engine that can load by itself? None: it is not. To be
     asked before a restoration is offered, since the engine does not resume its own read of a prefix
-    that was dropped for a restoration, and again while the engine reads. In the view the request is
-    not among the fresh ones. Changes nothing.
+    that was dropped for a restoration, and again while the engine reads. Changes nothing.
     """
 
     offer: RestoreOffered
+    """What would be offered."""
     view: StepView
+    """The request is not among its fresh ones."""
 
 
 @message
 class Queued:
-    """A waiting request whose prefix is left to the engine. `pages` is the host memory it takes
-    below the device: there, on their way, or stored. `unread`: some are stored and neither there
-    nor on their way.
-    """
+    """A waiting request whose prefix is left to the engine."""
 
     rid: str
     pages: int
+    """Pages of host memory that it needs below the device: there, in flight, or stored."""
     unread: bool
+    """Whether some of them are stored, and neither in host memory nor in flight."""
 
 
 @message
 class ReadsDue(Question[tuple[str, ...]]):
-    """Which waiting requests have their stored pages read now into `room` pages of host memory?
-    `queue` has requests whose prefixes are left to the engine, in the order they run; it may end at
-    the first that does not fit. Changes nothing.
-    """
+    """Which waiting requests have their stored pages read now? Changes nothing."""
 
     queue: tuple[Queued, ...]
+    """In the order they run; it may end at the first that does not fit."""
     room: int
+    """Pages of host memory for prefixes of waiting requests."""
 
 
 @message
 class Waiter:
-    """A waiting request. Of its `prompt_tokens`, the first `device_tokens` lie on the device, those
-    behind them in host memory, and those behind in storage.
+    """A waiting request, and where its prompt lies: first on the device, then in host memory, then
+    in storage.
     """
 
     rid: str
     prompt_tokens: int
     device_tokens: int = 0
+    """Number of its first tokens that are on the device."""
     host_tokens: int = 0
+    """Number of the tokens after those that are in host memory."""
     stored_tokens: int = 0
+    """Number of the tokens after those that are in storage."""
 
 
 @message
 class RunOrder(Question[tuple[str, ...]]):
-    """In which order should these requests run? `waiting` are all that wait, in the order they
-    came. The planner takes note of who came and who went.
-    """
+    """In which order should these requests run? The planner takes note of who came and who went."""
 
     waiting: tuple[Waiter, ...]
+    """All waiting requests, in the order they came."""
     now: float
 
 
 @message
 class ChunkBeside(Question[int]):
-    """How many tokens of a prompt that restores nothing are computed in this step's chunk, which
-    has `most`? `left_tokens` of it are left behind `done_tokens`. `waiting` are the requests behind
-    it in their order, which may take `room` tokens of the device. The answer is a multiple of the
-    page, or all that are left. Beside a chunk that it makes shorter others compute as many tokens
-    at most, and one that needs the chunk's slot does not keep those behind it waiting. Changes
+    """How many tokens does this step's chunk of a long prompt that restores nothing compute, so
+    that waiting requests with less work run in the same step? The answer is a multiple of the page,
+    or all tokens that are left. While the chunk is shortened, other requests may prefill at most as
+    many tokens as the chunk has, and one that would need the chunk's slot is passed over. Changes
     nothing.
     """
 
     done_tokens: int
+    """Tokens of the prompt that are computed."""
     left_tokens: int
+    """Tokens of it that are left to compute."""
     most: int
+    """The most tokens of this chunk."""
     room: int
+    """Device tokens that waiting requests may claim."""
     waiting: tuple[Waiter, ...]
+    """The requests after it in the queue, in order."""
 
 
 @message
 class HeldBack(Question[bool]):
-    """Does a request that could be admitted, for which pages would have to leave the device, wait
-    for a session that is about to return? Of host memory `host_empty` pages hold nothing. The
-    planner takes note of requests that it holds back.
+    """Should a request wait for a session that is about to return? It could be admitted, but pages
+    would have to leave the device for it. The planner takes note of a request that waits.
     """
 
     request: Waiter
     host_empty: int
+    """Pages of host memory that hold nothing."""
     now: float
 
 
@@ -448,29 +473,31 @@ class SessionsWith(Question[tuple[str, ...]]):
 
 @message
 class Hint:
-    """A client's statement on its session. None: no statement on that.
-
-    `expected_delay_s` counts from now if the session is idle, else from the end of its turn;
-    `ttl_s` counts from now. `priority` > 0 keeps its pages longer, each step as if it came back
-    twice as soon; < 0 the other way round; it holds until the next one. `ttl_s` 0: it will not come
-    back.
-    """
+    """A client's statement on its session. None: no statement on that."""
 
     expected_delay_s: float | None = None
+    """When it will come back, in seconds from now if the session is idle, else from the end of its
+    turn.
+    """
     priority: int | None = None
+    """Above 0 keeps its pages longer, each step as if it came back twice as soon; below 0 the other
+    way round. It holds until the next one.
+    """
     ttl_s: float | None = None
+    """After this many seconds from now it will not come back; 0: it will not at all."""
     tool: str | None = None
+    """The tool that its last turn called."""
 
 
 @message
 class HintAnswer:
-    """The effect of a hint. `reason` says why it was refused or changed; empty when it was taken as
-    it was. `returns_at`: when its session is expected, None where it is not.
-    """
+    """The effect of a hint."""
 
     accepted: bool
     reason: str = ""
+    """Why it was refused or changed; empty when it was taken as it was."""
     returns_at: float | None = None
+    """When its session is expected, in seconds of the executor's clock; None: it is not."""
 
 
 @message
@@ -489,17 +516,18 @@ class RulesTuned(Question[str | None]):
     """
 
     name: str
+    """An attribute of the rules, one of those in `tuned`."""
     value: float
 
 
 @message
 class Tally:
-    """The results of lookahead so far: pages that were moved up in vain, and tests of whether a
-    read overlaps with computing, by result.
-    """
+    """The results of lookahead so far."""
 
     wasted_pages: int
+    """Pages prefetched to the device that left it unused."""
     overlaps: dict[str, int]
+    """Number of tests of whether a read is hidden behind compute, by result (`Overlaps.counts`)."""
 
 
 class Planner(Protocol):

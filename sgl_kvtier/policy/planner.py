@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.ahead.budget import reads_due
 from sgl_kvtier.policy.ahead.planner import Lookahead
-from sgl_kvtier.policy.ahead.turns import due
 from sgl_kvtier.policy.messages import (
     ChunkBeside,
     Fact,
@@ -54,11 +54,11 @@ class Planner:
         rules: Rules | None = None,
     ) -> None:
         self.rules = rules_of(config.rules) if rules is None else rules
-        self._restore = RestorePlanner(config, engine, profile, self.rules, self._room)
+        self._restore = RestorePlanner(config, engine, profile, self.rules, self._claimable)
         self._ahead = Lookahead(config, engine, self._restore.bandwidth, self.rules)
         self._answers: dict[type, Callable[[Any], Any]] = {
             LeftToEngine: self._restore.left_to_engine,
-            ReadsDue: due,
+            ReadsDue: reads_due,
             RunOrder: self._restore.order,
             ChunkBeside: self._restore.chunk_beside,
             HeldBack: self._held_back,
@@ -99,13 +99,13 @@ class Planner:
         answer: _A = self._answers[type(question)](question)
         return answer
 
-    def _room(self, view: StepView, pages: int, until: float) -> int:
-        """Who may claim device memory: a restoration takes no page that another request or a
-        session needs before it would be done. Where nothing is known of that, all that is free.
+    def _claimable(self, view: StepView, pages: int, until: float) -> int:
+        """How many of this many device pages a restoration may claim: none that another request or
+        a session needs before `until`. Where nothing is known of that, all that are free.
         """
         if not self._ahead.active or self._failed:
             return min(pages, view.free_pages[Tier.DEVICE])
-        return self._ahead.room(view, pages, until)
+        return self._ahead.claimable(view, pages, until)
 
     def _held_back(self, question: HeldBack) -> bool:
         """Whether a request waits for a session to return. Nothing is known of those where it does
@@ -131,7 +131,7 @@ class Planner:
         if not self._ahead.active or self._failed:
             return plan
         busy_s = self._restore.links.backlogs(view.now)
-        evictions, moves = self._ahead.step(self._left(view, plan), busy_s, self._restore.under_way)
+        evictions, moves = self._ahead.step(self._left(view, plan), busy_s, self._restore.restoring)
         if not evictions and not moves:
             return plan
         return StepPlan(plan.starts, plan.cancels, plan.loads, plan.computes, evictions, moves)
@@ -163,7 +163,7 @@ class Planner:
     @property
     def restoring(self) -> tuple[str, ...]:
         """Requests being restored, in the order they were offered."""
-        return self._restore.restoring
+        return tuple(self._restore.restoring)
 
     def _left(self, view: StepView, plan: StepPlan) -> StepView:
         """The view after the plan's loads have taken their pages."""

@@ -55,7 +55,7 @@ class Ways(Protocol):
 
     @property
     def crowded(self) -> bool:
-        """Whether device memory has no room for this request and the fresh ones beside it."""
+        """Whether free device memory is too small for this request and the fresh ones."""
 
     @property
     def compute_s(self) -> float:
@@ -63,7 +63,7 @@ class Ways(Protocol):
 
     @property
     def own_s(self) -> float:
-        """What a restoration takes beside compute and links, as measured in this server."""
+        """The fixed overhead of a restoration, as measured in this server."""
 
     @property
     def load_s(self) -> float:
@@ -152,12 +152,12 @@ class Rules:
     split_gain_s: float = 0.005
     """And at least this many seconds: the cost of splitting itself."""
     queue_charge: float = 1.0
-    """Extra weight of computing per request that waits behind: it delays them all, and a link's
-    work goes on beside.
+    """Extra weight of computing per request that waits: computing delays them all, while loading
+    does not.
     """
     decode_charge: float = 0.0
     """Extra weight of computing per request that decodes: each stands still for a whole chunk. None
-    here: `policy.max_stall_ms` bounds their gaps (docs/results/batches.md has both).
+    here: `policy.max_stall_ms` bounds their gaps (docs/results/restore.md has both).
     """
     overtaking: float = 1.0
     """Shorter requests overtake one that waits for this many times the predicted work that stood
@@ -168,12 +168,13 @@ class Rules:
     within this many times the request's own work: that runs first, from memory. 0: none waits.
     """
     beside: float = 0.25
-    """Share of a step's tokens that the chunk of a prompt that restores nothing has beside waiting
-    requests with clearly less work; these have as much together. They wait for the whole step, and
-    a quarter costs hardly more time per token. 0: the chunk takes all tokens, as SGLang's own.
+    """While requests with clearly less work wait, the chunk of a prompt that restores nothing has
+    this share of a step's tokens, and those requests have as much together. They wait for the whole
+    step, and a quarter costs hardly more time per token. 0: the chunk takes all tokens, as SGLang's
+    own.
     """
     min_chunk_tokens: int = 32
-    """The smallest chunk worth its fixed cost while loads are under way."""
+    """The smallest chunk worth its fixed cost while loads are in flight."""
     load_horizon_s: float = 0.3
     """Loads and prefetches cover this many seconds of a link's time: longer than most steps, and
     short enough that later ones are decided with newer facts.
@@ -187,12 +188,12 @@ class Rules:
     4), for `max_yields` steps in a row.
     """
     max_yields: int = 4
-    """Steps in a row for which a restoration may be held back so."""
+    """Steps in a row for which a restoration may yield so."""
 
     # --- prefetching: numbers ---------------------------------------------------------------------
 
     shares_links: bool = True
-    """Pages are charged to links one behind the other, and nothing is prefetched from a device that
+    """Pages are charged to links one after the other, and nothing is prefetched from a device that
     a restoration reads; False: as if each had the link to itself.
     """
     prefetch_margin: float = 0.25
@@ -200,11 +201,11 @@ class Rules:
     scheduling_slack_s: float = 0.0001
     """How late a prefetched page may come (TierKV's delta)."""
     lookahead: int = -1
-    """K: iterations ahead whose requests' pages are brought to device memory; 0 = none, -1 = from
-    measured speeds.
+    """K: iterations ahead whose requests' pages are prefetched to device memory; 0 = none,
+    -1 = from measured speeds.
     """
     lookahead_ssd: int = -1
-    """Iterations ahead whose requests' pages are brought from storage to host memory; -1 = from
+    """Iterations ahead whose requests' pages are prefetched from storage to host memory; -1 = from
     measured speeds.
     """
     demote_after_s: float = 10.0
@@ -237,7 +238,7 @@ class Rules:
 
     def mode(self, ways: Ways) -> tuple[Mode, str]:
         """How to restore a prefix where `policy.restore` is auto, and why, in a few words.
-        Computing it is no restoration, and takes nothing beside.
+        Computing it is no restoration, and has no fixed overhead.
         """
         if not ways.known:
             return Mode.BOTH, "not measured yet"  # it adapts by itself
@@ -255,7 +256,7 @@ class Rules:
         Such an engine copies pages from host memory in the step that admits the request, and reads
         the rest ahead into host memory. So where all pages are to be loaded anyway, it needs no
         device slots before the request's turn, and no step to splice pages in. Restoring has to
-        beat loading, with what it takes beside compute and links; computing everything is no
+        beat loading, with its fixed overhead; computing everything is no
         alternative for pages that lie in host memory. Where the device is crowded, loads into it
         would only evict pages that are about to be used. What comes over a network is not left, nor
         where the device is crowded and computing is faster: other servers use it too, and an engine

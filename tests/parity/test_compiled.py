@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from recorded_run import record
 
 ROOT = Path(__file__).parents[2]
-SOURCE_ONLY = {"__init__", "messages", "decision_log", "log_keys", "rules"}
+SOURCE_ONLY = {"__init__", "messages", "decision_log", "rules"}
 PROPERTIES = (
     "test_restore_machine.py",
     "test_planner_machine.py",

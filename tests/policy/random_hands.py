@@ -63,6 +63,11 @@ class Request:
     state: dict[int, str] = field(default_factory=dict)
     mode: Mode | None = None
 
+    @property
+    def restoring(self) -> bool:
+        """Whether the planner has yet to bring pages of its prefix."""
+        return self.mode is not None and self.mode.restores and self.front < self.pages * PAGE
+
 
 class RandomHands:
     """One run. `chance` decides all; `facts` and `plans` are what was told and answered, to be
@@ -351,7 +356,7 @@ class RandomHands:
         """Requests the planner has let go are prefilled as the engine likes."""
         holder = self.slot if self.slot is not None else next(iter(self.requests), None)
         request = self.requests.get(holder or "")
-        if request is None or request.rid in self.planner.restoring or request.mode is None:
+        if request is None or request.mode is None or request.restoring:
             return False
         tokens = self.engine_chunk(request.tokens - request.front, view)
         if tokens <= 0:
@@ -388,7 +393,8 @@ class RandomHands:
             began = self.step(generous=True)
             idle = 0 if began or self.loads or self.chunks else idle + 1
             assert idle < 10, (
-                f"stuck: {list(self.requests)}, slot {self.slot}, restoring {self.planner.restoring}"
+                f"stuck: {list(self.requests)}, slot {self.slot}, restoring "
+                f"{[rid for rid, one in self.requests.items() if one.restoring]}"
             )
             self.end_load()
             self.end_chunk()

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvtier.policy.ahead.ledger import _MOST, _START, _TRIED, Ledger
+from sgl_kvtier.policy.ahead.moves import _MOST, _START, _TRIED, Ledger
 from sgl_kvtier.types import PageKey, Tier
 
 CAPACITY = 1000
@@ -41,7 +41,7 @@ def test_what_is_wasted_is_bounded_whatever_happens(
         if not ledger.allows(chance):
             continue
         keys = pages(number, count)
-        ledger.brought(keys, tier, chance)
+        ledger.prefetched(keys, tier, chance)
         largest = max(largest, count)
         for key in keys:
             if end == "used":
@@ -73,7 +73,7 @@ def test_where_chances_are_true_and_pages_wait_for_long_the_share_is_kept(seed: 
         chance = rng.choice((0.5, 0.7, 0.9, 0.95))
         if ledger.allows(chance):
             keys = pages(number, 10)
-            ledger.brought(keys, Tier.DEVICE, chance)
+            ledger.prefetched(keys, Tier.DEVICE, chance)
             open_moves.append((keys, rng.random() < chance))
             brought += 10
         if len(open_moves) > 8:
@@ -90,7 +90,7 @@ def test_after_wasted_moves_nothing_is_brought_until_something_was_used_or_ran()
     ledger.capacity(CAPACITY)
     keys = pages(0, 200)
     assert ledger.allows(0.9)
-    ledger.brought(keys, Tier.DEVICE, 0.9)
+    ledger.prefetched(keys, Tier.DEVICE, 0.9)
     for key in keys:
         ledger.wasted(key, Tier.DEVICE)
     assert not ledger.allows(0.99)
@@ -103,14 +103,14 @@ def test_waiting_requests_whose_pages_leave_again_get_no_more_for_a_while() -> N
     ledger = Ledger(0.1)
     ledger.capacity(CAPACITY)
     keys = pages(0, 200)
-    ledger.brought(keys, Tier.DEVICE, 1.0)
+    ledger.prefetched(keys, Tier.DEVICE, 1.0)
     assert ledger.allows(1.0)
     for key in keys:
         ledger.wasted(key, Tier.DEVICE)
     assert not ledger.allows(1.0)
     assert ledger.allows(0.9)
     more = pages(1, 2000)
-    ledger.brought(more, Tier.DEVICE, 1.0)
+    ledger.prefetched(more, Tier.DEVICE, 1.0)
     for key in more:
         ledger.used(key, Tier.DEVICE)
     assert ledger.allows(1.0)
@@ -121,10 +121,10 @@ def test_a_page_is_charged_once_and_its_end_is_taken_once() -> None:
     ledger.capacity(CAPACITY)
     (key,) = pages(0, 1)
     before = dict(ledger.balances)
-    ledger.brought([key, key], Tier.DEVICE, 0.75)
-    ledger.brought([key], Tier.DEVICE, 0.75)
+    ledger.prefetched([key, key], Tier.DEVICE, 0.75)
+    ledger.prefetched([key], Tier.DEVICE, 0.75)
     assert ledger.balances == {**before, False: before[False] - 0.25}
-    ledger.brought([key], Tier.DEVICE, 1.0)
+    ledger.prefetched([key], Tier.DEVICE, 1.0)
     assert ledger.balances == before
     ledger.failed(key, Tier.DEVICE)
     ledger.wasted(key, Tier.DEVICE)
@@ -134,7 +134,18 @@ def test_a_page_is_charged_once_and_its_end_is_taken_once() -> None:
 
 def test_a_share_of_one_is_no_limit() -> None:
     ledger = Ledger(1.0)
-    ledger.brought(pages(0, 5000), Tier.HOST, 0.5)
+    ledger.prefetched(pages(0, 5000), Tier.HOST, 0.5)
     for key in pages(0, 5000):
         ledger.wasted(key, Tier.HOST)
     assert ledger.allows(0.5)
+
+
+def test_saying_the_capacity_again_gives_no_new_balance() -> None:
+    ledger = Ledger(0.1)
+    ledger.capacity(1000)
+    given = dict(ledger.balances)
+    assert given == {False: 50.0, True: 50.0}
+    ledger.prefetched([PageKey(b"a" * 32)], Tier.DEVICE, 0.5)
+    for _ in range(3):
+        ledger.capacity(1000)
+    assert ledger.balances == {False: 49.5, True: 50.0}

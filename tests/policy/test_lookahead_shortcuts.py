@@ -29,10 +29,10 @@ def check(planner) -> int:
         assert prefetcher.missing(owner) == known.missing(owner)
     lacking = [owner for owner in prefetcher._watched if known.missing(owner).runs]
     assert all(owner in wanting for owner in lacking), "who lacks pages is looked at"
-    for tier, unused in prefetcher.brought.unused.items():
+    for tier, unused in prefetcher.prefetched.unused.items():
         for key in unused:
             page = known.page(key)
-            assert key in prefetcher._flights or (page is not None and tier in page.tiers), (
+            assert key in prefetcher._in_flight or (page is not None and tier in page.tiers), (
                 "brought, or on its way"
             )
     return len(lacking)
@@ -52,7 +52,7 @@ def relive(log, config, profile, rules=None) -> int:
     return lacking
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.randoms(use_true_random=False), configs, many_rules, st.booleans(), st.integers(10, 120))
 def test_in_any_hands(chance, config, rules, profiled, actions):
     hands = RandomHands(chance, config, profiled, rules)

@@ -18,12 +18,12 @@ SSD, DRAM, DOWN = Link.STORAGE_TO_DEVICE, Link.HOST_TO_DEVICE, Link.DEVICE_TO_HO
 
 
 @st.composite
-def races(draw):
+def races(draw, one_link=False):
     """A restoration somewhere on its way, the speeds of both ends, and what the links have to do."""
     units = draw(st.integers(1, 40))
     pointer = TwoPointer(0, units)
     in_flight: dict[Link, int] = {}
-    cut = draw(st.integers(0, units))
+    cut = 0 if one_link else draw(st.integers(0, units))
     parts = [(DRAM, Span(0, cut)), (SSD, Span(cut, units))]
     for _ in range(draw(st.integers(0, 6))):
         link, within = draw(st.sampled_from(parts))
@@ -95,8 +95,8 @@ def ends(pace, at_s, pointer, sources, meet, in_flight, taken_back):
     return computed_s, loaded_s
 
 
-@settings(max_examples=examples(150), deadline=None)
-@given(races(), st.integers(-1, 45), st.booleans())
+@settings(max_examples=examples(60), deadline=None)
+@given(st.booleans().flatmap(races), st.integers(-1, 45), st.booleans())
 def test_no_page_is_better_and_where_they_met_before_changes_nothing(race, guess, recall):
     pace, at_s, pointer, sources, in_flight = race
     left = open_of(pace, pointer, sources, pointer.front, in_flight, recall)
@@ -110,3 +110,23 @@ def test_no_page_is_better_and_where_they_met_before_changes_nothing(race, guess
     assert max(ends(pace, at_s, pointer, sources, split.meet, in_flight, recall)) == pytest.approx(
         split.seconds
     )
+
+
+def test_pages_in_flight_are_waited_for_although_the_rest_is_computed():
+    pointer = TwoPointer(0, 10)
+    pointer.take_back(3)
+    bandwidth = Bandwidth({SSD: 1e6})
+    pace = Pace(PAGE, PAGE_BYTES, CHUNK, PrefillCost(1e-6, 0.0, 0.0), bandwidth, {SSD: 0.4})
+    left = open_of(pace, pointer, [(SSD, [Span(0, 10)])], 0, {SSD: 3})
+    assert best_split(pace, 0.0, left, 0).seconds == pytest.approx(0.4)
+
+
+def test_every_hole_above_the_meeting_is_computed_behind_the_one_before():
+    pointer = TwoPointer(0, 20)
+    pointer.lack(Span(8, 10))
+    pointer.lack(Span(14, 16))
+    sources = [(SSD, [Span(0, 20)])]
+    pace = Pace(PAGE, PAGE_BYTES, CHUNK, PrefillCost(0.0, 1e-3, 0.0), Bandwidth({SSD: 1e6}), {})
+    split = best_split(pace, 0.0, open_of(pace, pointer, sources, 0, {}), 0)
+    every = [max(ends(pace, 0.0, pointer, sources, meet, {}, False)) for meet in range(21)]
+    assert split.seconds == pytest.approx(min(every))

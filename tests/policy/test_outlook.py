@@ -8,13 +8,12 @@ import pytest
 from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.messages import RestoreOffered, StepView
-from sgl_kvtier.policy.restore.modes import Restoration
+from sgl_kvtier.policy.messages import ChunkStarted, RequestFinished, RestoreOffered, StepView
+from sgl_kvtier.policy.restore.forecast import Outlook
 from sgl_kvtier.policy.restore.offers import Offers
-from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.planner import free
+from sgl_kvtier.policy.restore.restorations import Restoration, Restorations
 from sgl_kvtier.policy.restore.two_pointer import TwoPointer
-from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Span, Tier
 
@@ -28,7 +27,7 @@ VIEW = StepView(0.0, ("a",), prefill_tokens=512)
 def outlook(*restoring: str) -> Outlook:
     """Of a planner that restores these, each as much to compute as to load."""
     profile = profile_of(COST, TOKENS / ENGINE.page_tokens * ENGINE.page_bytes / COMPUTE_S)
-    known = UnderWay(PolicyConfig(), ENGINE, profile, Rules())
+    known = Restorations(PolicyConfig(), ENGINE, profile, Rules())
     made = Outlook(known)
     offers = Offers(known, made, free)
     for rid in restoring:
@@ -87,9 +86,29 @@ def test_fresh_prefill_behind_it_in_the_queue_does_not_count() -> None:
 
 def test_offers_of_one_step_are_answered_in_the_order_of_the_queue() -> None:
     profile = profile_of(COST, TOKENS / ENGINE.page_tokens * ENGINE.page_bytes / COMPUTE_S)
-    known = UnderWay(PolicyConfig(), ENGINE, profile, Rules())
+    known = Restorations(PolicyConfig(), ENGINE, profile, Rules())
     offers = Offers(known, Outlook(known), free)
     for rid in ("late", "early"):
         offers.add(RestoreOffered(rid, 0.0, TOKENS + SUFFIX, 0, PAGES, SOURCES))
     starts = offers.answer(replace(VIEW, waiting=("early", "late")))
     assert [start.rid for start in starts] == ["early", "late"]
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(1.0, 1), (1.5, 2), (2.0, 2)])
+def test_a_page_that_a_chunk_ends_in_belongs_to_compute(tokens: float, pages: int) -> None:
+    known = Restorations(PolicyConfig(), ENGINE, profile_of(COST, 1e9), Rules())
+    item = Restoration("a", 1, TOKENS + SUFFIX, TwoPointer(0, PAGES), SOURCES)
+    known.begin(item)
+    known.observe(ChunkStarted("a", Span(0, int(tokens * ENGINE.page_tokens)), 0.0))
+    assert item.pointer.front == pages
+
+
+def test_a_link_has_no_reader_left_when_its_restorations_have_ended() -> None:
+    known = Restorations(PolicyConfig(), ENGINE, profile_of(COST, 1e9), Rules())
+    for rid in "ab":
+        known.begin(Restoration(rid, 1, TOKENS + SUFFIX, TwoPointer(0, PAGES), SOURCES))
+    assert sum(known.readers.values()) == 2
+    known.observe(RequestFinished("a", 0.0))
+    assert sum(known.readers.values()) == 1
+    known.observe(RequestFinished("b", 0.0))
+    assert sum(known.readers.values()) == 0

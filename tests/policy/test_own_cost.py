@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from virtual_hands import COST, ENGINE, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.learned.own_cost import ACCELERATOR_S, CPU_S, OwnCost
+from sgl_kvtier.policy.learned.cost import ACCELERATOR_S, CPU_S, FixedOverhead
 from sgl_kvtier.policy.messages import ChunkDone, LeftToEngine, Mode, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.types import Span, Tier
@@ -105,14 +105,14 @@ def test_where_restorations_cost_more_than_a_split_saves_the_engine_loads() -> N
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=80))
 def test_it_is_never_negative_nor_beyond_its_bound(late_s: list[float]) -> None:
-    own = OwnCost(CPU_S)
+    own = FixedOverhead(CPU_S)
     for seconds in late_s:
         own.saw(seconds)
         assert 0 <= own.seconds <= 0.1
 
 
 def test_earlier_ones_are_forgotten() -> None:
-    own = OwnCost(CPU_S)
+    own = FixedOverhead(CPU_S)
     for _ in range(500):
         own.saw(0.08)
     for _ in range(31):

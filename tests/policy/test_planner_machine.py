@@ -48,7 +48,7 @@ rules = st.one_of(
 )
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.randoms(use_true_random=False), configs, rules, st.booleans(), st.integers(10, 120))
 def test_in_any_hands_every_request_comes_through_and_the_run_replays(
     chance, config, rules, profiled, actions

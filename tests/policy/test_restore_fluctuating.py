@@ -4,17 +4,47 @@ section 5.7). Virtual time.
 
 from __future__ import annotations
 
+import random
 import statistics
+from dataclasses import dataclass
 
 import pytest
 from virtual_hands import COST, ENGINE, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.lab.experiment.restore.trace import BandwidthTrace
 from sgl_kvtier.lab.rules import FixedSplit
 
 SUFFIX = 64
 SEEDS = range(20)
+
+
+@dataclass(frozen=True)
+class BandwidthTrace:
+    """Piecewise constant: from each of `starts_s` on (the first is 0) the bandwidth `gbps` at the
+    same place.
+    """
+
+    starts_s: tuple[float, ...]
+    gbps: tuple[float, ...]
+
+    @classmethod
+    def seeded(
+        cls, seed: int, mean_gbps: float, piece_s: float, total_s: float, spread: float = 4.0
+    ) -> BandwidthTrace:
+        """Pieces of half to one and a half `piece_s`, their bandwidths log-uniform from 1/spread to
+        spread times the mean.
+        """
+        rng = random.Random(seed)
+        starts, rates, now = [], [], 0.0
+        while now < total_s:
+            starts.append(now)
+            rates.append(mean_gbps * spread ** rng.uniform(-1, 1))
+            now += piece_s * rng.uniform(0.5, 1.5)
+        return cls(tuple(starts), tuple(rates))
+
+    def seconds(self, nbytes: float) -> float:
+        """How long the first `nbytes` take from the beginning; the last piece goes on."""
+        return lasts(self, 0.0, nbytes)
 
 
 def compute_s(tokens: int) -> float:
@@ -28,9 +58,9 @@ def trace_of(seed: int, prefix: int, rate: float) -> BandwidthTrace:
     return BandwidthTrace.seeded(seed, rate * 8e-9, compute_s(prefix) / 8, 20.0)
 
 
-def lasts(trace: BandwidthTrace, begun: float, nbytes: int) -> float:
+def lasts(trace: BandwidthTrace, begun: float, nbytes: float) -> float:
     """Seconds of a transfer that begins in the middle of the trace."""
-    now, left = begun, float(nbytes)
+    now, left = begun, nbytes
     for end, gbps in zip([*trace.starts_s[1:], float("inf")], trace.gbps, strict=True):
         can = max(0.0, end - now) * gbps * 1e9 / 8
         if left <= can:

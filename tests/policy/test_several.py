@@ -131,3 +131,23 @@ def test_after_a_failure_nothing_is_taken_to_be_under_way():
     again = one.step(StepView(60.0, ("b",), prefill_tokens=512))
     assert [load.span for load in again.loads] == [load.span for load in plan.loads]
     assert {load.link for load in again.loads} == {Link.STORAGE_TO_DEVICE}
+
+
+def test_loads_of_several_requests_take_no_more_pages_than_there_are():
+    one = make_planner(PolicyConfig(restore="load"), ENGINE, profile_of(COST, rate(4096, 5000)))
+    for rid in "abc":
+        one.observe(RestoreOffered(rid, 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
+    view = StepView(0.0, ("a", "b", "c"), prefill_tokens=512, free_pages={Tier.DEVICE: 300})
+    loads = one.step(view).loads
+    assert sum(len(load.span) for load in loads) == 300
+    assert {load.rid for load in loads} == {"a", "b"}
+
+
+def test_pages_that_pass_through_host_memory_take_its_room_too():
+    staged = replace(ENGINE, staged=True)
+    one = make_planner(PolicyConfig(restore="load"), staged, profile_of(COST, rate(4096, 5000)))
+    for rid in "ab":
+        one.observe(RestoreOffered(rid, 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
+    free = {Tier.DEVICE: 1000, Tier.HOST: 100}
+    plan = one.step(StepView(0.0, ("a", "b"), prefill_tokens=512, free_pages=free))
+    assert sum(len(load.span) for load in plan.loads) == 100

@@ -9,8 +9,8 @@ from test_restore import balance, covered
 from virtual_hands import COST, ENGINE, best_seconds, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.ahead.budget import Turn
 from sgl_kvtier.policy.ahead.prefetch import Prefetcher
-from sgl_kvtier.policy.ahead.turns import Turn
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.messages import LeftToEngine, Mode, Move, RestoreOffered, StepView
 from sgl_kvtier.policy.pages.eviction import NextUse
@@ -126,11 +126,12 @@ def test_pages_that_the_network_loses_are_computed():
     assert sorted(n for n in covered(out) if n < PAGES) == list(range(PAGES))
 
 
-def test_what_comes_over_a_network_is_not_left_to_an_engine_that_cannot_stop_loading():
+@pytest.mark.parametrize("restore", ["auto", "fastest"])
+def test_what_comes_over_a_network_is_not_left_to_an_engine_that_cannot_stop_loading(restore):
     """It is left where it lies on the disk alone: loading is faster there."""
     rates = {link.value: 1e12 for link in Link}
     known = {**profile_of(COST, 1e12), "links": rates}
-    planner = make_planner(PolicyConfig(restore="auto"), ENGINE, known)
+    planner = make_planner(PolicyConfig(restore=restore), ENGINE, known)
     view = StepView(0.0, prefill_tokens=ENGINE.chunk_tokens)
 
     def why(tier):

@@ -1,8 +1,8 @@
 """Idle sessions: when prefetching their pages has to be considered, when the pages get a copy in a
 lower tier, and when they have no owner any more.
 
-`sessions.py` predicts when a session returns; this module derives what that means for its pages
-while it is idle. A session owns its pages in the map from turn to turn, under the name
+`policy/sessions.py` predicts when a session returns; this module derives what that means for its
+pages while it is idle. A session owns its pages in the map from turn to turn, under the name that
 `owners.owner_of` gives it.
 """
 
@@ -13,15 +13,13 @@ import math
 from typing import Final
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.ahead.behind import Behind
 from sgl_kvtier.policy.ahead.prefetch import Prefetcher
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.messages import Move, StepView
 from sgl_kvtier.policy.pages.owners import owner_of
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.policy.rules import Rules
-from sgl_kvtier.policy.sessions.returns import LIKELY
-from sgl_kvtier.policy.sessions.sessions import Return
+from sgl_kvtier.policy.sessions import LIKELY, Return
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -32,6 +30,107 @@ _MOST_LOST: Final = 100_000
 """Most pages of abandoned sessions whose names are kept for a later hint: at most 100 bytes each,
 when nothing else names them.
 """
+_DEFER_TO: Final = 1.25
+"""Sessions are deferred to this many times the queue's duration; the time is computed again when
+the queue would last longer.
+"""
+_TOO_LATE: Final = 1.6
+"""The time is also computed again once it is more than this many queue durations away."""
+_SHRINK: Final = 1e-6
+"""Deferred sessions keep their order: the time between two of them is multiplied by this."""
+
+
+class Deferral:
+    """The next use of idle sessions' pages, as the map has it. Seconds of the executor's clock.
+
+    A session that is expected back while requests wait will run after them. So its pages count as
+    needed no sooner than the queue is done, and are evicted before those of the queue. Among
+    themselves such sessions keep their order, but lie so close together that no page of one is
+    worth evicting for another. One that comes within about the time that a waiting request takes
+    runs before those, for it has less to compute: its pages are needed when it comes.
+    """
+
+    def __init__(self, tier_map: TierMap) -> None:
+        self._map = tier_map
+        self._expected: dict[str, float] = {}
+        """When each idle session should use its pages, if it need not wait for the queue."""
+        self._likely: dict[str, None] = {}
+        """Sessions that come rather than not."""
+        self._deferred: dict[str, None] = {}
+        """Sessions whose next use is deferred until the queue is done."""
+        self._in_time: dict[str, None] = {}
+        """Sessions that would be deferred if they did not come so soon."""
+        self.until = -math.inf
+        """Sessions expected earlier are deferred until this time."""
+        self._soon = -math.inf
+        """But not those that probably come by then."""
+        self._order: list[tuple[float, str]] = []
+        """A heap of the sessions not deferred; it also has outdated entries."""
+        self._later: list[tuple[float, str]] = []
+        """The same of those deferred that are likely to come."""
+
+    def expect(self, session: str, next_use: float, likely: bool = False) -> None:
+        """An idle session should use its pages at `next_use`, if it need not wait for the queue.
+        `likely`: it comes rather than not.
+        """
+        self.gone(session)
+        self._expected[session] = next_use
+        if likely:
+            self._likely[session] = None
+        self._map.expect(owner_of(session), next_use)
+        self._push(self._order, session)
+
+    def gone(self, session: str) -> None:
+        """The session is no longer idle, or no longer expected."""
+        for known in (self._expected, self._likely, self._deferred, self._in_time):
+            known.pop(session, None)
+
+    def queue(self, now: float, queue_s: float, soon_s: float = 0.0) -> None:
+        """The requests that run and wait now will be done in `queue_s` seconds; 0: none. Sessions
+        that probably come within `soon_s` run before them.
+        """
+        self._soon = now + soon_s
+        again = [*self._in_time]
+        if now + queue_s > self.until or self.until - now > _TOO_LATE * queue_s:
+            again += self._deferred
+            self._deferred = {}
+            self.until = now + _DEFER_TO * queue_s if queue_s > 0 else -math.inf
+        for heap, before in ((self._order, self.until), (self._later, self._soon)):
+            while heap and heap[0][0] < before:
+                expected, session = heapq.heappop(heap)
+                if self._expected.get(session) == expected:
+                    again.append(session)
+        for session in again:
+            self._decide(session)
+
+    def _decide(self, session: str) -> None:
+        """Defers a session, or not."""
+        expected = self._expected[session]
+        self._in_time.pop(session, None)
+        self._deferred.pop(session, None)
+        if expected >= self.until:
+            self._push(self._order, session)
+        elif session in self._likely and expected < self._soon:
+            self._in_time[session] = None
+        else:
+            self._defer(session)
+            if session in self._likely:
+                self._push(self._later, session)
+            return
+        self._map.expect(owner_of(session), expected)
+
+    def _push(self, heap: list[tuple[float, str]], session: str) -> None:
+        heapq.heappush(heap, (self._expected[session], session))
+        if len(heap) > 64 + 4 * len(self._expected):
+            # Doubles and outdated entries go; a sorted list is a heap.
+            kept = [entry for entry in heap if self._expected.get(entry[1]) == entry[0]]
+            heap[:] = sorted(dict.fromkeys(kept))
+
+    def _defer(self, session: str) -> None:
+        self._deferred[session] = None
+        self._map.expect(
+            owner_of(session), self.until - _SHRINK * (self.until - self._expected[session])
+        )
 
 
 class IdleSessions:
@@ -52,15 +151,19 @@ class IdleSessions:
         self._bandwidth = bandwidth
         self._map = tier_map
         self._prefetcher = prefetcher
-        self._behind = Behind(tier_map)
+        self._deferral = Deferral(tier_map)
         self._expected: dict[str, Return] = {}
+        """Every idle session that is expected back."""
         self.due: dict[str, Return] = {}
-        """Sessions whose pages have to be considered for prefetching by now."""
+        """Those of them whose pages have to be considered for prefetching by now."""
         self._soon_at: dict[str, float] = {}
+        """When the pages of each have to be considered."""
         self._soon: list[tuple[float, str]] = []
-        """A heap of the times at which their pages are considered; it has outdated entries too."""
+        """A heap of those times; it has outdated entries too."""
         self._demote: dict[str, None] = {}
+        """Sessions whose pages are to get a copy in a lower tier."""
         self._lost: dict[str, tuple[PageKey, ...]] = {}
+        """The pages of abandoned sessions, which have no owner any more."""
         self._lost_pages = 0
 
     def __len__(self) -> int:
@@ -86,7 +189,7 @@ class IdleSessions:
             return
         first = session not in self._expected
         self._expected[session] = expected
-        self._behind.expect(session, expected.next_use, expected.chance >= LIKELY)
+        self._deferral.expect(session, expected.next_use, expected.chance >= LIKELY)
         pages = self._prefetcher.missing(owner_of(session)).pages
         lead_s = 2 * (
             iteration_s
@@ -123,7 +226,7 @@ class IdleSessions:
         """The session is no longer idle."""
         self._forget_lost(session)
         self._expected.pop(session, None)
-        self._behind.gone(session)
+        self._deferral.gone(session)
         self._soon_at.pop(session, None)
         if self.due.pop(session, None) is not None:
             self._prefetcher.unwatch(owner_of(session))
@@ -139,12 +242,12 @@ class IdleSessions:
                 self.due[session] = self._expected[session]
                 self._prefetcher.watch(owner_of(session))
         if self._expected:
-            self._behind.queue(now, queue_s, soon_s)
+            self._deferral.queue(now, queue_s, soon_s)
 
     @property
-    def put_off_until(self) -> float:
+    def deferred_until(self) -> float:
         """About when the requests that wait now are done; -infinity where none waits."""
-        return self._behind.until
+        return self._deferral.until
 
     def comes_by(self, until: float) -> bool:
         """Whether a session that has pages in memory, and is likely to return, should be back by
@@ -161,7 +264,7 @@ class IdleSessions:
         """For one session a step: copies of its pages that are in device or host alone to a lower
         tier, so that they can be evicted at once later.
         """
-        if not self._demote or self._config.prefetch == "off":
+        if not self._demote or self._config.prefetch != "on":
             return ()
         session = next(iter(self._demote))
         del self._demote[session]

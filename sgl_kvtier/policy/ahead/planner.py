@@ -19,13 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.ahead.charge import Room
+from sgl_kvtier.policy.ahead.budget import TierBudget, Turn
 from sgl_kvtier.policy.ahead.idle import MOST_IDLE, IdleSessions
-from sgl_kvtier.policy.ahead.prefetch import SCOPE, Prefetch, Prefetcher
-from sgl_kvtier.policy.ahead.turns import Turn
+from sgl_kvtier.policy.ahead.prefetch import SCOPE, Prefetcher
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.messages import (
     ChunkStarted,
@@ -49,7 +48,7 @@ from sgl_kvtier.policy.pages.owners import owner_of, session_of
 from sgl_kvtier.policy.pages.page_state import Missing
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.policy.rules import Rules
-from sgl_kvtier.policy.sessions.sessions import Sessions
+from sgl_kvtier.policy.sessions import Sessions
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Tier
 
@@ -67,10 +66,24 @@ time, each turn's time reaches the map, and the queue is measured.
 @dataclass(slots=True)
 class _Request:
     owner: str
+    """The name under which the map knows its pages: its own, or its session's."""
     session: str | None
+    """The session it is a turn of; None: of none, or of one that another request runs for."""
     prompt_tokens: int
     keys: tuple[PageKey, ...]
+    """Its full prompt pages, in order."""
     running: bool = False
+
+
+class _Queue(NamedTuple):
+    """What the waiting requests mean for pages."""
+
+    turns: list[Turn]
+    """The first of them that lack pages."""
+    tokens: int
+    """What the whole queue has to compute, where sessions are due."""
+    pages_after: int
+    """Device pages that requests after the last turn will claim, where sessions are due."""
 
 
 class Lookahead:
@@ -92,8 +105,6 @@ class Lookahead:
         self.map = TierMap(config.map_pages, rule(), rule())
         self.prefetcher = Prefetcher(config, self.map, bandwidth, engine.page_bytes, rules)
         self.sessions = Sessions(config.session_idle_s, config.hint_limit_s, MOST_IDLE)
-        self.last = Prefetch()
-        """The last step's decision with its overlap tests, for logs and reports."""
         self._requests: dict[str, _Request] = {}
         self._active: dict[str, None] = {}
         self._idle = IdleSessions(config, engine, bandwidth, self.map, self.prefetcher, rules)
@@ -138,24 +149,24 @@ class Lookahead:
 
     def tally(self) -> Tally:
         """The results of its moves so far. Any thread."""
-        return Tally(self.prefetcher.brought.wasted, dict(self.prefetcher.overlaps.counts))
+        return Tally(self.prefetcher.prefetched.wasted, dict(self.prefetcher.overlaps.counts))
 
-    def room(self, view: StepView, pages: int, until: float) -> int:
+    def claimable(self, view: StepView, pages: int, until: float) -> int:
         """How many of this many device pages may be claimed now without evicting any that is needed
         before `until`, in seconds of the executor's clock. Leaves no trace.
         """
         free, empty = view.free_pages[Tier.DEVICE], view.empty_pages.get(Tier.DEVICE)
-        return self._room(Tier.DEVICE, free, empty, pages, until)
+        return self._claimable(Tier.DEVICE, free, empty, pages, until)
 
     def returns_into(self, question: HeldBack, within_s: float) -> bool:
         """Whether a session with pages in memory probably comes within this time, and host memory
-        has no room for the request's beside those that are needed until then, or until the queue is
+        has no room for the request's in addition to those needed until then, or until the queue is
         done. Not where waiting could not make that room. Leaves no trace.
         """
         one, empty, page = question.request, question.host_empty, self._engine.page_tokens
         new = -(-(one.prompt_tokens - one.device_tokens - one.host_tokens) // page)
         until, free = question.now + within_s, empty + self.map.evictable(Tier.HOST)
-        room = self._room(Tier.HOST, free, empty, new, max(until, self._idle.put_off_until))
+        room = self._claimable(Tier.HOST, free, empty, new, max(until, self._idle.deferred_until))
         return room < new <= free and self._idle.comes_by(until)
 
     def sessions_with(self, question: SessionsWith) -> tuple[str, ...]:
@@ -187,7 +198,7 @@ class Lookahead:
         busy = view.waiting or view.slot is not None or view.owed_pages
         claimed = view.prefill_tokens // self._engine.page_tokens if busy else 0
         ahead = 0 if self._round else _ROUNDS * claimed
-        self.last = self.prefetcher.plan(
+        decided = self.prefetcher.plan(
             view.now,
             turns,
             view.free_pages,
@@ -198,12 +209,12 @@ class Lookahead:
             view.empty_pages,
             view.owed_pages,
         )
-        return self.last.evictions, self.last.moves + self._idle.demotions(view)
+        return decided.evictions, decided.moves + self._idle.demotions(view)
 
-    def _room(self, tier: Tier, free: int, empty: int | None, pages: int, until: float) -> int:
+    def _claimable(self, tier: Tier, free: int, empty: int | None, pages: int, until: float) -> int:
         self.map.owners.asked_aside = True
         try:
-            return Room(self.map, tier, free, empty).take(pages, until)
+            return TierBudget(self.map, tier, free, empty).reserve(pages, until)
         finally:
             self.map.owners.asked_aside = False
 
@@ -277,13 +288,13 @@ class Lookahead:
         """The next runs in the order of their windows: waiting requests when they will run,
         sessions when they should return.
         """
-        turns, queued_tokens, behind = self._waiting_turns(view, restoring)
+        turns, queued_tokens, pages_after = self._waiting_turns(view, restoring)
         if not self._idle.due:
             return turns
         iteration_s, page = self._iteration(), self._engine.page_tokens
         for missing, tokens in self._restored(restoring):
             queued_tokens += max(1, tokens - missing.reach * page)
-            behind += missing.pages - missing.reach
+            pages_after += missing.pages - missing.reach
         queue_s = queued_tokens // (view.prefill_tokens or self._engine.chunk_tokens) * iteration_s
         due: list[Turn] = []
         for session, expected in self._idle.due.items():
@@ -299,7 +310,7 @@ class Lookahead:
                 )
             )
         due.sort(key=lambda turn: turn.window_s)
-        due[0] = due[0]._replace(before=behind)
+        due[0] = due[0]._replace(before=pages_after)
         return turns + due
 
     def _soon_s(self, view: StepView) -> float:
@@ -340,12 +351,9 @@ class Lookahead:
             if not request.running
         ]
 
-    def _waiting_turns(
-        self, view: StepView, restoring: Collection[str]
-    ) -> tuple[list[Turn], int, int]:
+    def _waiting_turns(self, view: StepView, restoring: Collection[str]) -> _Queue:
         """Turns of the first waiting requests that lack pages. A request that lacks none only takes
-        its time and its room. Where sessions are due: also the tokens that the whole queue has to
-        compute, and the device pages that requests behind the last turn will claim.
+        its time and its device pages.
         """
         wanting, known = self.prefetcher.refresh(), self.prefetcher.known
         turns: list[Turn] = []
@@ -353,7 +361,7 @@ class Lookahead:
         step_tokens = view.prefill_tokens or self._engine.chunk_tokens
         ahead, before = view.owed_pages * page, 0
         if not wanting:
-            return turns, 0, 0
+            return _Queue(turns, 0, 0)
         requests, due = self._requests, bool(self._idle.due)
         # At most these lack pages; some of them are restored, run, or are sessions.
         most = min(SCOPE, len(wanting))
@@ -375,7 +383,7 @@ class Lookahead:
             ahead += max(1, request.prompt_tokens - missing.reach * page)
         for turn in turns[self._round :: _ROUNDS]:
             self._move_turn(turn.owner, view.now, turn.window_s)
-        return turns, ahead, before
+        return _Queue(turns, ahead, before)
 
     def _move_turn(self, owner: str, now: float, window_s: float) -> None:
         number = self.map.owners.number(owner)

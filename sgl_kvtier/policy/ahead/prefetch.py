@@ -1,13 +1,13 @@
-"""Lookahead: pages of waiting requests are moved up before their turn (TierKV section 3, Algorithm
-1).
+"""Lookahead: pages of waiting requests are prefetched before their turn (TierKV section 3,
+Algorithm 1).
 
 Eq. 1: a transfer is hidden if it takes no longer than the iterations until the request's turn, plus
 the scheduling slack. Eq. 2: a transfer takes a latency plus bytes over bandwidth. Two rules:
 
     tierkv   the paper's: requests of the next K iterations; each page is tested by itself against
              the whole window
-    kvtier   pages share the links: requests in order of their turns, each page charged behind
-             earlier pages and behind the work the links have already; K from measured speeds; a
+    kvtier   pages share the links: requests in order of their turns, each page charged after
+             earlier pages and after the work the links have already; K from measured speeds; a
              bounded share of the device. No page takes the place of one needed sooner, or of one
              that an earlier request will need. Pages of a session that is only expected evict no
              page that is needed before twice as long
@@ -16,7 +16,7 @@ the scheduling slack. Eq. 2: a transfer takes a latency plus bytes over bandwidt
     bandwidth = Bandwidth({Link.HOST_TO_DEVICE: 2e10, Link.STORAGE_TO_HOST: 3e9})
     prefetcher = Prefetcher(PolicyConfig(), map, bandwidth, page_bytes=1 << 20)
     map.placed(keys, Tier.HOST, now=0.0)
-    map.claim("request 7", keys, next_use=0.2)
+    map.fill("request 7", keys, next_use=0.2)
     turns = [Turn("request 7", "7", steps=1, window_s=0.2)]
     plan = prefetcher.plan(0.0, turns, {Tier.DEVICE: 512}, iteration_s=0.2)
     plan.moves         # (Move(keys, Tier.HOST, Tier.DEVICE, "7"),)
@@ -32,16 +32,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from sgl_kvtier.policy.ahead.charge import FIRST_HOP, LinkTime, Room
-from sgl_kvtier.policy.ahead.lacking import Lacking
-from sgl_kvtier.policy.ahead.overlap import Overlap
-from sgl_kvtier.policy.ahead.reach import SOON, Step, in_host, reach
-from sgl_kvtier.policy.ahead.turns import Turn
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.ahead.budget import (
+    FIRST_HOP,
+    SOON,
+    LinkBudget,
+    Step,
+    TierBudget,
+    Turn,
+    hops,
+    in_host,
+    reach,
+    restored_over,
+)
+from sgl_kvtier.policy.ahead.moves import InFlight, Overlap, Overlaps, Prefetched
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.messages import Evict, Move
 from sgl_kvtier.policy.pages.page_state import Missing
-from sgl_kvtier.policy.rules import ToCome
-from sgl_kvtier.types import Link, Span, Tier
+from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.policy.rules import Rules, ToCome
+from sgl_kvtier.types import Link, PageKey, Span, Tier
 
+_LATE: Final = 4.0
+"""A move that takes this many times its predicted time, and load_deadline_s more, has failed."""
 SCOPE: Final = 32
 """Most turns with missing pages that one step considers. Later ones come nearer first."""
 _COVER: Final = 1.5
@@ -57,24 +70,134 @@ pages.
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """The moves, in order, and the evictions. `lookahead` is the K used, `tests` are the overlap
-    tests made in this step.
-    """
+    """What one planning step decided."""
 
     moves: tuple[Move, ...] = ()
+    """In the order to carry out."""
     evictions: tuple[Evict, ...] = ()
+    """Pages to evict first, by tier."""
     tests: tuple[Overlap, ...] = ()
+    """The overlap tests that were made."""
     lookahead: int = 0
+    """The K used."""
 
 
 _NOTHING: Final = Prefetch()
 
 
-class Prefetcher(Lacking):
-    """Moves pages up for the given turns, and moves no page twice.
-
-    The cost of a step grows with what has changed since the last one.
+class Prefetcher:
+    """Prefetches pages for the given turns, and moves no page twice. It reads the map and marks
+    there the pages it moves. The executor reports arrivals to `placed`, and pages that left or did
+    not come to `dropped`, besides telling the map. The cost of a step grows with what has changed
+    since the last one. One thread, no clock.
     """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        tier_map: TierMap,
+        bandwidth: Bandwidth,
+        page_bytes: int,
+        rules: Rules | None = None,
+    ) -> None:
+        self._config = config
+        self._rules = Rules() if rules is None else rules
+        self._map = tier_map
+        self._bandwidth = bandwidth
+        self._page_bytes = page_bytes
+        self._in_flight = InFlight()
+        self.known: dict[str, Missing] = {}
+        """The pages owners lack, as of the last `refresh`; not every owner is in it."""
+        self._wanting: dict[str, None] = {}
+        """Watched owners that may lack pages."""
+        self._watched: dict[str, None] = {}
+        """Owners whose turn is to come."""
+        self._rest_until = -math.inf
+        """Until then nothing is due, unless something changes."""
+        self.prefetched = Prefetched(self._in_flight, config.prefetch_waste)
+        self.overlaps = Overlaps()
+
+    # --- facts ------------------------------------------------------------------------------------
+
+    def placed(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
+        """Pages are in a tier from now on."""
+        if tier is Tier.DEVICE and len(self.overlaps):
+            # Not moved ahead: the engine brings them in the step that admits their request. Others
+            # may share all but the last.
+            page = self._map.page(keys[-1]) if keys and keys[-1] not in self._in_flight else None
+            for owner in () if page is None or Tier.HOST not in page.tiers else page.owners:
+                self.overlaps.fetched(owner)
+        if len(self._in_flight):
+            self._in_flight.ended(keys, tier, now)
+
+    def dropped(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
+        """Pages have left a tier, or will not come to it."""
+        halfway = (
+            [key for key in keys if self._is_halfway(key)]
+            if tier is Tier.DEVICE and len(self._in_flight)
+            else []
+        )
+        if halfway:
+            self.prefetched.halfway(halfway)
+            self._in_flight.ended(halfway, tier, now)
+        self.prefetched.left(keys, tier, now, self._watched)
+        if len(self._in_flight):
+            self._in_flight.ended(keys, tier, now)
+
+    def _is_halfway(self, key: PageKey) -> bool:
+        """Whether a page that was on its way through host to device is in host memory now."""
+        page = self._map.page(key) if self._in_flight.from_below_host(key) else None
+        return page is not None and Tier.HOST in page.tiers
+
+    def started(self, owner: str, keys: Sequence[PageKey]) -> None:
+        """An owner runs from now on, on these pages."""
+        self.overlaps.started(owner, not self.missing(owner).runs)
+        self.prefetched.used(owner, keys)
+
+    def watch(self, owner: str) -> None:
+        """An owner's turn is to come: track whether it lacks pages."""
+        self._watched[owner] = None
+        self._wanting[owner] = None
+
+    def unwatch(self, owner: str) -> None:
+        """The owner's turn has come, or will not."""
+        self._watched.pop(owner, None)
+        self._wanting.pop(owner, None)
+
+    def forget(self, owner: str) -> None:
+        """Forgets an owner."""
+        self.unwatch(owner)
+        self.known.pop(owner, None)
+        self.prefetched.forget(owner)
+        self.overlaps.forget(owner)
+
+    def refresh(self) -> Mapping[str, None]:
+        """Watched owners that may lack pages, after reading the map's changes."""
+        if self._map.has_changed:
+            for changed in self._map.take_changed():
+                self.known.pop(changed, None)
+                if changed in self._watched:
+                    self._wanting[changed] = None
+                    self._rest_until = -math.inf
+        return self._wanting
+
+    def missing(self, owner: str) -> Missing:
+        """The pages an owner lacks on the device, looked up again only after a change for it."""
+        if self._map.has_changed:
+            self.refresh()
+        known = self.known.get(owner)
+        if known is None:
+            known = self.known[owner] = self._map.missing(owner)
+            if not known.runs:
+                self._wanting.pop(owner, None)
+        return known
+
+    @property
+    def in_flight(self) -> int:
+        """Number of pages being moved."""
+        return len(self._in_flight)
+
+    # --- decisions --------------------------------------------------------------------------------
 
     def plan(
         self,
@@ -96,11 +219,10 @@ class Prefetcher(Lacking):
         victims are named for them again. `empty` pages hold nothing, where the executor knows that.
         `owed_pages` of the device, besides the free ones, will be claimed by prompts that run.
         """
-        for keys, tier in self._flights.late(now):
-            self.late += len(keys)
+        for keys, tier in self._in_flight.late(now):
             self._map.dropped(keys, tier)
-            self.brought.given_up(keys, tier, now)
-        off = self._config.prefetch == "off" or not self._rules.lookahead
+            self.prefetched.given_up(keys, tier, now)
+        off = self._config.prefetch != "on" or not self._rules.lookahead
         if off and not ahead_pages:
             return _NOTHING
         if off or (not turns and self._rules.shares_links):
@@ -108,19 +230,19 @@ class Prefetcher(Lacking):
         step = Step(
             now,
             max(iteration_s, 1e-6),
-            self._links(now, busy_s or {}),
-            self._rooms(free, empty or {}),
+            self._link_budgets(now, busy_s or {}),
+            self._tier_budgets(free, empty or {}),
         )
-        step.rooms[Tier.DEVICE].take(step_pages, now)
-        step.rooms[Tier.DEVICE].pass_over(owed_pages)
-        step.rooms[Tier.DEVICE].claim(ahead_pages)
+        step.tiers[Tier.DEVICE].reserve(step_pages, now)
+        step.tiers[Tier.DEVICE].pass_over(owed_pages)
+        step.tiers[Tier.DEVICE].fill(ahead_pages)
         if not self._rules.prefetch(_Desk(self, step), turns):
             self._by_deadline(step, turns)
         if turns and not step.moves and self._rules.shares_links and self._rules.lookahead < 0:
             # What is due within two iterations was looked for, so the next look may wait as long.
             self._rest_until = now + SOON * step.iteration_s
         return Prefetch(
-            tuple(step.moves), _evictions(step.rooms), tuple(step.tests), step.lookahead
+            tuple(step.moves), _evictions(step.tiers), tuple(step.tests), step.lookahead
         )
 
     def _make_room(
@@ -134,16 +256,18 @@ class Prefetcher(Lacking):
         """Nothing is prefetched: makes room only for the pages that prefill will claim and those in
         flight already.
         """
-        if not ahead_pages and not len(self._flights):
-            device = Room(self._map, Tier.DEVICE, free.get(Tier.DEVICE, 0), empty.get(Tier.DEVICE))
-            self.brought.capacity(self._map.count(Tier.DEVICE) + device.empty)
-            device.take(step_pages, now)
+        if not ahead_pages and not len(self._in_flight):
+            device = TierBudget(
+                self._map, Tier.DEVICE, free.get(Tier.DEVICE, 0), empty.get(Tier.DEVICE)
+            )
+            self.prefetched.capacity(self._map.count(Tier.DEVICE) + device.empty)
+            device.reserve(step_pages, now)
             return _NOTHING
-        rooms = self._rooms(free, empty)
-        self.brought.capacity(self._map.count(Tier.DEVICE) + rooms[Tier.DEVICE].empty)
-        rooms[Tier.DEVICE].take(step_pages, now)
-        rooms[Tier.DEVICE].claim(ahead_pages)
-        return Prefetch(evictions=_evictions(rooms))
+        tiers = self._tier_budgets(free, empty)
+        self.prefetched.capacity(self._map.count(Tier.DEVICE) + tiers[Tier.DEVICE].empty)
+        tiers[Tier.DEVICE].reserve(step_pages, now)
+        tiers[Tier.DEVICE].fill(ahead_pages)
+        return Prefetch(evictions=_evictions(tiers))
 
     def idle(
         self, now: float, iteration_s: float, busy_s: Mapping[Link, float] | None = None
@@ -153,9 +277,9 @@ class Prefetcher(Lacking):
         """
         if not self.refresh() or now < self._rest_until:
             return True
-        return self._busy(self._links(now, busy_s or {}), iteration_s)
+        return self._busy(self._link_budgets(now, busy_s or {}), iteration_s)
 
-    def _busy(self, links: Mapping[Link, LinkTime], iteration_s: float) -> bool:
+    def _busy(self, links: Mapping[Link, LinkBudget], iteration_s: float) -> bool:
         enough_s = _REFILL * self._horizon(iteration_s)
         return self._rules.shares_links and all(
             time.closed or time.end_s > enough_s for time in links.values()
@@ -171,11 +295,11 @@ class Prefetcher(Lacking):
         known = [self.missing(turn.owner) for turn in turns]
         near, far = reach(self._rules, step, turns, known)
         step.lookahead = turns[near - 1].steps if near else 0
-        device = step.rooms[Tier.DEVICE]
-        self.brought.capacity(self._map.count(Tier.DEVICE) + device.empty)
+        device = step.tiers[Tier.DEVICE]
+        self.prefetched.capacity(self._map.count(Tier.DEVICE) + device.empty)
         budget = int(
             self._config.prefetch_share * (self._map.count(Tier.DEVICE) + device.empty)
-        ) - len(self.brought.unused[Tier.DEVICE])
+        ) - len(self.prefetched.unused[Tier.DEVICE])
         from_host = in_host(known[:near])
         for place in range(near):
             turn = turns[place]
@@ -183,27 +307,27 @@ class Prefetcher(Lacking):
                 room = budget > 0 and device.left > 0
                 self._judge_others(step, turns[place:near], room)
                 break
-            missing, claimed = (
+            missing, filled = (
                 self.missing(turn.owner) if step.moves else known[place],
-                device.claimed,
+                device.filled,
             )
             if turn.before:
-                device.take(turn.before, step.now + turn.window_s)
+                device.reserve(turn.before, step.now + turn.window_s)
             new = missing.runs and turn.owner not in self.overlaps
             transfer_s = self._transfer_s(step, missing) if new else 0.0
             room = missing.lacking <= budget
             if missing.runs:
-                if self.brought.may_move(turn.owner, turn.chance, Tier.DEVICE, step.now):
-                    budget -= self._promote(step, turn, missing, budget, horizon_s)
+                if self.prefetched.may_move(turn.owner, turn.chance, Tier.DEVICE, step.now):
+                    budget -= self._to_device(step, turn, missing, budget, horizon_s)
                 else:
                     room = False
-            # Pages that it will claim when it runs are not for the turns behind it.
-            lacking = missing.lacking - (device.claimed - claimed)
+            # Pages that it will claim when it runs are not for the turns after it.
+            lacking = missing.lacking - (device.filled - filled)
             own = missing.pages - missing.reach + lacking
-            room = device.take(own, step.now + turn.window_s) == own and room
+            room = device.reserve(own, step.now + turn.window_s) == own and room
             if new:
                 self._judge(step, turn, missing, transfer_s, room)
-        host = step.rooms[Tier.HOST]
+        host = step.tiers[Tier.HOST]
         ahead = self._rules.lookahead_ssd < 0 and host.empty > 0
         for place, (turn, missing) in enumerate(zip(turns, known, strict=True)):
             if (
@@ -213,12 +337,12 @@ class Prefetcher(Lacking):
             ):
                 break
             if turn.before:
-                host.take(turn.before, step.now + turn.window_s)
-            if missing.below and self.brought.may_move(
+                host.reserve(turn.before, step.now + turn.window_s)
+            if missing.below and self.prefetched.may_move(
                 turn.owner, turn.chance, Tier.HOST, step.now
             ):
-                self._stage(step, turn, self.missing(turn.owner), horizon_s, place < far)
-            host.take(
+                self._to_host(step, turn, self.missing(turn.owner), horizon_s, place < far)
+            host.reserve(
                 missing.pages - missing.reach + self.missing(turn.owner).below,
                 step.now + turn.window_s,
             )
@@ -251,7 +375,7 @@ class Prefetcher(Lacking):
         self.test(step, Overlap(turn.owner, missing.lacking, transfer_s, window_s, held))
 
     def _transfer_s(self, step: Step, missing: Missing) -> float:
-        """Seconds until all pages that are missing are there, behind the charged ones."""
+        """Seconds until all pages that are missing are there, after the charged ones."""
         pcie = step.links[Link.HOST_TO_DEVICE]
         transfer_s = pcie.end_s + pcie.seconds(missing.lacking)
         for first, below in step.firsts(missing) if missing.below else ():
@@ -260,7 +384,7 @@ class Prefetcher(Lacking):
                 transfer_s = max(transfer_s, first_s)
         return transfer_s
 
-    def _promote(
+    def _to_device(
         self, step: Step, turn: Turn, missing: Missing, budget: int, horizon_s: float
     ) -> int:
         """Prefetches to the device the pages that will be there in time, from the front on: a
@@ -270,36 +394,38 @@ class Prefetcher(Lacking):
         nearest = missing.runs[0][1]
         if (
             budget <= 0
-            or not step.rooms[Tier.DEVICE].left
+            or not step.tiers[Tier.DEVICE].left
             or (nearest is not None and nearest > Tier.HOST and links[FIRST_HOP[nearest]].closed)
         ):
             return 0
         until_s = turn.window_s + self._rules.scheduling_slack_s
         needed_at = self._needed_at(step, turn)
-        brought = 0
+        prefetched = 0
         for span, tier in missing.runs:
             if tier is None:
                 break
             pages = min(
-                len(span), budget - brought, pcie.fit(min(until_s, horizon_s + pcie.page_s))
+                len(span), budget - prefetched, pcie.fit(min(until_s, horizon_s + pcie.page_s))
             )
             first = links[FIRST_HOP[tier]] if tier is not Tier.HOST else None
             if first is not None:
                 until = min(until_s - pcie.seconds(1), horizon_s + first.page_s)
                 pages = min(pages, first.fit(until))
-            pages = step.rooms[Tier.DEVICE].take(max(0, pages), needed_at)
+            pages = step.tiers[Tier.DEVICE].reserve(max(0, pages), needed_at)
             if pages:
                 pcie.charge(pages)
                 if first is not None:
                     first.charge(pages)
                     pcie.end_s = max(pcie.end_s, first.end_s + pcie.seconds(1))
-                self.emit(step, turn, Span(span.start, span.start + pages), tier, Tier.DEVICE)
-            brought += pages
+                self.move(step, turn, Span(span.start, span.start + pages), tier, Tier.DEVICE)
+            prefetched += pages
             if pages < len(span):
                 break
-        return brought
+        return prefetched
 
-    def _stage(self, step: Step, turn: Turn, missing: Missing, horizon_s: float, due: bool) -> None:
+    def _to_host(
+        self, step: Step, turn: Turn, missing: Missing, horizon_s: float, due: bool
+    ) -> None:
         """Prefetches pages below to host memory; a turn that is not due gets only empty pages."""
         needed_at = self._needed_at(step, turn) if due else math.inf
         slack_s = turn.window_s + self._rules.scheduling_slack_s
@@ -308,19 +434,89 @@ class Prefetcher(Lacking):
                 continue
             first = step.links[FIRST_HOP[tier]]
             fits = first.fit(min(slack_s, horizon_s + first.page_s))
-            pages = step.rooms[Tier.HOST].take(min(len(span), fits), needed_at)
+            pages = step.tiers[Tier.HOST].reserve(min(len(span), fits), needed_at)
             if pages:
                 first.charge(pages)
-                self.emit(step, turn, Span(span.start, span.start + pages), tier, Tier.HOST)
+                self.move(step, turn, Span(span.start, span.start + pages), tier, Tier.HOST)
             if pages < len(span):
                 break
+
+    # --- moves ------------------------------------------------------------------------------------
+
+    def demote(self, owner: str, source: Tier, target: Tier, most: int, now: float) -> Move | None:
+        """Copies up to `most` of an owner's pages from `source` to a lower tier, those with no copy
+        at or below it.
+        """
+        link = Link.DEVICE_TO_HOST if source is Tier.DEVICE else Link.HOST_TO_STORAGE
+        keys = self._in_flight.others(self._map.without_copy(owner, source, target))[:most]
+        if not keys:
+            return None
+        late_at = now + _LATE * self._bandwidth.seconds(link, len(keys) * self._page_bytes)
+        self._in_flight.begin(keys, target, (link,), now, late_at + self._config.load_deadline_s)
+        self._map.moving(keys, target)
+        return Move(keys, source, target)
+
+    def move(self, step: Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
+        """Adds a move of pages that have room in `target` to the step."""
+        keys = self._in_flight.others(self._map.keys_of(turn.owner, span))
+        if not keys:
+            return
+        if target is Tier.HOST:
+            links: tuple[Link, ...] = (FIRST_HOP[source],)
+        else:
+            links = hops(source)
+        taken_s = max(
+            step.links[link].seconds(self._in_flight.pages(link) + len(keys)) for link in links
+        )
+        late_at = step.now + _LATE * taken_s + self._config.load_deadline_s
+        self._in_flight.begin(keys, target, links, step.now, late_at, turn.owner)
+        self._map.moving(keys, target)
+        step.tiers[target].fill(len(keys))
+        self.prefetched.begun(keys, target, turn.owner, turn.chance)
+        step.moves.append(Move(keys, source, target, turn.rid))
+
+    def test(self, step: Step, test: Overlap) -> None:
+        """Notes a prediction of this step."""
+        if self.overlaps.tested(test):
+            step.tests.append(test)
+
+    def _link_budgets(self, now: float, busy_s: Mapping[Link, float]) -> dict[Link, LinkBudget]:
+        factor = 1 + self._rules.prefetch_margin if self._rules.shares_links else 1.0
+        # The network is a link only where it has something to bring.
+        below = Tier.REMOTE if self._map.count(Tier.REMOTE) else Tier.STORAGE
+        firsts = [hop for tier, hop in FIRST_HOP.items() if tier <= below]
+        links = {
+            link: LinkBudget(self._bandwidth, link, self._page_bytes, factor)
+            for link in (*firsts, Link.HOST_TO_DEVICE)
+        }
+        for link, time in links.items():
+            time.end_s = busy_s.get(link, 0.0) + self._in_flight.backlog_seconds(
+                link, time.page_s, now
+            )
+        # Restorations read the same device, and their pages go on to the device without a stop. A
+        # request waits for those.
+        for hop in firsts:
+            restoring_s = busy_s.get(restored_over(hop), 0.0)
+            links[hop].end_s += restoring_s
+            links[hop].closed = restoring_s > 0 and self._rules.shares_links
+        return links
+
+    def _tier_budgets(
+        self, free: Mapping[Tier, int], empty: Mapping[Tier, int]
+    ) -> dict[Tier, TierBudget]:
+        return {
+            tier: TierBudget(
+                self._map, tier, free.get(tier, 0), empty.get(tier), self._in_flight.coming(tier)
+            )
+            for tier in (Tier.DEVICE, Tier.HOST)
+        }
 
 
 class _Desk:
     """One step, for the rules (`rules.Desk`)."""
 
-    def __init__(self, lacking: Lacking, step: Step) -> None:
-        self._lacking = lacking
+    def __init__(self, prefetcher: Prefetcher, step: Step) -> None:
+        self._prefetcher = prefetcher
         self._step = step
 
     @property
@@ -340,26 +536,26 @@ class _Desk:
         self._step.lookahead = steps
 
     def lacks(self, turn: ToCome) -> Sequence[tuple[Span, Tier | None]]:
-        return self._lacking.missing(turn.owner).runs
+        return self._prefetcher.missing(turn.owner).runs
 
     def paused(self, turn: ToCome) -> bool:
-        return self._lacking.brought.paused(turn.owner, self._step.now)
+        return self._prefetcher.prefetched.paused(turn.owner, self._step.now)
 
     def page_s(self, link: Link) -> float:
         return self._step.links[link].seconds(1)
 
     def judge(self, turn: ToCome, pages: int, transfer_s: float, window_s: float) -> None:
         test = Overlap(turn.owner, pages, transfer_s, window_s, transfer_s <= window_s)
-        self._lacking.test(self._step, test)
+        self._prefetcher.test(self._step, test)
 
     def bring(self, turn: ToCome, pages: Span, source: Tier) -> None:
         needed_at = self._step.now + turn.window_s
-        found = self._step.rooms[Tier.DEVICE].take(len(pages), needed_at)
+        found = self._step.tiers[Tier.DEVICE].reserve(len(pages), needed_at)
         if found:
             span = Span(pages.start, pages.start + found)
-            self._lacking.emit(self._step, cast(Turn, turn), span, source, Tier.DEVICE)
+            self._prefetcher.move(self._step, cast(Turn, turn), span, source, Tier.DEVICE)
 
 
-def _evictions(rooms: Mapping[Tier, Room]) -> tuple[Evict, ...]:
-    victims = [(rooms[tier].victims(), tier) for tier in (Tier.DEVICE, Tier.HOST)]
+def _evictions(tiers: Mapping[Tier, TierBudget]) -> tuple[Evict, ...]:
+    victims = [(tiers[tier].victims(), tier) for tier in (Tier.DEVICE, Tier.HOST)]
     return tuple(Evict(keys, tier) for keys, tier in victims if keys)

@@ -1,6 +1,7 @@
-"""The cost of a prefill chunk by its position and size, learned from the chunks that ran.
+"""The cost of a prefill chunk by its position and size, learned from the chunks that ran, and the
+fixed overhead of a restoration, learned from those that ran alone.
 
-A chunk of n tokens that starts behind s others takes
+A chunk of n tokens that starts after s others takes
 
     fixed + a n + b n (s + n / 2)        seconds,
 
@@ -15,10 +16,26 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from sgl_kvtier.policy.shape import EngineShape
+
 _KEEP: Final = 0.985
 """Weight an earlier chunk keeps per later one: about the last 70 chunks count."""
 _GUESS_WEIGHT: Final = 0.01
 """A first guess weighs as much as this share of a measured chunk, at each of its points."""
+CPU_S: Final = 0.02
+"""On a CPU restorations of 2k tokens, the shortest measured, ended 5 to 46 ms above the best split
+at ratios from 1/4 to 4, 19 ms in the median of two models (docs/results/data/restore.json).
+"""
+ACCELERATOR_S: Final = 0.007
+"""At the pace of an H100 those of 8k tokens, the shortest there, ended 4 to 11 ms above it at the
+same ratios, 7 ms in the median (docs/results/data/paced-restore.json). No card has measured it.
+"""
+
+_MOST_OVERHEAD_S: Final = 0.1
+_COUNTED: Final = 31
+"""The last ones that count."""
+_GUESSED: Final = 5
+"""The first guess counts as this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +177,32 @@ def _solve_subset(
     for a, i in enumerate(used):
         solution[i] = rows[a][size] / rows[a][a] / scale[a]
     return tuple(solution)
+
+
+def guess_s(engine: EngineShape) -> float:
+    """The fixed overhead on this kind of device until some restorations ran alone, in seconds."""
+    return ACCELERATOR_S if engine.accelerator else CPU_S
+
+
+class FixedOverhead:
+    """The fixed overhead of a restoration: scheduler steps, the last load's way into the row, and
+    waiting for one another at the meeting. It is the median amount, from 0 to 0.1 seconds, by which
+    restorations that ran alone finished later than compute and links were predicted to take.
+    `initial_s` counts as a few of them: one or two that were delayed change little.
+    """
+
+    def __init__(self, initial_s: float) -> None:
+        self._late_s = [initial_s] * _GUESSED
+        self.seconds = initial_s
+
+    def saw(self, late_s: float) -> None:
+        """A restoration that ran alone ended this much later than predicted."""
+        self._late_s.append(late_s)
+        if len(self._late_s) > _COUNTED:
+            del self._late_s[0]
+        ranked = sorted(self._late_s)
+        self.seconds = min(max(ranked[len(ranked) // 2], 0.0), _MOST_OVERHEAD_S)
+
+    def profile(self) -> dict[str, float]:
+        """The estimate as plain data."""
+        return {"own_s": self.seconds}

@@ -82,7 +82,11 @@ class NextUse:
                 yield group, turn
 
 
-_NAMED: Final[Mapping[str, Callable[[], Rule]]] = {"lru": LRU, "next-use": NextUse}
+_NAMED: Final[Mapping[str, Callable[[], Rule]]] = {
+    "auto": LRU,  # a server settles it before (`policy.eviction`); whoever does not, has SGLang's
+    "lru": LRU,
+    "next-use": NextUse,
+}
 _ASKED: Final[Mapping[str, int]] = {"entered": 1, "used": 2, "regrouped": 2, "order": 2}
 """The methods of a Rule, with how many arguments each is given."""
 

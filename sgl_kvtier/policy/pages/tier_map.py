@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from operator import itemgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 from sgl_kvtier.policy.pages.eviction import LRU, Rule, Shelves
 from sgl_kvtier.policy.pages.owners import NOWHERE, UNOWNED, Owners, common
@@ -37,14 +37,25 @@ _GROW: Final = 4096
 _TICKS_PER_S: Final = 100.0
 
 
+class EvictionClass(NamedTuple):
+    """Evictable pages of a tier that the eviction rule keeps together."""
+
+    shelf: int
+    """Their shelf in the map."""
+    next_use: float
+    """When they are needed next, in seconds of the executor's clock; infinity: unknown."""
+    pages: int
+    """Number of them."""
+
+
 class TierMap:
     """PageKey -> PageInfo for up to `capacity` pages. Unknown keys never raise; every update is
     O(1) per page.
 
     When the map is full, the page that was cold the longest (no copy in device or host, no owner,
-    no pin, not moving) is forgotten for a new one. Where there is none, the new one is not recorded
-    (`unrecorded` counts). One thread. 200 bytes per page with its 32-byte key at 1e6 pages (the
-    allocator may hold up to a sixth more while it grows), 8 more per page and owner.
+    no pin, not moving) is forgotten for a new one. Where there is none, the new one is not
+    recorded. One thread. 200 bytes per page with its 32-byte key at 1e6 pages (the allocator may
+    hold up to a sixth more while it grows), 8 more per page and owner.
 
     A fact from the executor may arrive at any time and never contradicts the map: it simply holds
     from then on.
@@ -77,8 +88,6 @@ class TierMap:
         self._device.grow(1)
         self._low.grow(1)
         self.owners = Owners()
-        self.unrecorded = 0
-        self.forgotten = 0
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -157,12 +166,12 @@ class TierMap:
         self._changed, self._claimed = {}, {}
         return tuple(names)
 
-    def classes(self, tier: Tier) -> Iterator[tuple[int, float, int]]:
-        """(name, next use, pages) of a tier's classes of evictable pages, in order of eviction."""
+    def classes(self, tier: Tier) -> Iterator[EvictionClass]:
+        """A tier's classes of evictable pages, in order of eviction."""
         shelves, rule = self._shelves(tier)
         for shelf, turn in rule.order(shelves.names, self.owners):
             if shelf >= 0:
-                yield shelf, turn, shelves.pages(shelf)
+                yield EvictionClass(shelf, turn, shelves.pages(shelf))
 
     def victims(self, tier: Tier, count: int, after: float = -math.inf) -> tuple[PageKey, ...]:
         """Up to `count` pages of device or host, the first to be evicted first; only pages whose
@@ -210,7 +219,7 @@ class TierMap:
         self, tier: Tier, place: int, count: int
     ) -> tuple[tuple[PageKey, ...], int | None]:
         """The same a part at a time: keys among `count` places from `place` on (0 first), and the
-        place of the next part; None behind the last. A page that comes or goes between two parts
+        place of the next part; None after the last. A page that comes or goes between two parts
         may be in the result or not. O(count).
         """
         bit, stop = 1 << tier, min(place + count, len(self._state))
@@ -312,10 +321,6 @@ class TierMap:
                 self._pinned -= 1
                 self._relist(slot, 0, self._listing(slot))
                 self._forget_if_empty(slot)
-
-    def clear(self, tier: Tier) -> None:
-        """A tier was emptied."""
-        self.dropped(tuple(self.resident(tier)), tier)
 
     # --- owners -----------------------------------------------------------------------------------
 
@@ -461,9 +466,7 @@ class TierMap:
         if len(self._slot_of) >= self._capacity:
             coldest = self._low.oldest(_COLD_SHELF)
             if coldest is None:
-                self.unrecorded += 1
                 return NOWHERE
-            self.forgotten += 1
             old = self._state[coldest]
             for tier in TIERS:
                 self._resident[tier] -= old >> tier & 1

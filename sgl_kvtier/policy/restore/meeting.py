@@ -17,31 +17,35 @@ from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.types import Link, Span
 
 Runs: TypeAlias = list[tuple[int, int]]
-"""Pages as (first, behind the last), ascending."""
+"""Pages as (first, one past the last), ascending."""
 Ends: TypeAlias = Callable[[int], tuple[float, float]]
-"""Given a meeting page: the ends of compute and of loads, in seconds from now."""
-Road: TypeAlias = tuple[Runs, float, float, float, float]
+"""Given a meeting page: when compute ends and when loads end, in seconds from now."""
 
 
 class Meeting(NamedTuple):
-    """Where the ends of one stage meet (`Open.later`): compute takes `tokens` of its pages, those
-    from page `first` up to `meet`, loads take the others.
-    """
+    """Where the two ends of one stage meet (`OpenPages.later`)."""
 
     first: int
+    """The first page of the stage."""
     meet: int
+    """Compute takes the open pages below this one, loads take the others."""
     tokens: int
+    """Number of tokens that compute takes."""
 
 
 class Split(NamedTuple):
-    """A meeting page: compute takes the open pages below `meet`, loads take the rest. Seconds from
-    now. With several stages these are of the first one with pages to load, and `stages` has each.
+    """Where the two ends of a restoration meet. With several stages `meet` is that of the first
+    stage with pages to load.
     """
 
     meet: int
+    """Compute takes the open pages below this one, loads take the others."""
     compute_tokens: int
+    """Number of tokens that compute takes, up to the stage of `meet`."""
     seconds: float
+    """When both ends are done, in seconds from now."""
     stages: tuple[Meeting, ...] = ()
+    """The meeting of each stage, the lowest first; empty where there is one stage only."""
 
     def loaded(self, units: int) -> list[Span]:
         """The pages below `units` that loads take, where they are open."""
@@ -53,41 +57,64 @@ class Split(NamedTuple):
 
 @dataclass(slots=True)
 class Pace:
-    """The speed of both ends: sizes of the engine, the cost of compute, and the work each link has
-    already.
-    """
+    """The speed of both ends."""
 
     page_tokens: int
     page_bytes: int
     chunk_tokens: int
+    """The most tokens of one prefill step."""
     cost: PrefillCost
+    """Seconds of prefill."""
     bandwidth: Bandwidth
+    """Bytes per second of each link."""
     backlog_s: Mapping[Link, float]
+    """Seconds of work that each link has already."""
 
 
-class Open(NamedTuple):
-    """The pages of a restoration that both ends have yet to share, whatever compute costs and
-    wherever they meet.
+class LinkWork(NamedTuple):
+    """What one link could bring of a restoration."""
 
-    `runs` are the open pages; `stuck` counts those that can only be computed. `waits` has one entry
-    per hole behind the front: its first page, which is computed when all before it is there, and
-    the seconds that it and later holes take. `roads` has one entry per link. It holds the open
-    pages the link could bring, the seconds until it is free for them, its latency in seconds, and
-    its bytes per second. Its last value is the seconds until this request's own pages in flight
-    have come: 0 without any, since it does not wait for loads of other requests. `top`: above this
-    page nothing changes with the meeting page.
+    runs: Runs
+    """The open pages that it could bring."""
+    backlog_s: float
+    """Seconds until the link is free for them."""
+    latency_s: float
+    """Seconds that a transfer takes besides its bytes."""
+    bytes_per_s: float
+    in_flight_s: float
+    """Seconds until this request's own pages in flight have come; 0 without any, since it does not
+    wait for loads of other requests.
+    """
 
-    `later`: where pages further up come over links of their own, these are the lowest ones only,
-    and each further stage has an entry, with its first page. Each stage has its own meeting. All
-    links work at once, and compute comes to a stage when the one before it is there.
+
+class Hole(NamedTuple):
+    """Pages after the front that can only be computed, once all pages before them are there."""
+
+    first: int
+    """The first page of the hole."""
+    compute_s: float
+    """Seconds to compute this hole and all later ones."""
+
+
+class OpenPages(NamedTuple):
+    """The pages of a restoration that compute and loads have yet to share, whatever compute costs
+    and wherever they meet.
     """
 
     runs: Runs
-    stuck: int
-    waits: list[tuple[int, float]]
-    roads: list[Road]
+    """The pages that either end may take."""
+    compute_only: int
+    """Number of pages that can only be computed."""
+    holes: list[Hole]
+    """Those of them that lie after the front, the last one first."""
+    links: list[LinkWork]
     top: int
-    later: tuple[tuple[int, Open], ...] = ()
+    """Above this page nothing changes with the meeting page."""
+    later: tuple[tuple[int, OpenPages], ...] = ()
+    """Where pages further up come over links of their own, the above are the lowest ones only, and
+    each further stage has its first page and its open pages here. Each stage has its own meeting:
+    all links work at once, and compute comes to a stage when the one before it is there.
+    """
 
 
 def stages_of(sources: Sequence[tuple[Link, Sequence[Span]]]) -> tuple[int, ...]:
@@ -111,7 +138,7 @@ def open_of(
     in_flight: Mapping[Link, int],
     taken_back: bool = False,
     stages: Sequence[int] = (),
-) -> Open:
+) -> OpenPages:
     """The open pages of a restoration whose front is at page `front`. `sources` are disjoint page
     spans by the link they come over, `in_flight` its pages in flight by link. `taken_back` counts
     those as open again, as if their loads could be cancelled. `stages` as of `stages_of`.
@@ -135,13 +162,13 @@ def _stage(
     within: Span,
     in_flight: Mapping[Link, int],
     taken_back: bool,
-) -> Open:
+) -> OpenPages:
     front, end = within.start, within.stop
     runs = pointer.unlanded_runs(front) if taken_back else pointer.free_runs(front)
     if end < pointer.units:
         runs = [(low, min(high, end)) for low, high in runs if low < end]
     bandwidth, backlogs_s = pace.bandwidth, pace.backlog_s
-    roads = []
+    links = []
     for link, spans in sources:
         backlog_s, own = backlogs_s.get(link, 0.0), in_flight.get(link, 0)
         if own and taken_back:
@@ -153,8 +180,8 @@ def _stage(
             for low, high in runs
             if low < span.stop and span.start < high
         ]
-        roads.append(
-            (
+        links.append(
+            LinkWork(
                 pieces,
                 backlog_s,
                 bandwidth.latency_s(link),
@@ -163,22 +190,27 @@ def _stage(
             )
         )
     top = end if taken_back else max(front, runs[-1][1]) if runs else front
-    stuck = pointer.lost_in(within)
-    return Open(runs, stuck, _waits(pace, pointer, within) if stuck else [], roads, top)
+    lost = pointer.lost_in(within)
+    return OpenPages(runs, lost, _holes(pace, pointer, within) if lost else [], links, top)
 
 
-def _waits(pace: Pace, pointer: TwoPointer, within: Span) -> list[tuple[int, float]]:
-    waits, seconds, page = list[tuple[int, float]](), 0.0, pace.page_tokens
+def _holes(pace: Pace, pointer: TwoPointer, within: Span) -> list[Hole]:
+    holes, seconds, page = list[Hole](), 0.0, pace.page_tokens
     for low, stop in reversed(pointer.lost_runs(within.start)):
         high = min(stop, within.stop)
         if low < high:
             seconds += pace.cost.range_seconds(low * page, (high - low) * page, pace.chunk_tokens)
-            waits.append((low, seconds))
-    return waits
+            holes.append(Hole(low, seconds))
+    return holes
 
 
 def best_split(
-    pace: Pace, compute_at_s: float, left: Open, front: int, guess: int = -1, charge: float = 1.0
+    pace: Pace,
+    compute_at_s: float,
+    left: OpenPages,
+    front: int,
+    guess: int = -1,
+    charge: float = 1.0,
 ) -> Split:
     """The page at which both ends of a restoration are predicted to finish together, or the sooner
     of its two neighbours.
@@ -190,15 +222,14 @@ def best_split(
     """
     if left.later:
         return _in_stages(pace, compute_at_s, left, front, guess, charge)
-    runs, stuck, waits, roads, top, _ = left
-    plain = len(runs) == 1 and len(roads) == 1 and roads[0][0] == runs and not waits
-    of = _ends_of_one_run if plain else _ends
-    meet, seconds = _crossing(of(pace, charge, compute_at_s, front, left), front, top, guess)
-    return Split(meet, _computed_pages(runs, stuck, meet) * pace.page_tokens, seconds)
+    ends = _ends(pace, charge, compute_at_s, front, left)
+    meet, seconds = _crossing(ends, front, left.top, guess)
+    pages = _computed_pages(left.runs, left.compute_only, meet)
+    return Split(meet, pages * pace.page_tokens, seconds)
 
 
 def _in_stages(
-    pace: Pace, compute_at_s: float, left: Open, front: int, guess: int, charge: float
+    pace: Pace, compute_at_s: float, left: OpenPages, front: int, guess: int, charge: float
 ) -> Split:
     """The best meeting of every stage, the lowest first: the sooner compute is through with one,
     the sooner it helps the next.
@@ -217,18 +248,18 @@ def _in_stages(
     return Split(meet, tokens, seconds, tuple(found))
 
 
-def _computed_pages(runs: Runs, stuck: int, meet: int) -> int:
-    """Open pages below the meeting page, and those above it that can only be computed."""
-    pages = stuck
+def _computed_pages(runs: Runs, compute_only: int, meet: int) -> int:
+    """Number of open pages below the meeting page, and of those that can only be computed."""
+    pages = compute_only
     for low, high in runs:
         if low < meet:
             pages += (high if high < meet else meet) - low
     return pages
 
 
-def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open) -> Ends:
-    runs, stuck, waits, roads, _, _ = left
-    breaks = len(waits)
+def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: OpenPages) -> Ends:
+    runs, compute_only, holes, links, _, _ = left
+    breaks = len(holes)
     page_tokens, page_bytes, chunk_tokens, cost = (
         pace.page_tokens,
         pace.page_bytes,
@@ -243,7 +274,7 @@ def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open
     start = front * page_tokens
 
     def ends(meet: int) -> tuple[float, float]:
-        pages = _computed_pages(runs, stuck, meet)
+        pages = _computed_pages(runs, compute_only, meet)
         computed_s = 0.0
         if pages:
             # PrefillCost.range_seconds, written out: a search evaluates it in every step.
@@ -251,74 +282,37 @@ def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open
             work_s = tokens * (per_token_s + per_position_s * (start + tokens / 2))
             computed_s = compute_at_s + ((breaks - (-tokens // chunk_tokens)) * fixed_s + work_s)
         loaded_s = 0.0
-        for pieces, backlog_s, latency_s, bytes_per_s, own_s in roads:
+        for pieces, backlog_s, latency_s, bytes_per_s, in_flight_s in links:
             pages = 0
             for low, high in pieces:
                 if high > meet:
                     pages += high - (low if low > meet else meet)
-            end_s = backlog_s + (latency_s + pages * page_bytes / bytes_per_s) if pages else own_s
+            end_s = (
+                backlog_s + (latency_s + pages * page_bytes / bytes_per_s) if pages else in_flight_s
+            )
             if end_s > loaded_s:
                 loaded_s = end_s
-        for first, behind_s in waits:
-            end_s = _loaded_between(meet, first, roads, page_bytes)
+        for first, compute_s in holes:
+            end_s = _loaded_between(meet, first, links, page_bytes)
             if end_s:
-                loaded_s = max(loaded_s, end_s + charge * behind_s)
+                loaded_s = max(loaded_s, end_s + charge * compute_s)
         return computed_s, loaded_s
 
     return ends
 
 
-def _loaded_between(meet: int, first: int, roads: list[Road], page_bytes: int) -> float:
+def _loaded_between(meet: int, first: int, links: list[LinkWork], page_bytes: int) -> float:
     """Seconds until the open pages from `meet` on up to page `first` are there, where links bring
     them before all others; 0 where there are none.
     """
     loaded_s = 0.0
-    for pieces, backlog_s, latency_s, bytes_per_s, _ in roads:
+    for pieces, backlog_s, latency_s, bytes_per_s, _ in links:
         pages = 0
         for low, high in pieces:
             pages += max(0, min(high, first) - max(low, meet))
         if pages:
             loaded_s = max(loaded_s, backlog_s + (latency_s + pages * page_bytes / bytes_per_s))
     return loaded_s
-
-
-def _ends_of_one_run(
-    pace: Pace, charge: float, compute_at_s: float, front: int, left: Open
-) -> Ends:
-    """The same where the open pages are one run that one link brings, the usual case: the same sums
-    without the loops.
-    """
-    page_tokens, page_bytes, chunk_tokens, cost = (
-        pace.page_tokens,
-        pace.page_bytes,
-        pace.chunk_tokens,
-        pace.cost,
-    )
-    fixed_s, per_token_s, per_position_s = (
-        charge * cost.fixed_s,
-        charge * cost.per_token_s,
-        charge * cost.per_token_position_s,
-    )
-    start = front * page_tokens
-    ((low, high),), backlog_s, latency_s, bytes_per_s, own_s = left.roads[0]
-    stuck = left.stuck
-
-    def ends(meet: int) -> tuple[float, float]:
-        pages = stuck
-        if meet > low:
-            pages += (meet if meet < high else high) - low
-        computed_s = 0.0
-        if pages:
-            tokens = pages * page_tokens
-            work_s = tokens * (per_token_s + per_position_s * (start + tokens / 2))
-            computed_s = compute_at_s + (-(-tokens // chunk_tokens) * fixed_s + work_s)
-        if meet >= high:
-            return computed_s, own_s
-        return computed_s, backlog_s + (
-            latency_s + (high - (low if low > meet else meet)) * page_bytes / bytes_per_s
-        )
-
-    return ends
 
 
 def _crossing(ends: Ends, low: int, high: int, guess: int) -> tuple[int, float]:

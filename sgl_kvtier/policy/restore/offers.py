@@ -6,19 +6,15 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RestoreStart, StepView
-from sgl_kvtier.policy.restore.modes import (
+from sgl_kvtier.policy.restore.forecast import Forecast, Outlook, Ways, choose_mode, leave
+from sgl_kvtier.policy.restore.restorations import (
     LINK_OF,
-    Forecast,
     Restoration,
+    Restorations,
     Source,
-    Ways,
-    choose_mode,
     islands,
-    leave,
 )
-from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.two_pointer import TwoPointer
-from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
 _LOOK_AGAIN: Final = 16
@@ -26,7 +22,7 @@ _LOOK_AGAIN: Final = 16
 least its last page loaded: the link may have become faster.
 """
 
-RoomFor: TypeAlias = Callable[[StepView, int, float], int]
+Claimable: TypeAlias = Callable[[StepView, int, float], int]
 """How many of this many device pages may be claimed now without evicting any that is needed before
 a time, in seconds of the planner's clock.
 """
@@ -35,9 +31,9 @@ a time, in seconds of the planner's clock.
 class Offers:
     """Offers without an answer yet, and the answers to them."""
 
-    def __init__(self, under_way: UnderWay, outlook: Outlook, room: RoomFor) -> None:
-        self._room = room
-        self._under_way = under_way
+    def __init__(self, state: Restorations, outlook: Outlook, claimable: Claimable) -> None:
+        self._claimable = claimable
+        self._state = state
         self._outlook = outlook
         self._open: list[RestoreOffered] = []
         self._order = 0
@@ -68,9 +64,9 @@ class Offers:
             item = self._item(offer, self._fixed_meet(offer))
             forecast = self._outlook.forecast_in_queue(view, offer.rid)
             self._copy_first(item, forecast)
-            own_s = self._under_way.own.seconds
+            own_s = self._state.overhead.seconds
             ways = Ways(forecast, item, self._knows(offer), own_s=own_s)
-            item.mode, reason = choose_mode(self._under_way.rules, ways, self._under_way.config)
+            item.mode, reason = choose_mode(self._state.rules, ways, self._state.config)
             if reason == "computing is faster":
                 self._computed += 1
                 if self._computed % _LOOK_AGAIN == 0:
@@ -81,8 +77,8 @@ class Offers:
                 item.mode = Mode.BOTH
             if item.mode.restores and not item.pointer.met:
                 if item.mode is Mode.BOTH and ways.known and item.fixed_meet < 0:
-                    item.due = view.now + forecast.both(item).seconds
-                self._under_way.begin(item)
+                    item.predicted_end = view.now + forecast.both(item).seconds
+                self._state.begin(item)
             starts.append(RestoreStart(offer.rid, item.mode, reason))
         self._open = []
         return tuple(starts)
@@ -97,9 +93,9 @@ class Offers:
         reads = not item.pointer.lost_run(offer.resident)
         learns = reads and self._engine_learns(offer)
         crowded = self._crowded(offer, view, forecast.both(item).seconds)
-        own_s = self._under_way.own.seconds
+        own_s = self._state.overhead.seconds
         ways = Ways(forecast, item, self._knows(offer), learns, crowded, own_s)
-        why = leave(self._under_way.rules, ways, self._under_way.config)
+        why = leave(self._state.rules, ways, self._state.config)
         return why if reads or why != "loading is faster" else "computing is faster"
 
     def promised_s(self, offer: RestoreOffered, view: StepView) -> float:
@@ -115,11 +111,11 @@ class Offers:
         """Whether something is unknown that an engine would measure by loading this prefix. What it
         reads over several links at once says nothing of any of them.
         """
-        known = self._under_way
+        state = self._state
         below = {LINK_OF[tier]: None for _, tier in offer.sources if tier > Tier.HOST}
         links = list(below) or [Link.STORAGE_TO_DEVICE]
-        alone = len(links) == 1 and not known.bandwidth.known(links[0])
-        return not known.costs_known or alone
+        alone = len(links) == 1 and not state.bandwidth.known(links[0])
+        return not state.costs_known or alone
 
     def _crowded(self, offer: RestoreOffered, view: StepView, seconds: float) -> bool:
         """Whether the device has no room for this request, those before it, and what is being
@@ -127,27 +123,27 @@ class Offers:
         """
         if Tier.DEVICE not in view.free_pages:
             return False
-        page = self._under_way.engine.page_tokens
+        page = self._state.engine.page_tokens
         tokens = offer.prompt_tokens - offer.resident * page + view.wanted_tokens
-        for rid, item in self._under_way.items.items():
+        for rid, item in self._state.items.items():
             if rid != view.slot:  # what that will need is not among the free pages
                 rest = item.remaining_span()
                 open_pages = item.pointer.free_in(rest) + item.pointer.lost_in(rest)
                 tokens += item.prompt_tokens - (item.pointer.units - open_pages) * page
         pages = -(-tokens // page)
-        return self._room(view, pages, view.now + seconds) < pages
+        return self._claimable(view, pages, view.now + seconds) < pages
 
     def _copy_first(self, item: Restoration, forecast: Forecast) -> None:
-        """A prefix that begins in host memory and continues in lower tiers is computed only behind
+        """A prefix that begins in host memory and continues in lower tiers is computed only after
         the pages copied from host memory. One that lies in host memory as a whole may have both
         ends.
         """
-        if self._under_way.rules.balanced_chunks and len(item.sources) > 1:
+        if self._state.rules.balanced_chunks and len(item.sources) > 1:
             item.copied = forecast.copies_first(item)
 
     def _item(self, offer: RestoreOffered, fixed_meet: int = -1) -> Restoration:
         """The restoration that this offer would be. Pages in no tier are computed, and so are those
-        between and behind them that are not worth a chunk of their own.
+        between and after them that are not worth a chunk of their own.
         """
         pointer, found = TwoPointer(offer.resident, offer.pages), list[Source]()
         end = offer.resident
@@ -176,9 +172,9 @@ class Offers:
 
     def _is_worth_a_chunk(self, span: Span) -> bool:
         """Whether computing these pages takes longer than a chunk of no tokens. Loaded, they make
-        one chunk more of what is computed before and behind them.
+        one chunk more of what is computed before and after them.
         """
-        cost, engine = self._under_way.cost.cost, self._under_way.engine
+        cost, engine = self._state.cost.cost, self._state.engine
         start, tokens = span.start * engine.page_tokens, len(span) * engine.page_tokens
         chunks_s = tokens // engine.chunk_tokens * cost.fixed_s
         return cost.work_seconds(start, tokens) + chunks_s >= cost.fixed_s
@@ -187,8 +183,8 @@ class Offers:
         """Where the rules fix the meeting of what is computed and loaded at once; -1 where they do
         not.
         """
-        known = self._under_way
-        share = known.rules.computed_share() if known.config.restore == "both" else None
+        state = self._state
+        share = state.rules.computed_share() if state.config.restore == "both" else None
         if share is None:
             return -1
         share = min(max(share, 0.0), 1.0)
@@ -196,7 +192,7 @@ class Offers:
 
     def _knows(self, offer: RestoreOffered) -> bool:
         """Whether everything an answer depends on was measured, here or in an earlier run."""
-        known = self._under_way
-        return known.costs_known and all(
-            known.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources
+        state = self._state
+        return state.costs_known and all(
+            state.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources
         )

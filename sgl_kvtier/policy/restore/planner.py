@@ -23,12 +23,11 @@ from sgl_kvtier.policy.messages import (
     StepPlan,
     StepView,
 )
-from sgl_kvtier.policy.restore.chunks import Chunks
-from sgl_kvtier.policy.restore.loads import Loads
-from sgl_kvtier.policy.restore.offers import Offers, RoomFor
-from sgl_kvtier.policy.restore.outlook import Outlook
+from sgl_kvtier.policy.restore.ends import Chunks, Loads
+from sgl_kvtier.policy.restore.forecast import Outlook
+from sgl_kvtier.policy.restore.offers import Claimable, Offers
 from sgl_kvtier.policy.restore.queue_order import QueueOrder
-from sgl_kvtier.policy.restore.under_way import UnderWay
+from sgl_kvtier.policy.restore.restorations import Restorations
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Tier
@@ -45,25 +44,25 @@ class RestorePlanner:
         engine: EngineShape,
         profile: Mapping[str, Mapping[str, float]] | None = None,
         rules: Rules | None = None,
-        room: RoomFor | None = None,
+        claimable: Claimable | None = None,
     ) -> None:
-        """`room`: what the device has room for, where more is known of its pages than the view
-        says.
+        """`claimable`: how many device pages may be claimed, where more is known of them than the
+        view says.
         """
-        self._under_way = UnderWay(
+        self._state = Restorations(
             config, engine, profile or {}, Rules() if rules is None else rules
         )
-        self._outlook = Outlook(self._under_way)
-        self._offers = Offers(self._under_way, self._outlook, room or free)
-        self._chunks = Chunks(self._under_way, self._outlook)
-        self._loads = Loads(self._under_way, self._outlook, self._chunks)
-        self._queue = QueueOrder(self._under_way)
-        self.bandwidth = self._under_way.bandwidth
-        self.links = self._under_way.links
+        self._outlook = Outlook(self._state)
+        self._offers = Offers(self._state, self._outlook, claimable or free)
+        self._chunks = Chunks(self._state, self._outlook)
+        self._loads = Loads(self._state, self._outlook, self._chunks)
+        self._queue = QueueOrder(self._state)
+        self.bandwidth = self._state.bandwidth
+        self.links = self._state.links
 
     def observe(self, fact: Fact) -> None:
         """Takes note of a fact. Facts about unknown requests change nothing but estimates."""
-        self._under_way.observe(fact)
+        self._state.observe(fact)
         if isinstance(fact, RestoreOffered):
             self._offers.add(fact)
         elif isinstance(fact, RequestFinished):
@@ -73,15 +72,15 @@ class RestorePlanner:
         """Decides this step. Loads in the plan are claimed at once, chunks when a ChunkStarted
         reports them.
         """
-        self._under_way.next_step(view)
-        if not self._under_way.items and not self._offers:
+        self._state.next_step(view)
+        if not self._state.items and not self._offers:
             return StepPlan()
         self._outlook.begin()
         starts = self._offers.answer(view)
         computes, cancels = self._chunks.decide(view)
         loads = self._loads.decide(view, computes)
         granted = [
-            self._chunks.beside_decodes(self._unstuck(compute, view, loads), view)
+            self._chunks.within_stall_bound(self._unstuck(compute, view, loads), view)
             for compute in computes
         ]
         computes = [
@@ -101,7 +100,7 @@ class RestorePlanner:
         """Ends all restorations after an error: nothing is restored or in flight from now on.
         Learned costs stay.
         """
-        self._under_way.give_up()
+        self._state.give_up()
         self._offers.give_up()
         self._outlook.begin()
 
@@ -122,7 +121,7 @@ class RestorePlanner:
         return self._queue.order(question)
 
     def chunk_beside(self, question: ChunkBeside) -> int:
-        """The tokens of a chunk beside which waiting requests run."""
+        """The tokens of a chunk that leaves tokens of the step to waiting requests."""
         return self._queue.chunk_beside(question)
 
     def patience_s(self, question: HeldBack) -> float:
@@ -136,20 +135,15 @@ class RestorePlanner:
     def profile(self) -> dict[str, Any]:
         """Learned costs and bandwidths for the next run, as plain data."""
         return {
-            "prefill": self._under_way.cost.profile(),
+            "prefill": self._state.cost.profile(),
             "links": self.bandwidth.profile(),
-            "restore": self._under_way.own.profile(),
+            "restore": self._state.overhead.profile(),
         }
 
     @property
-    def restoring(self) -> tuple[str, ...]:
-        """Requests being restored, in the order they were offered."""
-        return tuple(self._under_way.items)
-
-    @property
-    def under_way(self) -> Collection[str]:
-        """The same as a view that is quick to search."""
-        return self._under_way.items.keys()
+    def restoring(self) -> Collection[str]:
+        """Requests being restored, in the order they were offered; quick to search."""
+        return self._state.items.keys()
 
 
 def free(view: StepView, pages: int, until: float) -> int:

@@ -9,7 +9,7 @@ those that came before it run in the order of arrival.
 A session that returns in a moment overtakes as well, where it finds its pages in memory. So where
 that is short, a request waits for the session, within the same bound.
 
-A long prompt that is computed in chunks takes all tokens of every step, and all behind it wait for
+A long prompt that is computed in chunks takes all tokens of every step, and all after it wait for
 its end, however little there is to compute for them. So its chunk leaves room for such requests.
 """
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from sgl_kvtier.policy.messages import ChunkBeside, HeldBack, RunOrder, Waiter
-from sgl_kvtier.policy.restore.modes import Forecast
-from sgl_kvtier.policy.restore.under_way import UnderWay
+from sgl_kvtier.policy.restore.forecast import Forecast
+from sgl_kvtier.policy.restore.restorations import Restorations
 from sgl_kvtier.types import Link
 
 ASK_AGAIN_S: Final = 0.05
@@ -41,10 +41,12 @@ work.
 
 @dataclass(slots=True)
 class _Place:
-    """A waiting request: for how many seconds it may be overtaken, and since when it is."""
+    """The place of a waiting request in the order they came."""
 
     credit_s: float
+    """Seconds for which it may be overtaken."""
     overtaken_at: float = -1.0
+    """Since when it is, in seconds of the executor's clock; -1: it is not."""
 
     def slack_s(self, now: float) -> float:
         """Seconds that are left of it."""
@@ -54,15 +56,15 @@ class _Place:
 class QueueOrder:
     """The places of waiting requests in the order they came. One thread, no clock."""
 
-    def __init__(self, under_way: UnderWay) -> None:
-        self._under_way = under_way
+    def __init__(self, state: Restorations) -> None:
+        self._state = state
         self._places: dict[str, _Place] = {}
 
     def order(self, question: RunOrder) -> tuple[str, ...]:
         """The requests in the order they should run. Takes note of those that came and went."""
-        known, now = self._under_way, question.now
+        state, now = self._state, question.now
         waiting = [one.rid for one in question.waiting]
-        if known.config.queue != "shortest" or known.rules.overtaking <= 0:
+        if state.config.queue != "shortest" or state.rules.overtaking <= 0:
             return tuple(waiting)
         self._note_gone(frozenset(waiting), now)
         works, slacks, before_s = list[float](), list[float](), 0.0
@@ -78,19 +80,19 @@ class QueueOrder:
         """The tokens of a chunk in the slot: it leaves room for waiting requests with clearly less
         work than what is left of its prompt, but has at least half of what is computed.
         """
-        known, page = self._under_way, self._under_way.engine.page_tokens
+        state, page = self._state, self._state.engine.page_tokens
         most = min(question.most, question.left_tokens)
-        share = int(question.most * known.rules.beside)
-        if known.config.queue != "shortest" or known.rules.overtaking <= 0 or share < page:
+        share = int(question.most * state.rules.beside)
+        if state.config.queue != "shortest" or state.rules.overtaking <= 0 or share < page:
             return most
-        left_s = known.cost.cost.range_seconds(
-            question.done_tokens, question.left_tokens, known.engine.chunk_tokens
+        left_s = state.cost.cost.range_seconds(
+            question.done_tokens, question.left_tokens, state.engine.chunk_tokens
         )
         taken, room = 0, question.room
         for one in question.waiting:
             own = -(-(one.prompt_tokens - one.device_tokens - one.host_tokens) // page) * page
             needed = one.prompt_tokens - one.device_tokens
-            loads = one.stored_tokens > 0 or one.rid in known.items
+            loads = one.stored_tokens > 0 or one.rid in state.items
             if loads or needed > room or taken + own > share:
                 continue
             if self._work_s(one) < _CLEARLY * left_s:
@@ -99,8 +101,8 @@ class QueueOrder:
 
     def patience_s(self, question: HeldBack) -> float:
         """Seconds that a request waits for a session that will then overtake it."""
-        rules, work_s = self._under_way.rules, self._work_s(question.request)
-        if self._under_way.config.queue != "shortest" or rules.overtaking <= 0:
+        rules, work_s = self._state.rules, self._work_s(question.request)
+        if self._state.config.queue != "shortest" or rules.overtaking <= 0:
             return 0.0
         place = self._places.get(question.request.rid) or _Place(rules.overtaking * work_s)
         return min(rules.holding * work_s, place.slack_s(question.now) - _SHORT * work_s)
@@ -117,7 +119,7 @@ class QueueOrder:
         """
         place = self._places.get(rid)
         if place is None:
-            place = self._places[rid] = _Place(self._under_way.rules.overtaking * before_s)
+            place = self._places[rid] = _Place(self._state.rules.overtaking * before_s)
         return place
 
     def _note_gone(self, waiting: frozenset[str], now: float) -> None:
@@ -133,9 +135,9 @@ class QueueOrder:
 
     def _work_s(self, one: Waiter) -> float:
         """Seconds until its prompt is there, with links and compute to itself."""
-        known = self._under_way
-        cost, bandwidth, engine = known.cost.cost, known.bandwidth, known.engine
-        item = known.items.get(one.rid)
+        state = self._state
+        cost, bandwidth, engine = state.cost.cost, state.bandwidth, state.engine
+        item = state.items.get(one.rid)
         if item is not None:
             reach = item.pointer.units * engine.page_tokens
             seconds = Forecast(engine, cost, bandwidth, 0.0, {}).both(item).seconds

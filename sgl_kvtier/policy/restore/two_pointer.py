@@ -3,8 +3,8 @@ delivered exactly once.
 
 Cake (section 4, appendix A) and CacheFlow (section 3.1) run one pointer from either end. Here a
 unit (a page, or a layer) has a state of its own. So a unit that is stored nowhere, or fails to
-load, goes to the front, and landed units behind a hole are still useful: the front computes the
-hole and steps over the landed units behind it.
+load, goes to the front, and landed units after a hole are still useful: the front computes the hole
+and attaches the landed units after it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from sgl_kvtier.types import Span
 
 _FREE: Final = b"\0"
 _LOST: Final = b"\1"
-_TAKEN: Final = b"\2"
-_COMPUTED: Final = b"\3"
-_LOADING: Final = b"\4"
-_LANDED: Final = b"\5"
-_SPLICED: Final = b"\6"
+_COMPUTED: Final = b"\2"
+_LOADING: Final = b"\3"
+_LANDED: Final = b"\4"
+_ATTACHED: Final = b"\5"
 _FREE_RUN: Final = re.compile(_FREE + b"+")
 _LANDED_RUN: Final = re.compile(_LANDED + b"+")
 _LOST_RUN: Final = re.compile(_LOST + b"+")
@@ -29,17 +28,16 @@ _UNLANDED_RUN: Final = re.compile(b"[" + _FREE + _LOADING + b"]+")
 
 class TwoPointer:
     """Which end delivers each unit of [start, units). Units below `front` belong to the front:
-    computed, being computed, or spliced in after landing. Raises ValueError when a caller would
+    computed, being computed, or attached after landing. Raises ValueError when a caller would
     deliver a unit twice; O(units) bytes of memory.
     """
 
     def __init__(self, start: int, units: int) -> None:
         if not 0 <= start <= units:
             raise ValueError(f"a restoration cannot start at {start} of {units} units")
-        self._start = start
         self._units = units
         self._front = start
-        self._state = bytearray(_SPLICED * start + _FREE * (units - start))
+        self._state = bytearray(_ATTACHED * start + _FREE * (units - start))
 
     @property
     def units(self) -> int:
@@ -61,22 +59,12 @@ class TwoPointer:
         """Number of units in flight."""
         return self._state.count(_LOADING)
 
-    @property
-    def landed(self) -> int:
-        """Number of units that were loaded and are not part of the prefix yet."""
-        return self._state.count(_LANDED)
-
-    @property
-    def open(self) -> int:
-        """Number of units that neither end has taken, including those that cannot be loaded."""
-        return self._state.count(_FREE) + self._state.count(_LOST)
-
     def free_in(self, span: Span) -> int:
         """Number of units of `span` that neither end has taken and that may still be loaded."""
         return self._state.count(_FREE, span.start, span.stop)
 
     def free_runs(self, start: int) -> list[tuple[int, int]]:
-        """Runs of untouched units from `start` on, as (first, behind the last) and ascending."""
+        """Runs of untouched units from `start` on, as (first, one past the last) and ascending."""
         state = self._state
         first = state.find(_FREE, start)
         if first < 0:
@@ -107,7 +95,7 @@ class TwoPointer:
         return lost if lost >= 0 else self._units
 
     def lost_runs(self, start: int) -> list[tuple[int, int]]:
-        """Runs of such units behind `start`, like `free_runs`. One that begins there, or behind
+        """Runs of such units after `start`, like `free_runs`. One that begins there, or after
         units that have landed there, is not among them: the front is at it.
         """
         landed = _LANDED_RUN.match(self._state, start)
@@ -118,16 +106,6 @@ class TwoPointer:
         """Number of consecutive units from `start` on that can only be computed."""
         ahead = self._state[start:]
         return len(ahead) - len(ahead.lstrip(_LOST))
-
-    @property
-    def computed(self) -> int:
-        """Number of units the front has computed."""
-        return self._state.count(_COMPUTED)
-
-    @property
-    def spliced(self) -> int:
-        """Number of units that were loaded and stepped over."""
-        return self._state.count(_SPLICED) - self._start
 
     def barrier(self, start: int | None = None) -> int:
         """The first unit from `start` (the front) on that a transfer has taken: compute may go up
@@ -163,17 +141,12 @@ class TwoPointer:
         taken.
         """
         stop = min(self._front + count, self.barrier())
-        return self._advance(Span(self._front, stop), _TAKEN)
+        return self._advance(Span(self._front, stop), _COMPUTED)
 
     def lack(self, span: Span) -> None:
         """Untouched units of `span` cannot be loaded: they belong to the front."""
         piece = self._state[span.start : span.stop]
         self._state[span.start : span.stop] = piece.replace(_FREE, _LOST)
-
-    def computed_up_to(self, unit: int) -> None:
-        """The claimed units below `unit` have been computed."""
-        below = self._state[: min(unit, self._front)]
-        self._state[: len(below)] = below.replace(_TAKEN, _COMPUTED)
 
     def take_back(self, count: int, within: Span | None = None, floor: int = 0) -> Span:
         """Claims the highest run of at most `count` untouched units for loading, inside `within`
@@ -209,14 +182,14 @@ class TwoPointer:
         """
         return self._settle(span, _FREE)
 
-    def splice(self, span: Span) -> None:
+    def attach(self, span: Span) -> None:
         """The landed units `span`, which begin at the front, are now part of the prefix."""
         run = self.landed_run()
         if span.start != self._front or span.stop > run.stop:
             raise ValueError(
-                f"[{span.start}, {span.stop}) has not landed behind the front at {self._front}"
+                f"[{span.start}, {span.stop}) has not landed at the front at {self._front}"
             )
-        self._advance(span, _SPLICED)
+        self._advance(span, _ATTACHED)
 
     def _settle(self, span: Span, state: bytes) -> int:
         stop = min(span.stop, self._units)

@@ -1,0 +1,391 @@
+"""Predictions: what each way to restore a request takes, when compute can reach it, and where the
+two ends of each restoration should meet.
+
+All predictions are seconds from now. Compute of a request can begin `compute_at_s` from now, and
+each link has a backlog. The best meeting page is where both ends are predicted to finish together.
+That is CacheFlow Eq. 1 with a cost curve instead of a constant rate, so that it reaches T_opt and
+not only T* = Tc Tl / (Tc + Tl).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
+from sgl_kvtier.policy.learned.cost import PrefillCost
+from sgl_kvtier.policy.messages import Mode, StepView
+from sgl_kvtier.policy.restore.meeting import OpenPages, Pace, Split, best_split
+from sgl_kvtier.policy.restore.restorations import Restoration, Restorations, in_run_order
+from sgl_kvtier.policy.rules import Rules
+from sgl_kvtier.policy.shape import EngineShape
+from sgl_kvtier.types import Link, Span, Tier
+
+_MOST_CHARGED: Final = 8
+"""At most this many waiting requests are charged for, and as many that decode."""
+
+
+class Forecast:
+    """Predicted finish times of one restoration, from the learned costs and the state of links and
+    compute.
+    """
+
+    def __init__(
+        self,
+        engine: EngineShape,
+        cost: PrefillCost,
+        bandwidth: Bandwidth,
+        compute_at_s: float,
+        backlog_s: Mapping[Link, float],
+    ) -> None:
+        self._engine = engine
+        self._cost = cost
+        self._bandwidth = bandwidth
+        self._compute_at_s = compute_at_s
+        self._backlog_s = backlog_s
+        self._pace = Pace(
+            engine.page_tokens, engine.page_bytes, engine.chunk_tokens, cost, bandwidth, backlog_s
+        )
+
+    def compute_seconds(self, start_page: int, pages: int) -> float:
+        """Seconds until `pages` open pages from `start_page` on are computed."""
+        tokens = pages * self._engine.page_tokens
+        start = start_page * self._engine.page_tokens
+        return self._compute_at_s + self._cost.range_seconds(
+            start, tokens, self._engine.chunk_tokens
+        )
+
+    def compute_only(self, item: Restoration) -> float:
+        """Seconds until all open pages are computed."""
+        span = item.remaining_span()
+        return self.compute_seconds(
+            span.start, item.pointer.free_in(span) + item.pointer.lost_in(span)
+        )
+
+    def one_chunk_less(self, item: Restoration) -> float:
+        """Seconds that computing all saves where its last chunk takes the rest of the prompt along;
+        after loaded pages that is a chunk of its own.
+        """
+        span, chunk, page = (
+            item.remaining_span(),
+            self._engine.chunk_tokens,
+            self._engine.page_tokens,
+        )
+        prefix = (item.pointer.free_in(span) + item.pointer.lost_in(span)) * page
+        rest = item.prompt_tokens - span.stop * page
+        apart = math.ceil(prefix / chunk) + math.ceil(rest / chunk)
+        return (apart - math.ceil((prefix + rest) / chunk)) * self._cost.fixed_s
+
+    def load_only(self, item: Restoration) -> float:
+        """Seconds until all open pages are loaded, after the work that their links have already.
+        After a hole nothing is loaded: an engine computes all from there on.
+        """
+        span = item.remaining_span()
+        hole = item.pointer.first_lost(span.start)
+        end = 0.0
+        for link, pages in item.link_pages(Span(span.start, hole)).items():
+            if pages or item.in_flight.get(link):
+                seconds = self._bandwidth.seconds(link, pages * self._engine.page_bytes)
+                end = max(end, self._backlog_s.get(link, 0.0) + seconds)
+        if hole < span.stop:
+            waits_s = max(0.0, end - self._compute_at_s)
+            end = waits_s + self.compute_seconds(hole, span.stop - hole)
+        return end
+
+    def both(self, item: Restoration) -> Split:
+        """The best meeting page."""
+        front, copied_s = item.after_copies(item.pointer.front, self._bandwidth, self._engine)
+        left = item.open_pages(self._pace, front)
+        split = best_split(self._pace, self._compute_at_s + copied_s, left, front)
+        return split._replace(seconds=max(split.seconds, copied_s))
+
+    def copies_first(self, item: Restoration) -> int:
+        """The end of the pages that lie in host memory at the front and are copied faster than
+        computed; the front where there are none.
+        """
+        source, tier = item.sources[0] if item.sources else (Span(0, 0), Tier.STORAGE)
+        start = item.pointer.front
+        if tier is not Tier.HOST or source.start != start:
+            return start
+        copied_s = self._bandwidth.seconds(
+            Link.HOST_TO_DEVICE, len(source) * self._engine.page_bytes
+        )
+        return (
+            source.stop
+            if copied_s < self.compute_seconds(start, len(source)) - self._compute_at_s
+            else start
+        )
+
+
+class Ways:
+    """What each way to restore one prefix is predicted to take, for the rules (`rules.Ways`).
+    `learns`: an engine that loads it would measure what is not `known`; `crowded`: device memory is
+    short. `own_s`: the fixed overhead of a restoration.
+    """
+
+    def __init__(
+        self,
+        forecast: Forecast,
+        item: Restoration,
+        known: bool,
+        learns: bool = False,
+        crowded: bool = False,
+        own_s: float = 0.0,
+    ) -> None:
+        self._forecast = forecast
+        self._item = item
+        self._known = known
+        self._learns = learns
+        self._crowded = crowded
+        self._own_s = own_s
+
+    @property
+    def known(self) -> bool:
+        return self._known
+
+    @property
+    def learns(self) -> bool:
+        return self._learns
+
+    @property
+    def crowded(self) -> bool:
+        return self._crowded
+
+    @property
+    def in_host(self) -> bool:
+        sources = self._item.sources
+        return bool(sources) and all(tier is Tier.HOST for _, tier in sources)
+
+    @property
+    def shared(self) -> bool:
+        return any(tier is Tier.REMOTE for _, tier in self._item.sources)
+
+    @property
+    def compute_s(self) -> float:
+        return self._forecast.compute_only(self._item) - self._forecast.one_chunk_less(self._item)
+
+    @property
+    def own_s(self) -> float:
+        return self._own_s
+
+    @property
+    def load_s(self) -> float:
+        return self._forecast.load_only(self._item)
+
+    @property
+    def both_s(self) -> float:
+        return self._forecast.both(self._item).seconds
+
+
+class Queueing:
+    """A restoration that links could load for, for the rules (`rules.Waiting`)."""
+
+    def __init__(self, item: Restoration, forecast: Forecast) -> None:
+        self.item = item
+        self._forecast = forecast
+        self._compute_s = -1.0
+
+    @property
+    def rid(self) -> str:
+        return self.item.rid
+
+    @property
+    def order(self) -> int:
+        return self.item.order
+
+    @property
+    def compute_s(self) -> float:
+        if self._compute_s < 0:
+            self._compute_s = self._forecast.compute_only(self.item)
+        return self._compute_s
+
+
+def choose_mode(rules: Rules, ways: Ways, config: PolicyConfig) -> tuple[Mode, str]:
+    """One resource or both, with the reason: as configured, or as the rules say."""
+    if config.restore in ("both", "load", "compute"):
+        return Mode(config.restore), "configured"
+    return rules.mode(ways)
+
+
+def leave(rules: Rules, ways: Ways, config: PolicyConfig) -> str | None:
+    """Why this prefix is not to be restored but left to an engine that can load by itself, or
+    None.
+    """
+    return rules.leave(ways) if config.restore in ("auto", "fastest") else None
+
+
+def chunk_tokens(split: Split, barrier_tokens: int, engine: EngineShape, rules: Rules) -> int:
+    """Tokens of the next chunk: a multiple of the page, at most one engine chunk, up to the first
+    page a load has taken.
+
+    Balanced: the tokens left for compute are cut into equal chunks, so that the last ends at the
+    meeting.
+    """
+    page = engine.page_tokens
+    whole = max(page, engine.chunk_tokens // page * page)
+    if not rules.balanced_chunks:
+        return min(whole, barrier_tokens)
+    if split.compute_tokens <= 0:
+        return 0
+    chunks = math.ceil(split.compute_tokens / whole)
+    return min(math.ceil(split.compute_tokens / chunks / page) * page, whole, barrier_tokens)
+
+
+class Outlook:
+    """The predictions of one step, in seconds from the view's `now`."""
+
+    def __init__(self, state: Restorations) -> None:
+        self._state = state
+        self._pace: Pace | None = None
+        """Costs and links as known in this step, until loads begin."""
+        self._left_of: Restoration | None = None
+        self._left = OpenPages([], 0, [], [], 0)
+        """The open pages of the request whose meeting was searched last, with that pace. A search
+        with a charge follows at once, from the same front or from before pages that have landed
+        there.
+        """
+        self._holder: str | None = None
+        """The request whose meeting `hold` noted in this step."""
+        self._held = Split(0, 0, 0.0)
+
+    def begin(self) -> None:
+        """Another step begins: nothing of the last one holds."""
+        self._holder = self._pace = None
+
+    def loads_begun(self) -> None:
+        """Links have more to do than before."""
+        self._pace = None
+
+    def busy_s(self, view: StepView) -> float:
+        """Seconds until the present computation is done."""
+        return max(0.0, self._state.busy_until - view.now)
+
+    def forecast(
+        self, view: StepView, compute_at_s: float, left_s: Mapping[Link, float] | None = None
+    ) -> Forecast:
+        """Predicts each way to restore a request. `left_s` are seconds of work that links have
+        before it, besides the loads in flight.
+        """
+        state = self._state
+        backlog_s = state.links.backlogs(view.now)
+        for link, seconds in (left_s or {}).items():
+            backlog_s[link] = backlog_s.get(link, 0.0) + seconds
+        return Forecast(state.engine, state.cost.cost, state.bandwidth, compute_at_s, backlog_s)
+
+    def forecast_in_queue(self, view: StepView, rid: str) -> Forecast:
+        """The same for a waiting request that is not being restored yet: compute and links come to
+        it when they are done with the restorations before it in the queue.
+        """
+        state = self._state
+        places = {waiting: place for place, waiting in enumerate(view.waiting)}
+        mine = places.get(rid, len(places))
+        left_s: dict[Link, float] = {}
+        ahead_s = self.busy_s(view) + self.fresh_s(view, rid)
+        for item in in_run_order(state, view):
+            if item.rid != view.slot and places.get(item.rid, -1) > mine:
+                continue
+            split = self.forecast(view, ahead_s, left_s).both(item)
+            for rest in split.loaded(item.pointer.units):
+                for link, pages in item.link_pages(rest).items():
+                    seconds = state.bandwidth.seconds(link, pages * state.engine.page_bytes)
+                    left_s[link] = left_s.get(link, 0.0) + seconds
+            ahead_s = max(ahead_s, split.seconds) + self.suffix_s(item)
+        return self.forecast(view, ahead_s, left_s)
+
+    def meeting(
+        self,
+        item: Restoration,
+        view: StepView,
+        compute_at_s: float,
+        front: int,
+        *,
+        charge: float = 1.0,
+        taken_back: bool = False,
+    ) -> Split:
+        """Where a request's two ends should meet, with its front at page `front` and compute from
+        `compute_at_s` on, like Forecast.both. Links have all loads begun up to now to do. Each
+        second of compute counts as `charge` seconds. `taken_back`: as if its loads in flight could
+        be cancelled.
+        """
+        pace = self._pace or self._look(view)
+        charged = charge != 1 or taken_back
+        if charged and not taken_back and item is self._left_of and front >= item.copied:
+            left = self._left
+        else:
+            front, copied_s = item.after_copies(front, pace.bandwidth, self._state.engine)
+            compute_at_s += copied_s
+            left = item.open_pages(pace, front, taken_back)
+        if charged:
+            split = best_split(pace, compute_at_s, left, front, item.charged_meet, charge)
+            item.charged_meet = split.meet
+        else:
+            self._left_of, self._left = item, left
+            split = best_split(pace, compute_at_s, left, front, item.meet)
+            item.meet = split.meet
+        return split
+
+    def hold(self, item: Restoration, view: StepView, compute_at_s: float, front: int) -> Split:
+        """The meeting of the request that has the slot, or could get it, as things are now. It
+        holds for the rest of the step (`held`).
+        """
+        self._holder, self._held = item.rid, self.meeting(item, view, compute_at_s, front)
+        return self._held
+
+    def held(self, item: Restoration) -> Split | None:
+        """What `hold` returned for this request in this step; None for any other request."""
+        return self._held if self._holder == item.rid else None
+
+    def charge(self, view: StepView) -> float:
+        """The factor for a second of compute: it delays all that wait or decode, while a link's
+        work does not.
+        """
+        rules = self._state.rules
+        waiting = min(max(0, len(view.waiting) - 1), _MOST_CHARGED)
+        decoding = min(view.decoding, _MOST_CHARGED)
+        return 1 + rules.queue_charge * waiting + rules.decode_charge * decoding
+
+    def _look(self, view: StepView) -> Pace:
+        state, engine = self._state, self._state.engine
+        self._left_of = None
+        self._pace = Pace(
+            engine.page_tokens,
+            engine.page_bytes,
+            engine.chunk_tokens,
+            state.cost.cost,
+            state.bandwidth,
+            state.links.backlogs(view.now),
+        )
+        return self._pace
+
+    def compute_at_s(self, view: StepView, item: Restoration) -> float:
+        """Seconds until compute can begin for this request: the running chunk, the slot's holder,
+        and fresh prefill.
+        """
+        ahead_s = self.busy_s(view)
+        if view.slot == item.rid:
+            return ahead_s
+        ahead_s += self.fresh_s(view, item.rid)
+        holder = self._state.items.get(view.slot or "")
+        if holder is not None:
+            split = self.held(holder) or self.meeting(holder, view, ahead_s, holder.pointer.front)
+            ahead_s = max(ahead_s, split.seconds)
+        return ahead_s
+
+    def fresh_s(self, view: StepView, rid: str) -> float:
+        """Seconds of prefill of requests before this one in the queue that restore nothing."""
+        state, tokens = self._state, view.fresh_tokens
+        if rid == view.slot:
+            tokens -= sum(view.fresh)
+        elif view.fresh and rid in view.waiting:
+            tokens -= sum(view.fresh[view.waiting.index(rid) :])
+        return state.cost.cost.range_seconds(0, tokens, state.engine.chunk_tokens)
+
+    def suffix_s(self, item: Restoration) -> float:
+        """Seconds to compute the rest of its prompt, once its prefix is there."""
+        state = self._state
+        end = item.pointer.units * state.engine.page_tokens
+        return state.cost.cost.range_seconds(
+            end, item.prompt_tokens - end, state.engine.chunk_tokens
+        )

@@ -1,1 +1,0 @@
-"""When a session is expected to return."""
