@@ -24,6 +24,8 @@ PREFIX = "kvtier."
 RULES = "rules."
 """What a number of the class in policy.rules is named by, behind the prefix."""
 
+_MOST_RECORDS = 10_000
+
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Any, float], None]
@@ -72,7 +74,7 @@ FIXED = tuple(
     f.name
     for f in dataclasses.fields(PolicyConfig)
     if f.name.startswith(("prefetch", "session", "hint"))
-    or f.name in ("rules", "eviction", "map_pages", "decision_log")
+    or f.name in ("rules", "eviction", "map_pages", "decision_log", "proof")
 )
 """Settings of the policy section that a planner or a file is made with; a running server refuses to
 change them.
@@ -87,7 +89,10 @@ def policy_handler(name: str) -> Handler:
             raise ValueError(f"policy.{name} is fixed when the server starts")
         notes = _notes(scheduler)
         if notes is not None:
-            notes.configure(change_policy(notes.config, name, value))
+            changed = change_policy(notes.config, name, value)
+            if name == "restore" and changed.restore != "off" and notes.is_refuted:
+                raise ValueError("restoring was not right on this device, and stays off")
+            notes.configure(changed)
         elif change_policy(PolicyConfig(), name, value).restore != "off" or name != "restore":
             raise ValueError(
                 "this server restores SGLang's own way since it started: policy.restore was off, "
@@ -125,8 +130,20 @@ def check_map(scheduler: Any, value: float) -> None:
     parts.tick.compare_map(scheduler)
 
 
+def log_requests(scheduler: Any, value: float) -> None:
+    """Writes all that is known of each request, up to `value` of them, into the server's log."""
+    parts = getattr(scheduler.tree_cache, "kvtier", None)
+    if parts is None:
+        raise ValueError("this server keeps no records of requests: it falls back")
+    if not 1 <= value <= _MOST_RECORDS:
+        raise ValueError(refusal("requests.log", value, f"1 to {_MOST_RECORDS}"))
+    for record in list(parts.context.requests)[: int(value)]:
+        logger.info("kvtier: %s", record)
+
+
 HANDLERS: dict[str, Handler] = {
     "lookahead.check": check_map,
+    "requests.log": log_requests,
     "throttle.read_gbps": change_throttle,
     **{f"policy.{f.name}": policy_handler(f.name) for f in dataclasses.fields(PolicyConfig)},
 }

@@ -63,6 +63,7 @@ _STORE = (
     Metric("reads_failed", "reads that the device failed"),
     Metric("reads_late", "reads that did not end before their deadline"),
     Metric("reads_cancelled", "reads that were cancelled"),
+    Metric("follow_failures", "looks at other servers' folders that failed unexpectedly"),
     Metric("read_busy_s", "seconds in which a read was under way"),
     Metric("write_busy_s", "seconds in which a write was under way"),
     Metric("open_s", "seconds since the store was opened"),
@@ -84,6 +85,12 @@ _REMOTE = (
     Metric("remote_child_starts", "starts of the process that has its engine"),
     Metric("remote_names_waiting", "pages that wait to be sent now", kind=Kind.GAUGE),
     Metric("remote_pages_kept", "pages that came from it and were written to the local disk"),
+    Metric("remote_calls_late", "writes, deletes and clears that returned before it had done them"),
+    Metric(
+        "remote_removals_waiting",
+        "pages deleted here that it may still have; a clear counts as one",
+        kind=Kind.GAUGE,
+    ),
 )
 _RESTORE = (
     Metric("restore_started", "offers answered", ("mode", "reason")),
@@ -102,6 +109,28 @@ _RESTORE = (
         "restore_audited_pages",
         "pages read back from the device and compared: equal, differs, not read, skipped",
         ("result",),
+    ),
+    Metric(
+        "restore_proof_pages",
+        "pages compared with what they were loaded from, before they were used: equal, differs, "
+        "skipped",
+        ("result",),
+    ),
+    Metric(
+        "restore_proof_attaches",
+        "pages computed after loaded ones and compared with the stored page: equal, differs, "
+        "skipped",
+        ("result",),
+    ),
+    Metric(
+        "restore_proof",
+        "0: restoring was not right on this device and has ended; 1: being proven; 2: proven",
+        kind=Kind.GAUGE,
+    ),
+    Metric(
+        "restore_paused",
+        "times no restoration began for a minute, since decoding was slower with loads in flight",
+        ("reason",),
     ),
     Metric("restore_unused_pages", "pages that were loaded for nothing"),
     Metric("restore_jumps", "times a front stepped over what had landed"),
@@ -197,6 +226,8 @@ def remote_samples(store: TieredStore) -> Iterator[Sample]:
     yield "names_dropped", {}, stats.uploads_dropped
     yield "names_waiting", {}, stats.uploads_waiting
     yield "pages_kept", {}, stats.kept
+    yield "calls_late", {}, stats.calls_late
+    yield "removals_waiting", {}, stats.removals_waiting
 
 
 class Source:

@@ -73,19 +73,20 @@ def widen_command_line(result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(result: None, server_args: Any) -> None:
-    """After SGLang resolved the cache's arguments: a wrong setting or a changed SGLang stops the
-    launch here.
+    """After SGLang resolved the cache's arguments: a wrong setting, a changed SGLang or a host that
+    cannot compile SGLang's page hash stops the launch here.
     """
     del result
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     from sgl_kvtier.runtime import settings
-    from sgl_kvtier.runtime.sglang import seams
+    from sgl_kvtier.runtime.sglang import page_hash, seams
 
     args = resolving_view(server_args)
     if settings.uses_backend(args):
         seams.require("storage", "hints")
         settings.check_server(args)
+        page_hash.load()
 
 
 def choose_page_size(result: dict[str, Any], view: Any) -> dict[str, Any] | None:

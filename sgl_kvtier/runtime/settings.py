@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from sgl_kvtier.launch import GPU_PAGE
 from sgl_kvtier.outside import MOST_SETTINGS_BYTES, shown
 from sgl_kvtier.policy.pages.eviction import eviction_of
 from sgl_kvtier.policy.rules import rules_of
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "kvtier"
 """The name in --hicache-storage-backend."""
@@ -48,9 +52,17 @@ def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
             '{"store": {"path": "/var/lib/kvtier"}} and pass '
             "--hicache-storage-backend-extra-config @kvtier.json"
         )
+    path = given["store"]["path"]
+    if not path.startswith(("/", "~")):
+        _say_relative(path, config.store.path)
     rules_of(config.policy.rules)
     eviction_of(config.policy.eviction)
     return config
+
+
+@functools.cache
+def _say_relative(path: str, used: str) -> None:
+    logger.warning("kvtier: store.path = %s begins in the working directory: %s", shown(path), used)
 
 
 def check_server(args: Any) -> None:
@@ -114,18 +126,6 @@ def wants_larger_pages(args: Any) -> bool:
     )
 
 
-def off_on_a_card(policy: PolicyConfig) -> str | None:
-    """What a server on an accelerator does not do by itself, and which setting asks for it; None
-    where that was settled.
-    """
-    if policy.restore != "auto":
-        return None
-    return (
-        "on a GPU restoration is off while policy.restore is auto: prefixes come back SGLang's own "
-        'way. {"policy": {"restore": "both"}} in kvtier.json turns it on'
-    )
-
-
 def looks_ahead(policy: PolicyConfig) -> bool:
     """Whether these settings need to know of every page: to prefetch it, or to choose victims."""
-    return policy.prefetch != "off" or policy.eviction != "lru"
+    return policy.prefetch == "on" or policy.eviction not in ("auto", "lru")

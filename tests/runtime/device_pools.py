@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from sgl_kvtier.lab.gpu.pools import CPU_WAYS, WAYS, controller, latent_pools, pools, slots
+from sgl_kvtier.lab.gpu.pools import CPU_WAYS, LAYERS, WAYS, controller, pools, random_bytes, slots
+from sgl_kvtier.runtime.cpu import hicache
 
 __all__ = [
     "CPU_WAYS",
@@ -22,6 +25,38 @@ __all__ = [
     "wanted_rows",
 ]
 LAYOUTS = tuple(layout for _, layout in WAYS)
+
+
+def latent_pools(
+    device: str, layout: str, *, page: int = 16, tokens: int = 1024
+) -> tuple[Any, Any]:
+    """A device pool of zeros and a host pool of random bytes, of MLA latents."""
+    if device == "cpu":
+        hicache.install()
+    on_device = MLATokenToKVPool(
+        size=tokens,
+        page_size=page,
+        dtype=torch.bfloat16,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        layer_num=LAYERS,
+        device=device,
+        enable_memory_saver=False,
+    )
+    host = MLATokenToKVPoolHost(
+        on_device.get_device_pool_infos()[0].buffer_info,
+        2.0,
+        0,
+        page,
+        layout,
+        device_capacity_tokens=tokens,
+        start_layer=0,
+        end_layer=LAYERS,
+        target_layer_num=LAYERS,
+        host_token_capacity=2 * tokens,
+    )
+    random_bytes(host.kv_buffer)
+    return on_device, host
 
 
 def rows(device: Any, at: torch.Tensor) -> list[torch.Tensor]:

@@ -50,6 +50,10 @@ def allowed(setting: dataclasses.Field[Any], value: Any) -> bool:
     """Whether one of these values is right for a setting after all."""
     if isinstance(setting.default, bool):
         return value is True
+    if value is None:
+        return setting.default == ""
+    if value is True and "on" in setting.metadata["choices"]:
+        return True
     if isinstance(setting.default, str):
         return bool(value == "" and (setting.default == "" or not setting.metadata["choices"]))
     return type(value) is int and value == setting.metadata["low"] == -1

@@ -38,13 +38,13 @@ def two_ranks_flags() -> list[str]:
 
 
 def two_ranks(servers: Shared) -> Served:
-    """The shared server of two ranks that restores. One of them reads later than the other, finds
-    no first pages, and loses others.
+    """The shared server of two ranks that restores and compares every page. One of them reads later
+    than the other, finds no first pages, and loses others.
     """
     faults = {"read_error_rate": 0.02, "corrupt_rate": 0.02, "lose_rate": 0.005, "lose_first": 2}
     sections = {
         "throttle": {"read_gbps": GBPS},
-        "policy": {"restore": "both", "min_restore_tokens": 64},
+        "policy": {"restore": "both", "min_restore_tokens": 64, "proof": "all"},
         "faults": {**faults, "stall_ms": 150, "seed": 4, "rank": 1},
     }
     return servers.get(two_ranks_flags(), sections, CHECKED)

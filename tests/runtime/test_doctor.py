@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
+import torch
 
-from sgl_kvtier import cli
+from sgl_kvtier import cli, extras
 from sgl_kvtier.remote.child.memory import set_faults
+from sgl_kvtier.runtime.proof import memory
+from sgl_kvtier.runtime.proof.start import StartDiffers, StartResult
 from sgl_kvtier.runtime.sglang import seams
-from sgl_kvtier.runtime.tools import disk_probe, doctor
+from sgl_kvtier.runtime.tools import doctor, gpu_probe
 
 CHECK = seams.check
 
@@ -66,13 +70,34 @@ def test_a_planner_that_runs_as_source_is_a_warning_that_says_how_to_compile_it(
     ],
 )
 def test_the_advice_installs_from_where_the_package_came_from(noted, source):
-    said = doctor.compiling(None if noted is None else json.dumps(noted))
+    said = extras.compiling(None if noted is None else json.dumps(noted))
     assert said == f"pip install --force-reinstall --no-deps --no-cache-dir {source}"
 
 
 def test_looking_at_a_folder_that_is_not_there_leaves_none_behind(tmp_path, capsys):
     findings(capsys, "--store", str(tmp_path / "new"), "--no-disk")
     assert not (tmp_path / "new").exists()
+
+
+def test_no_folder_above_a_missing_one_is_left_behind_either(tmp_path, capsys):
+    found = findings(capsys, "--store", str(tmp_path / "a" / "b" / "c"), "--no-disk")
+    assert found["disk"]["state"] == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_is_the_users_and_no_folder_of_that_name_is_made(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for words in (["--store", "~/kv"], ["--config", "kvtier.json"]):
+        (tmp_path / "kvtier.json").write_text('{"store": {"path": "~/kv"}}')
+        found = findings(capsys, *words, "--no-disk")["disk"]
+        assert found["found"].startswith(str(tmp_path / "home" / "kv"))
+    assert [path.name for path in tmp_path.iterdir()] == ["kvtier.json"]
+
+
+def test_a_home_that_is_not_known_fails(capsys):
+    found = findings(capsys, "--store", "~no_such_user_here/kv", "--no-disk")
+    assert found["disk"]["state"] == "fail"
 
 
 def test_a_wrong_setting_fails_with_its_message(tmp_path, capsys):
@@ -89,19 +114,62 @@ def test_a_folder_that_cannot_be_made_fails(tmp_path, capsys):
     assert found["disk"]["state"] == "fail"
 
 
-def test_a_folder_that_others_may_write_fails_with_what_to_do(tmp_path, capsys):
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving folders away needs root")
+def test_a_folder_of_somebody_else_that_others_may_write_fails_with_what_to_do(tmp_path, capsys):
     tmp_path.chmod(0o777)
+    os.chown(tmp_path, 65534, 65534)
     found = findings(capsys, "--store", str(tmp_path), "--no-disk")
     assert found["store.path"]["state"] == "fail"
-    assert "chmod go-w" in found["store.path"]["advice"]
+    assert "Set store.path to a new folder below it" in found["store.path"]["advice"]
 
 
-def test_too_little_space_fails_and_names_the_setting(tmp_path, capsys, monkeypatch):
-    probe = disk_probe.DiskProbe("ext4", 1000, True)
-    monkeypatch.setattr(doctor.disk_probe, "look", lambda folder: probe)
-    found = findings(capsys, "--store", str(tmp_path), "--no-disk")
-    assert found["disk"]["state"] == "fail"
-    assert "store.min_free_bytes" in found["disk"]["advice"]
+def test_a_filesystem_on_which_no_page_could_be_written_fails_and_names_the_setting(
+    tmp_path, capsys
+):
+    config = tmp_path / "kvtier.json"
+    settings = {"path": str(tmp_path / "s"), "min_free_bytes": 1 << 50}
+    config.write_text(json.dumps({"store": settings}))
+    found = findings(capsys, "--config", str(config), "--no-disk")["disk"]
+    assert found["state"] == "fail" and "no page could be written" in found["found"]
+    assert "store.min_free_bytes = " in found["advice"]
+
+
+def test_a_page_hash_that_cannot_be_compiled_fails_with_the_packages(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "compile_page_hash", lambda: "cannot: apt-get install g++")
+    found = findings(capsys, "--no-disk")["page hash"]
+    assert (found["state"], found["advice"]) == ("fail", "cannot: apt-get install g++")
+    monkeypatch.setattr(doctor, "compile_page_hash", lambda: "")
+    assert findings(capsys, "--no-disk")["page hash"]["state"] == "ok"
+
+
+def shown(capsys, *words: str) -> list[str]:
+    """The lines that doctor prints."""
+    cli.main(["doctor", "--no-disk", *words])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_failures_come_first_and_what_to_do_is_whole_on_a_line_of_its_own(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    lines = shown(capsys)
+    assert lines[0].split()[:2] == ["fail", "SGLANG_PLUGINS"]
+    assert lines[1].strip() == "unset it, or add kvtier,kvtier_cpu"
+    assert lines[-1] == "1 to correct before a server can run here"
+
+
+def test_groups_of_symbols_that_are_as_expected_are_one_row(capsys, symbols):
+    assert not any(" seams: " in line for line in shown(capsys))
+    (row,) = (line for line in shown(capsys) if "SGLang's code" in line)
+    assert f" {len(symbols)} symbols as expected" in row
+    features = {status.seam.feature for status in symbols}
+    assert sum(" seams: " in line for line in shown(capsys, "--verbose")) == len(features)
+
+
+def test_a_machine_that_is_ready_is_told_how_to_start_a_server(tmp_path, capsys):
+    last = shown(capsys, "--store", str(tmp_path))[-2:]
+    assert last[0] == f"ready: kvtier serve MODEL --store {tmp_path}"
+    assert "--hicache-storage-backend kvtier" in last[1]
 
 
 @pytest.mark.parametrize(("version", "text"), [(None, "not installed"), ("0.6.0", "0.6.0")])
@@ -152,24 +220,65 @@ def test_huge_pages_that_are_asked_for_have_to_be_there(
     assert ("1.0 GiB" in found.found) == (reserved == 512)
 
 
-def test_on_a_card_it_says_that_restoration_is_off_and_what_turns_it_on(
-    tmp_path, capsys, monkeypatch
-):
+def test_on_a_card_it_says_how_prefixes_would_be_restored(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(doctor.platform, "accelerators", lambda: ["NVIDIA H100"])
     found = findings(capsys)["restoration"]
-    assert (found["state"], found["found"]) == ("warn", "off on a GPU")
-    assert '"restore": "both"' in found["advice"]
+    assert (found["state"], found["found"]) == ("ok", "policy.restore = auto")
     asked = tmp_path / "kvtier.json"
     asked.write_text(
-        json.dumps({"store": {"path": str(tmp_path / "s")}, "policy": {"restore": "both"}})
+        json.dumps({"store": {"path": str(tmp_path / "s")}, "policy": {"restore": "off"}})
     )
     found = findings(capsys, "--config", str(asked), "--no-disk")["restoration"]
-    assert (found["state"], found["advice"]) == ("ok", "")
+    assert (found["state"], found["found"]) == ("ok", "policy.restore = off")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A machine whose GPU copies pages right."""
+    result = StartResult(40, 24.8, 93.0, 4 << 20, 0.2)
+    monkeypatch.setattr(doctor.platform, "accelerators", lambda: ["NVIDIA H100"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_probe, "try_out", lambda: gpu_probe.Probe("NVIDIA H100", result))
+
+
+@pytest.mark.parametrize(
+    ("state", "driver", "found", "said"),
+    [
+        ("proven", None, "ok", "12,480 pages equal, 0 differ"),
+        ("refuted", None, "warn", "refuted on"),
+        ("proven", "1.2", "ok", "no server has proven"),
+    ],
+)
+def test_on_a_gpu_one_line_says_how_pages_arrive_and_what_servers_have_shown(
+    state, driver, found, said, tmp_path, capsys, on_a_gpu
+):
+    folder = tmp_path / "identity"
+    folder.mkdir()
+    conditions = {
+        "device": "NVIDIA H100",
+        "driver": memory.driver() if driver is None else driver,
+        "torch": torch.__version__,
+    }
+    memory.keep(folder / memory.NAME, memory.Shown(conditions, state, 12480, 1, "page: page 3"))
+    copies = findings(capsys, "--store", str(tmp_path), "--no-disk")["copies"]
+    assert copies["state"] == found and said in copies["found"]
+    assert "24.8 GB/s" in copies["found"] and "93 µs" in copies["found"]
+
+
+def test_on_a_gpu_where_pages_do_not_arrive_it_says_which(capsys, monkeypatch, on_a_gpu):
+    def fails():
+        raise StartDiffers("K of layer 3 of host page 7 is not what is on the device")
+
+    monkeypatch.setattr(gpu_probe, "try_out", fails)
+    copies = findings(capsys)["copies"]
+    assert copies["state"] == "warn" and "K of layer 3" in copies["found"]
+    assert "SGLang" in copies["advice"]
 
 
 def test_on_a_cpu_nothing_is_said_of_restoration(capsys, monkeypatch):
     monkeypatch.setattr(doctor.platform, "accelerators", lambda: [])
-    assert "restoration" not in findings(capsys)
+    found = findings(capsys)
+    assert "restoration" not in found and "copies" not in found
 
 
 def remote_config(tmp_path, **section: str) -> str:

@@ -107,7 +107,7 @@ def post(served: Served, path: str, body: str) -> tuple[int, str]:
 def test_no_hostile_number_or_text_changes_a_setting_or_ends_the_server(served: Served) -> None:
     ids = prompts(1, seed=34)[0]
     before = served.ask(ids)
-    names = [*SETTINGS, "lookahead.check", "nothing", "policy.\\ud800"]
+    names = [*SETTINGS, "lookahead.check", "requests.log", "nothing", "policy.\\ud800"]
     texts = {kind: json.dumps(value) for kind, value in HOSTILE.items()} | {
         "1e999": "1e999",
         "digits": "9" * 5000,

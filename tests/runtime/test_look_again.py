@@ -14,8 +14,8 @@ from sgl_kvtier.policy.messages import RestoreOffered
 from sgl_kvtier.runtime.restore import offers as offers_module
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.offers import _MOST_STOPPING_S, _MOST_STOPPING_TICKS, Offers
-from sgl_kvtier.runtime.restore.restoration import Restoration
 from sgl_kvtier.runtime.step.context import StepContext
+from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.types import Span, Tier
 
 PAGE, HIT = 16, 8
@@ -79,7 +79,12 @@ class Lab:
         monkeypatch.setattr(context, "moment", lambda: self.now)
         monkeypatch.setattr(offers_module, "find", self.find)
         self.restorations: dict[str, Restoration] = {}
-        self.offers = Offers(context, self.restorations, [], RestoreCounters(), PAGE, self.leave)
+        self.requests = context.requests
+        self.offers = Offers(context, self.begin, [], RestoreCounters(), PAGE, self.leave)
+
+    def begin(self, r: Restoration) -> None:
+        self.restorations[r.rid] = r
+        self.requests.of(r.rid).restoration = r
 
     def leave(self, offer: RestoreOffered) -> str | None:
         self.asked.append(offer)
@@ -193,7 +198,7 @@ def test_who_is_gone_or_was_read_is_not_asked_about(lab: Lab):
     read, gone = lab.reads("a"), lab.reads("b")
     lab.why = None
     del lab.tree.ongoing_prefetch[read.handle]
-    lab.offers.forget("b")
+    lab.requests.forget("b")
     assert not lab.room(64) and not lab.asked and not gone.stopped
 
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 from sgl_kvtier.policy.messages import RequestFinished
 from sgl_kvtier.policy.pages.owners import owner_of
 from sgl_kvtier.runtime.ahead import engine as lookahead_engine
-from sgl_kvtier.runtime.ahead.engine import LookaheadEngine, _Known
+from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.host_pins import MOST_PINS
-from sgl_kvtier.runtime.ahead.promotions import Path
 from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.runtime.step.page_names import SessionNames
+from sgl_kvtier.runtime.step.tracked import Announced, Path, Requests
 from sgl_kvtier.types import PageKey
 
 PAGE = 4
@@ -40,13 +40,8 @@ def made() -> LookaheadEngine:
     hands.victims = SimpleNamespace()  # type: ignore[assignment]
     hands.pages = Turns()  # type: ignore[assignment]
     hands._config = SimpleNamespace(eviction="next-use", sessions=True)  # type: ignore[assignment]
-    hands._requests, hands._idle, hands._idle_tokens, hands._next, hands._expected = (
-        {},
-        {},
-        0,
-        None,
-        0,
-    )
+    hands._requests, hands._idle, hands._idle_tokens = Requests(), {}, 0
+    hands._next, hands._expected = None, 0
     return hands
 
 
@@ -57,7 +52,8 @@ def path(node: int | None = None) -> Path:
 def test_a_session_whose_waiting_request_is_aborted_keeps_its_path():
     hands, own = made(), path()
     hands._park("7", own)
-    hands._requests["r"] = _Known(None, KEYS, "7", 12, path=hands._unpark("7"))
+    req: Any = None
+    hands._requests.of("r").announced = Announced(req, KEYS, "7", 12, path=hands._unpark("7"))
     hands.gone("r")
     assert hands._idle == {"7": own} and hands._idle_tokens == PAGE
     assert [(type(fact), fact.rid) for fact in hands.context.facts] == [(RequestFinished, "r")]  # type: ignore[union-attr]
@@ -78,7 +74,8 @@ def test_a_prompt_behind_a_flush_goes_on_with_no_session_before_it():
 
 def test_a_prompt_that_was_asked_before_is_known_to_be_in_the_tree_as_far_as_it_is():
     hands = made()
-    hands._requests["r"] = known = _Known(None, KEYS, "7", 12)
+    before: Any = None
+    hands._requests.of("r").announced = known = Announced(before, KEYS, "7", 12)
     req: Any = SimpleNamespace(
         rid="r", kv=SimpleNamespace(cache_protected_len=2 * PAGE), last_node=5
     )

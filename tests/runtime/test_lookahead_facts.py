@@ -255,7 +255,7 @@ def test_what_was_said_to_have_left_the_store_is_not_found_missing_as_well(tmp_p
         "tp0",
     )
     controller = lab.tree.cache_controller
-    controller.storage_backend = SimpleNamespace(_store=store)
+    controller.storage_backend = SimpleNamespace(local_store=store)
     check = TierCheck(lab.tree, lab.map, lab.facts)
     keys = tuple(PageKey(bytes([i]) * 32) for i in range(4))
     try:
@@ -265,7 +265,7 @@ def test_what_was_said_to_have_left_the_store_is_not_found_missing_as_well(tmp_p
         check.forget()
         assert check.roll(5.0) == 0, "said in this tick"
         lab.facts.dropped(keys[:2], Tier.STORAGE)
-        controller.storage_backend = SimpleNamespace(_store=store)
+        controller.storage_backend = SimpleNamespace(local_store=store)
         assert check.roll(7.0) == 0
         controller.storage_backend = None
         lab.facts.placed(keys[2:], Tier.STORAGE)
@@ -273,3 +273,45 @@ def test_what_was_said_to_have_left_the_store_is_not_found_missing_as_well(tmp_p
         assert lab.map.count(Tier.STORAGE) == 0
     finally:
         store.close()
+
+
+def test_a_host_page_that_was_freed_is_not_there_for_a_move_that_fails_later():
+    lab = Lab()
+    lab.insert("a", list(range(100, 108)), 1.0)
+    keys = keys_of(array("q", range(100, 108)), request(), PAGE)
+    lab.facts._hold([key.hex() for key in keys], torch.arange(2 * PAGE))
+    lab.map.moving(keys, Tier.HOST)
+    lab.facts.failed(keys, Tier.HOST)
+    assert lab.map.count(Tier.HOST) == 2, "they came another way"
+    lab.facts.host_freed([torch.arange(PAGE)])
+    lab.map.moving(keys, Tier.HOST)
+    lab.facts.failed(keys, Tier.HOST)
+    there = [lab.map.page(key) for key in keys]
+    assert [page.in_flight if page else None for page in there] == [(), (Tier.HOST,)]
+
+
+def test_paths_are_not_held_back_any_more_when_an_eviction_fails():
+    pinned = list[Any]()
+    host: Any = SimpleNamespace(pin=lambda node: pinned.append(node) or node, unpin=pinned.remove)
+
+    def evict(tokens: int) -> int:
+        assert pinned == [3, 4]
+        raise RuntimeError("the tree's")
+
+    with pytest.raises(RuntimeError):
+        evict_others(host, 16, [3, 4], evict, least=True)
+    assert pinned == []
+
+
+def test_a_page_that_came_back_to_the_device_is_there_for_a_move_that_fails():
+    lab = Lab()
+    lab.insert("a", list(range(100, 108)), 1.0)
+    keys = keys_of(array("q", range(100, 108)), request(), PAGE)
+    lab.facts.dropped(keys[1:], Tier.DEVICE)
+    lab.map.placed(keys[1:], Tier.DEVICE, 0.0)  # as if the map had not been told yet
+    lab.facts.failed(keys, Tier.DEVICE)
+    assert lab.map.count(Tier.DEVICE) == 1
+    lab.facts.placed(keys[1:], Tier.DEVICE)
+    lab.facts._came.clear()
+    lab.facts.failed(keys, Tier.DEVICE)
+    assert lab.map.count(Tier.DEVICE) == 2

@@ -15,13 +15,14 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, StepDone, StepPlan
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.ahead.store_votes import StoreVotes
+from sgl_kvtier.runtime.proof.record import Proof
 from sgl_kvtier.runtime.ranks.agreement import Agreement
-from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.scheduler.radix_cache import KVTierRadixCache
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.context import StepContext
+from sgl_kvtier.runtime.step.polls import LANDED, LOST, Poll
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Lookup, PageKey, Span, Tier
 
@@ -52,7 +53,7 @@ class Ahead:
     def note_chunk(self, chunk: Chunk) -> None:
         del chunk
 
-    def told(self) -> None:
+    def facts_reported(self) -> None:
         """Nothing to note."""
 
     def carry_out(self, moves: Any, owed_tokens: int) -> None:
@@ -85,7 +86,8 @@ class Rank:
             context=self.context, loads=[], restorations={}, computes={}, busy=False, ending=False,
             offers=SimpleNamespace(
                 make=lambda: None, look_again=lambda: False, offer_stopped=list
-            ), settle=lambda states, ends: None,
+            ), settle=lambda states, ends: None, polls=list, settle_proof=lambda states: None,
+            proof=Proof(),
             abandon_all=lambda how: None, counters=RestoreCounters(),
         )  # fmt: skip
         planner = SimpleNamespace(observe=self.told.append, step=lambda view: StepPlan())
@@ -99,11 +101,11 @@ class Rank:
 
 def reduce(*ranks: Rank) -> None:
     """SGLang's reduction of one tick, with ours behind it."""
-    asked = [rank.tick.ask() for rank in ranks]
+    asked = [rank.tick.reduction_input() for rank in ranks]
     assert len({len(values) for values in asked}) == 1
     agreed = [min(values) for values in zip(*asked, strict=True)]
     for rank in ranks:
-        rank.tick.answer(agreed)
+        rank.tick.take_result(agreed)
 
 
 def test_the_first_ranks_clock_and_the_smallest_state_count_and_nothing_is_reduced_besides():
@@ -145,7 +147,8 @@ def test_ranks_whose_maps_differ_stop_looking_ahead_in_the_same_step():
     for rank in ranks:
         rank.tick.run(SimpleNamespace())
     assert all(
-        rank.ahead.given_up and rank.tick.ahead is None and not rank.tick.rides for rank in ranks
+        rank.ahead.given_up and rank.tick.ahead is None and not rank.tick.shares_reduction
+        for rank in ranks
     )
 
 
@@ -167,7 +170,7 @@ def test_a_rank_that_cannot_keep_its_map_stops_all_even_if_all_are_so():
         reduce(*ranks)
         for rank in ranks:
             rank.tick.run(SimpleNamespace())
-        assert all(rank.ahead.given_up and not rank.tick.rides for rank in ranks)
+        assert all(rank.ahead.given_up and not rank.tick.shares_reduction for rank in ranks)
 
 
 def test_whoever_looks_ahead_and_raises_costs_no_server():
@@ -207,11 +210,13 @@ def test_what_is_agreed_on_travels_with_sglangs_own_reduction_and_comes_out_agai
     done = SimpleNamespace(finish_event=SimpleNamespace(query=lambda: True))
     tree.cache_controller = SimpleNamespace(ack_write_queue=[done] * 5, ack_load_queue=[done])
     answers: list[list[int]] = []
-    tick = SimpleNamespace(rides=True, ask=lambda: [9, 8, 9], answer=answers.append)
+    tick = SimpleNamespace(
+        shares_reduction=True, reduction_input=lambda: [9, 8, 9], take_result=answers.append
+    )
     tree.kvtier = SimpleNamespace(tick=tick)  # type: ignore[assignment]
     assert tree._sync_hicache_ready_counts()[:2] == (3, 1)
     assert seen == [[5, 1, 0, 0, 9, 8, 9]] and answers == [[7, 8, 9]]
-    tick.rides = False
+    tick.shares_reduction = False
     assert tree._sync_hicache_ready_counts()[:2] == (3, 1)
     tree._all_reduce(torch.tensor([1]), None)
     assert seen[1:] == [[5, 1, 0, 0], [1]] and len(answers) == 1
@@ -226,7 +231,7 @@ class Voter:
             ongoing_backup={},
             cache_controller=SimpleNamespace(write_storage=self.write, storage_backend=None),
         )
-        self.tree.cache_controller.storage_backend = SimpleNamespace(_store=self)
+        self.tree.cache_controller.storage_backend = SimpleNamespace(local_store=self)
         self.map = TierMap(1000)
         self.operations = self.numbers = 0
         self.votes = StoreVotes(self.tree, self.map, self, self.number)  # type: ignore[arg-type]
@@ -321,7 +326,7 @@ def test_a_poll_takes_marks_from_any_thread_and_is_over_when_all_have_ended():
 def test_a_rank_alone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(0)
     monkeypatch.setattr(rank.agreement, "_ranks", 1)
-    assert not rank.tick.rides
+    assert not rank.tick.shares_reduction
     rank.ahead.waiting = [Poll(1, 1)]
     rank.ahead.waiting[0].mark(0, LANDED, 3.0)
     rank.tick.run(SimpleNamespace())
@@ -335,3 +340,16 @@ def test_ranks_whose_pools_differ_in_size_are_told_apart(other: int, alike: bool
 
     assert Agreement(SimpleNamespace(_all_reduce_attn_groups=least), 2, first=True).same(7) is alike
     assert Agreement(None, 1, first=True).same(7)
+
+
+def test_a_store_that_was_emptied_without_an_eviction_has_lost_its_pages_too():
+    keys = [PageKey(bytes([i]) * 32) for i in range(3)]
+    one, other = Voter(set(keys)), Voter(set(keys))
+    for voter in (one, other):
+        voter.votes.found([key.hex() for key in keys], [Tier.STORAGE] * 3)
+    for step in range(3):
+        look(step / 10, one, other)
+    other.stored.clear()
+    for step in range(6):
+        look(2.0 + step / 10, one, other)
+    assert one.map.count(Tier.STORAGE) == other.map.count(Tier.STORAGE) == 0

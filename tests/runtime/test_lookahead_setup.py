@@ -14,20 +14,21 @@ from sgl_kvtier.runtime.settings import from_extra_config, looks_ahead
 ONE = SimpleNamespace(tp_size=1, pp_size=1, device="cpu")
 TWO = SimpleNamespace(tp_size=2, pp_size=1, device="cpu")
 STAGES = SimpleNamespace(tp_size=1, pp_size=2, device="cpu")
-CARD = SimpleNamespace(tp_size=1, pp_size=1, device="cuda")
 
 
 def server(**policy: object) -> PolicyConfig:
     return from_extra_config({"store": {"path": "/nowhere"}, "policy": policy}).policy
 
 
-def test_a_server_looks_ahead_only_where_its_file_says_so():
+def test_without_a_device_of_its_own_a_server_looks_ahead_only_where_its_file_says_so():
+    assert not looks_ahead(restore_setup.in_force(ONE, server()))
+    assert not looks_ahead(restore_setup.in_force(TWO, server()))
     assert not looks_ahead(server())
     assert not looks_ahead(from_extra_config({"store": {"path": "/nowhere"}}).policy)
     assert looks_ahead(server(prefetch="on"))
     assert looks_ahead(server(eviction="next-use"))
     assert looks_ahead(server(eviction="sgl_kvtier.lab.rules:LFU"))
-    assert server(prefetch="on").eviction == "lru"
+    assert restore_setup.in_force(ONE, server(prefetch="on")).eviction == "lru"
 
 
 def test_a_servers_defaults_are_those_of_the_settings():
@@ -47,19 +48,19 @@ def test_with_pipeline_stages_it_is_sglangs_own_way_and_restoring_goes_on():
     )
 
 
-@pytest.mark.parametrize("where", [TWO, CARD])
 @pytest.mark.parametrize(
     ("restore", "in_force"), [("auto", "off"), ("both", "both"), ("off", "off")]
 )
-def test_on_two_ranks_and_on_a_card_it_looks_ahead_and_restores_only_when_asked_by_name(
-    restore: str, in_force: str, where: SimpleNamespace
+def test_on_two_ranks_it_looks_ahead_and_restores_only_when_asked_by_name(
+    restore: str, in_force: str
 ):
-    followed = restore_setup.in_force(where, server(prefetch="on", restore=restore))
+    followed = restore_setup.in_force(TWO, server(prefetch="on", restore=restore))
     assert looks_ahead(followed) and followed.restore == in_force
-    assert restore_setup.nothing_to_do(where, server(prefetch="on", restore=restore)) is None
+    assert restore_setup.nothing_to_do(TWO, server(prefetch="on", restore=restore)) is None
 
 
 def test_a_plain_server_is_left_as_it_is():
-    assert restore_setup.in_force(ONE, server(restore="auto")) == server(restore="auto")
+    followed = restore_setup.in_force(ONE, server(restore="auto"))
+    assert followed == server(restore="auto", prefetch="off", eviction="lru")
     assert restore_setup.nothing_to_do(ONE, server(restore="auto")) is None
     assert restore_setup.nothing_to_do(ONE, server(eviction="sgl_kvtier.lab.rules:LFU")) is None

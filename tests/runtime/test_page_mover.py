@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, Poll
 from sgl_kvtier.runtime.restore import page_mover
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.restore.restoration import Load
+from sgl_kvtier.runtime.step.polls import LANDED, LOST, OPEN, Poll
+from sgl_kvtier.runtime.step.restoration import Load
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, Span
 
@@ -380,3 +380,117 @@ def test_closing_copies_what_was_read(device: Device, monkeypatch: pytest.Monkey
     storage.on_page[0](0, ReadOutcome.OK)
     moving.close()
     assert load.poll.local == bytearray([OPEN, LANDED])
+
+
+def test_a_copy_that_has_not_ended_although_it_was_waited_for_is_lost(
+    late: tuple[Late, PageMover],
+) -> None:
+    device, moving = late
+    load = in_host(moving)
+    until(lambda: len(device.copies) == 1)
+    device.copies[0].done = lambda: False  # type: ignore[method-assign]
+    device.copies[0].ended.come()  # type: ignore[union-attr]
+    device.fences[0].come()
+    until(lambda: load.poll.local[0] == LOST[ReadOutcome.FAILED])
+
+
+def test_two_copies_that_waited_for_slots_had_the_link_one_after_the_other(
+    late: tuple[Late, PageMover],
+) -> None:
+    device, moving = late
+    loads = in_host(moving), in_host(moving)
+    until(lambda: len(device.copies) == 2)
+    for copy in device.copies:
+        copy.seconds = 0.01
+        copy.ended.come()  # type: ignore[union-attr]
+    time.sleep(0.1)
+    for fence in device.fences:
+        fence.come()
+    until(lambda: all(load.poll.local[0] == LANDED for load in loads))
+    first, second = sorted(load.poll.ended_at[0] for load in loads)
+    assert second - first >= 0.01 - 1e-6
+
+
+def test_pages_whose_slots_are_free_go_before_those_that_were_read_sooner(
+    mover: PageMover, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fences = [Event(), Event()]
+    remaining = iter(fences)
+    monkeypatch.setattr(device, "fence", lambda: next(remaining))
+    storage, held, free = Storage(), load_of(2), load_of(1)
+    mover.submit(held, storage, 1.0)
+    mover.submit(free, storage, 1.0)
+    fences[1].come()
+    storage.on_page[0](0, ReadOutcome.OK)  # waits for the other page of its load
+    storage.on_page[1](0, ReadOutcome.OK)
+    until(lambda: len(device.copied) == 2)
+    assert device.copied == [[0], [PAGE]]
+    storage.on_page[0](1, ReadOutcome.OK)
+    fences[0].come()
+    until(lambda: OPEN not in held.poll.local)
+
+
+def test_a_read_that_is_cancelled_while_it_is_begun_is_cancelled(mover: PageMover) -> None:
+    load, cancelled = load_of(1), []
+
+    class Cancelling(Storage):
+        def begin_read(self, *how: Any, **named: Any) -> Any:
+            super().begin_read(*how, **named)
+            load.cancel()  # there is no job yet that it could cancel
+            return SimpleNamespace(cancel=lambda: cancelled.append(True))
+
+    storage = Cancelling()
+    mover.submit(load, storage, 1.0)
+    assert cancelled == [True]
+    storage.on_page[0](0, ReadOutcome.CANCELLED)
+    until(lambda: OPEN not in load.poll.local)
+
+
+def test_a_lost_page_hurries_those_that_were_read_although_others_are_still_to_come(
+    mover: PageMover, device: Device
+) -> None:
+    storage, load = Storage(), load_of(3)
+    mover.submit(load, storage, 1.0)
+    storage.on_page[0](0, ReadOutcome.OK)
+    storage.on_page[0](1, ReadOutcome.MISS)
+    until(lambda: load.poll.local[2] == LANDED)
+    assert list(load.poll.local) == [OPEN, LOST[ReadOutcome.MISS], LANDED]
+    storage.on_page[0](2, ReadOutcome.OK)
+    until(lambda: OPEN not in load.poll.local)
+
+
+@pytest.mark.parametrize(
+    ("closed", "owns_host", "landed"),
+    [(False, True, True), (True, True, False), (False, False, False)],
+)
+def test_of_a_load_that_was_taken_back_only_what_was_read_for_a_living_request_is_copied(
+    mover: PageMover, device: Device, closed: bool, owns_host: bool, landed: bool
+) -> None:
+    storage, load = Storage(), load_of(1, owns_host)
+    load.restoration.closed = closed
+    load.cancelled = True
+    mover.submit(load, storage, 1.0)
+    if owns_host:
+        storage.on_page[0](0, ReadOutcome.OK)
+    until(lambda: OPEN not in load.poll.local)
+    assert load.poll.local[0] == (LANDED if landed else LOST[ReadOutcome.CANCELLED])
+    assert device.copied == ([[0]] if landed else [])
+
+
+def test_pages_of_a_read_that_breaks_after_it_began_are_not_said_to_have_ended(
+    mover: PageMover, device: Device
+) -> None:
+    class Breaking(Storage):
+        def begin_read(
+            self, keys: Any, slots: Any, deadline_s: float, on_page: Callable[..., None]
+        ) -> Any:
+            on_page(0, ReadOutcome.OK)
+            raise RuntimeError("the store's, and nobody knows what it still writes to")
+
+    load, other = load_of(2), load_of(1)
+    mover.submit(load, Breaking(), 1.0)
+    storage = Storage()
+    mover.submit(other, storage, 1.0)
+    storage.on_page[0](0, ReadOutcome.OK)
+    until(lambda: load.poll.local[1] == LANDED and other.poll.local[0] == LANDED)
+    assert load.poll.local[0] == OPEN

@@ -114,6 +114,6 @@ def test_one_token_pages_asked_for_are_refused_with_the_flag_that_mends_it(launc
 
 
 @pytest.mark.parametrize(("device", "size"), [("cuda", "64"), ("cpu", "16")])
-def test_the_recommended_flags_name_a_page_size(tmp_path, device, size):
-    flags = serve_flags("model", device, tmp_path / "kvtier.json")
+def test_the_recommended_flags_name_a_page_size(device, size):
+    flags = serve_flags("model", device, "@kvtier.json")
     assert flags[flags.index("--page-size") + 1] == size

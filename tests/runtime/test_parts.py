@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgl_kvtier.policy.messages import LeftToEngine, RestoreOffered, StepView
+from sgl_kvtier.runtime.proof.record import Proof
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.scheduler.parts import Parts, parts_of
 from sgl_kvtier.types import Span, Tier
@@ -88,6 +89,35 @@ def test_whether_one_waits_is_asked_with_the_empty_pages_of_host_memory() -> Non
     req: Any = object()
     assert parts.held_back(req)
     assert asked == [(req, 7, 3.0)]
+
+
+def parts_that_order(proof: Proof) -> tuple[Parts, list[float]]:
+    """Parts whose queue notes when it was sorted."""
+    parts, sorted_at = parts_with(None, Queue(fresh=0, ahead=0)), list[float]()
+    parts.context.tree = SimpleNamespace(pp_size=1)  # type: ignore[assignment]
+    parts.engine.proof = proof
+    queue = SimpleNamespace(sort=lambda waiting, now: sorted_at.append(now), in_force=True)
+    parts.queue = queue  # type: ignore[assignment]
+    return parts, sorted_at
+
+
+def test_the_queue_is_ordered_once_restoring_is_proven_and_no_more_once_refuted() -> None:
+    proof = Proof(looks=True)
+    parts, sorted_at = parts_that_order(proof)
+    parts.order_queue([])
+    assert not sorted_at and proof.in_doubt
+    proof.was_proven()
+    parts.order_queue([])
+    assert sorted_at == [3.0] and parts.orders
+    proof.refute()
+    parts.order_queue([])
+    assert sorted_at == [3.0] and not parts.orders
+
+
+def test_where_nothing_is_compared_the_queue_is_ordered_from_the_start() -> None:
+    parts, sorted_at = parts_that_order(Proof())
+    parts.order_queue([])
+    assert sorted_at == [3.0]
 
 
 def test_a_cache_of_sglangs_own_has_no_parts() -> None:

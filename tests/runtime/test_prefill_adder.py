@@ -7,6 +7,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sgl_kvtier.policy.messages import Compute
@@ -269,3 +270,68 @@ def test_nobody_is_held_back_where_nothing_looks_ahead_any_more(monkeypatch):
     adder.tree_cache.kvtier.ahead = None
     adder.add_one_req(in_chunks("large", 2000), False, None)
     assert not asked
+
+
+def in_row(front: int, splice: Span) -> tuple[KVTierPrefillAdder, Any, list[Any], list[Any]]:
+    """An adder whose request holds the slot with `front` pages computed, and is granted a splice;
+    the request, what was spliced, and what was written into its row.
+    """
+    spliced: list[Span] = []
+    written: list[Any] = []
+
+    def take(r: Any, span: Span) -> torch.Tensor:
+        spliced.append(span)
+        r.spliced = {Tier.STORAGE: len(span)}
+        return torch.arange(len(span) * PAGE)
+
+    r = SimpleNamespace(front=front, closed=False, owner={}, spliced={})
+    engine = SimpleNamespace(
+        of=lambda rid: r,
+        computes={"r": Compute("r", splice, None)},
+        trusted=lambda r, span: True,
+        abandon=lambda r, how: setattr(r, "closed", how),
+        splice=take,
+        advance=lambda r, end: None,
+        counters=SimpleNamespace(unpark=lambda r: None),
+        holds_memory=False,
+        give_room=lambda tokens: None,
+    )
+    adder = adder_with(engine)
+    pool = SimpleNamespace(
+        req_to_token=torch.zeros(1, dtype=torch.int32),
+        write=lambda where, slots: written.append((where, slots.tolist())),
+    )
+    adder.tree_cache.req_to_token_pool = pool
+    adder.log_hit_tokens = adder.log_host_hit_tokens = adder.log_storage_hit_tokens = 0
+    req = in_chunks("r", 1000, front * PAGE)
+    req.kv = SimpleNamespace(req_pool_idx=3, kv_allocated_len=0, kv_committed_len=0)
+    req.retracted_stain, req.cached_tokens_host, req.cached_tokens_storage = False, 0, 0
+    return adder, req, spliced, written
+
+
+def add_all(self: Any, req: Any) -> None:
+    req.extend_end = 1000
+    self.can_run_list.append(req)
+
+
+def test_a_splice_puts_the_slots_behind_the_prefix_and_moves_every_length_with_it(monkeypatch):
+    monkeypatch.setattr(PrefillAdder, "add_chunked_req", add_all)
+    adder, req, spliced, written = in_row(2, Span(2, 6))
+    adder.add_chunked_req(req)
+    assert spliced == [Span(2, 6)]
+    assert written == [((3, slice(2 * PAGE, 6 * PAGE)), list(range(4 * PAGE)))]
+    lengths = req.prefix_len, req.kv.kv_allocated_len, req.kv.kv_committed_len
+    assert lengths == (6 * PAGE,) * 3
+    assert (req.cached_tokens_host, req.cached_tokens_storage) == (0, 4 * PAGE)
+    assert adder.log_storage_hit_tokens == 4 * PAGE
+
+
+def test_pages_that_were_spliced_in_a_pass_without_a_chunk_are_not_spliced_again(monkeypatch):
+    monkeypatch.setattr(PrefillAdder, "add_chunked_req", add_all)
+    adder, req, spliced, written = in_row(4, Span(2, 6))
+    adder.add_chunked_req(req)
+    assert spliced == [Span(4, 6)]
+    assert written[0][0] == (3, slice(4 * PAGE, 6 * PAGE))
+    done, req, spliced, _ = in_row(6, Span(2, 6))
+    done.add_chunked_req(req)
+    assert spliced == [] and done.can_run_list == [req]

@@ -12,13 +12,15 @@ from sgl_kvtier.policy.messages import Move
 from sgl_kvtier.runtime.ahead import promotions
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
-from sgl_kvtier.runtime.ahead.promotions import Path, Promotions, _Fetch
-from sgl_kvtier.runtime.ranks.polls import Poll
+from sgl_kvtier.runtime.ahead.promotions import Promotions, _Fetch
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler import hooks as restore_hooks
 from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.sglang.host_tier import Pin
+from sgl_kvtier.runtime.sglang.tree_nodes import Found
 from sgl_kvtier.runtime.step.context import StepContext
+from sgl_kvtier.runtime.step.polls import Poll
+from sgl_kvtier.runtime.step.tracked import Path
 from sgl_kvtier.types import PageKey, Tier
 
 PAGE = 4
@@ -183,3 +185,114 @@ def test_what_a_move_locks_is_not_what_running_prompts_will_claim(owed: int, mov
     keys = tuple(PageKey(bytes([n]) * 32) for n in range(7))
     assert moves._load_back(Path([], keys, None, None), keys[5:], owed * PAGE) == moved
     assert queued == [8] * bool(moved) and not locked
+    assert moves._counters.failed_moves == ({} if moved else {"no room": 2})
+
+
+class HostTier:
+    """A host tier whose tree takes everything behind the first `known` pages of a graft."""
+
+    def __init__(self, known: int = 0) -> None:
+        self.known, self.pinned, self.grafted = known, list[Any](), list[Any]()
+
+    def pin(self, node: int) -> Pin:
+        self.pinned.append(Pin(node, None))
+        return self.pinned[-1]
+
+    def unpin(self, pin: Pin) -> None:
+        self.pinned.remove(pin)
+
+    def takes_behind(self, node: int) -> bool:
+        return True
+
+    def graft(self, node: int, tokens: Any, slots: torch.Tensor, names: list[str]) -> Any:
+        self.grafted.append((tokens, slots.tolist(), names))
+        return SimpleNamespace(node=5, known_tokens=self.known * PAGE)
+
+
+class Reads:
+    """A storage that begins reads and notes them."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+
+    def begin_read(self, keys: Any, slots: torch.Tensor, *how: Any) -> Any:
+        self.begun.append((keys, slots.tolist()))
+        return SimpleNamespace(cancel=lambda: None)
+
+
+def fetching(
+    monkeypatch: pytest.MonkeyPatch, room: torch.Tensor | None
+) -> tuple[Promotions, HostTier, Reads]:
+    """Promotions whose host pool gives out `room`, for pages that the tree lacks as a whole."""
+    moves, _, _ = made()
+    host, storage = HostTier(), Reads()
+    moves._host, moves._slots.claim_host = host, lambda tokens: room  # type: ignore
+    moves._facts.unused = 0  # type: ignore[misc]
+    moves._find = lambda path: Found(0, 1, 1)  # type: ignore[method-assign]
+    monkeypatch.setattr(promotions, "store_of", lambda controller: storage)
+    return moves, host, storage
+
+
+def test_pages_for_which_the_host_has_no_room_leave_nothing_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moves, host, storage = fetching(monkeypatch, None)
+    moves._fetch(Move(KEYS, Tier.STORAGE, Tier.HOST), Path([], KEYS, None, None), 1.0)
+    assert (host.pinned, storage.begun, moves._fetches) == ([], [], [])
+    assert moves._counters.failed_moves == {"no room": 2}
+
+
+def test_the_node_behind_which_pages_come_is_pinned_until_they_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moves, host, storage = fetching(monkeypatch, torch.arange(2 * PAGE))
+    moves._fetch(Move(KEYS, Tier.STORAGE, Tier.HOST), Path([], KEYS, None, None), 1.0)
+    assert storage.begun == [(KEYS, list(range(2 * PAGE)))]
+    assert [pin.node for pin in host.pinned] == [1]
+    moves._facts.brought = lambda keys: None  # type: ignore[method-assign]
+    moves._land(moves._fetches[0], 0)
+    assert host.pinned == []
+
+
+def test_pages_that_the_tree_has_already_are_given_back_and_the_others_are_its_own() -> None:
+    moves, given_back, _ = made()
+    given = list[int]()
+    moves._host = HostTier(known=1)  # type: ignore[assignment]
+    moves._slots.give_host = given.append  # type: ignore[method-assign]
+    brought = list[Any]()
+    moves._facts.brought = brought.append  # type: ignore[method-assign]
+    one = fetch(11.0, ended=True)
+    one.path.tokens = list(range(2 * PAGE))
+    moves._host.pinned.append(one.pin)  # type: ignore[attr-defined]
+    moves._land(one, 2)
+    assert [slots.tolist() for slots in given_back] == [list(range(PAGE)), []]
+    assert (given, brought) == ([PAGE], [KEYS[1:]])
+
+
+def test_a_read_is_cancelled_once_its_time_is_over_and_not_before() -> None:
+    moves, _, _ = made()
+    cancelled = list[str]()
+    late, early = fetch(9.0, ended=False), fetch(11.0, ended=False)
+    late.job.cancel = lambda: cancelled.append("late")
+    early.job.cancel = lambda: cancelled.append("early")
+    moves._fetches = [late, early]
+    moves.look()
+    assert (cancelled, moves._fetches) == (["late"], [late, early])
+
+
+def test_only_pages_of_nodes_that_were_queued_count_as_come() -> None:
+    moves, _, _ = made()
+    came = list[Any]()
+    moves._facts.placed = lambda keys, tier: came.append((keys, tier))  # type: ignore
+    moves._device = SimpleNamespace(  # type: ignore[assignment]
+        claimable=lambda: 64 * PAGE, locked_by_copies=lambda node: 0, queue_copies=lambda node: True
+    )
+    nodes = [
+        SimpleNamespace(node_id=8, full_value_len=None, path_start=0, path_end=2 * PAGE),
+        SimpleNamespace(node_id=9, full_value_len=None, path_start=2 * PAGE, path_end=4 * PAGE),
+    ]
+    moves._nodes = lambda path: nodes  # type: ignore[method-assign]
+    keys = tuple(PageKey(bytes([n]) * 32) for n in range(4))
+    assert moves._load_back(Path([], keys, None, None), keys[:3], 0) == 2
+    assert came == [(keys[:2], Tier.DEVICE)]
+    assert moves._counters.failed_moves == {"partly": 1}

@@ -8,6 +8,7 @@ from typing import Any
 from sgl_kvtier.policy.messages import ChunkBeside, HeldBack, Waiter
 from sgl_kvtier.runtime.scheduler import hooks
 from sgl_kvtier.runtime.scheduler.queue import Queue, in_order_of_arrival
+from sgl_kvtier.runtime.step.tracked import Requests, TurnRead
 
 
 def request(rid: str, prompt: int = 100, device: int = 0, host: int = 0) -> Any:
@@ -37,7 +38,10 @@ class Shortest:
 
 
 def queue(planner: Any, **stored: int) -> Queue:
-    return Queue(planner, SimpleNamespace(stored_tokens=lambda rid: stored.get(rid, 0)))  # type: ignore[arg-type]
+    known = Requests()
+    for rid, tokens in stored.items():
+        known.of(rid).turn_read = TurnRead(tokens)
+    return Queue(planner, known)
 
 
 def rids(waiting: list[Any]) -> list[str]:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from command_lines import KVTIER, PLAIN, launching, mla_model, window_model
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -27,6 +28,7 @@ from sgl_kvtier.runtime.scheduler.refusals import (
     STAGES,
     UNPROVEN,
 )
+from sgl_kvtier.runtime.settings import looks_ahead
 
 BOTH = PolicyConfig(restore="both", prefetch="off", eviction="lru")
 AUTO = PolicyConfig(restore="auto", prefetch="off", eviction="lru")
@@ -63,9 +65,10 @@ its cache.
 """
 
 BY_PROOF = [
-    ("more than one rank", 'policy.restore = "both"', "--tp 2"),
-    ("more than one rank", 'policy.restore = "both"', "--pp-size 2"),
-    ("no CPU", 'policy.restore = "both"', "--device cuda"),
+    ("more than one rank", 'policy.restore = "fastest"', "--tp 2"),
+    ("more than one rank", 'policy.restore = "fastest"', "--pp-size 2"),
+    ("more than one rank", 'policy.restore = "fastest"', "--device cuda --tp 2"),
+    ("neither a CPU nor an NVIDIA GPU", 'policy.restore = "fastest"', "--device cuda, AMD"),
 ]
 
 
@@ -155,12 +158,30 @@ def test_models_that_restoring_does_not_know_are_refused_each_by_its_own_reason(
 @pytest.mark.parametrize(
     ("what", "mend", "flags"), BY_PROOF, ids=[flags for _, _, flags in BY_PROOF]
 )
-def test_what_was_not_shown_under_stress_has_to_be_asked_for_by_name(launch, what, mend, flags):
+def test_what_nobody_has_run_yet_has_to_be_asked_for_by_name(
+    launch, monkeypatch, what, mend, flags
+):
+    flags, _, amd = flags.partition(", ")
+    monkeypatch.setattr(torch.version, "hip", "7.0" if amd else None)
     args = launch(flags)
     line = str(restore_setup.own_way(args, context(), AUTO))
     assert what in line and mend in line
-    assert restore_setup.own_way(args, context(), BOTH) is None
-    assert restore_setup.not_followed(args, BOTH) == []
+    for named in (BOTH, PolicyConfig(restore="fastest")):
+        assert restore_setup.own_way(args, context(), named) is None
+        assert restore_setup.not_followed(args, named) == []
+        assert not looks_ahead(restore_setup.in_force(args, named)), "only auto's own ground"
+
+
+def test_one_nvidia_gpu_restores_and_looks_ahead_by_default(launch):
+    args = launch("--device cuda")
+    assert restore_setup.own_way(args, context(), PolicyConfig()) is None
+    assert restore_setup.not_followed(args, PolicyConfig()) == []
+    followed = restore_setup.in_force(args, PolicyConfig())
+    assert (followed.restore, followed.prefetch, followed.eviction) == ("auto", "on", "next-use")
+    off = restore_setup.in_force(args, PolicyConfig(restore="off"))
+    assert (off.prefetch, off.eviction) == ("off", "lru")
+    some = restore_setup.in_force(args, PolicyConfig(prefetch="off"))
+    assert (some.prefetch, some.eviction) == ("off", "next-use"), "each setting for itself"
 
 
 def test_all_reasons_are_said_at_once(launch):
@@ -208,7 +229,7 @@ def test_a_server_that_looks_ahead_says_when_it_does_not_restore_besides(launch)
     args = launch("--tp 2")
     assert restore_setup.own_way(args, context(), ahead) is None
     (line,) = restore_setup.not_followed(args, ahead)
-    assert "more than one rank" in line and 'policy.restore = "both"' in line
+    assert "more than one rank" in line and 'policy.restore = "fastest"' in line
 
 
 def test_what_else_was_built_beside_kv_pages_is_refused_by_its_name():

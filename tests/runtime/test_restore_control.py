@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,11 @@ from sgl_kvtier.policy.messages import Mode, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.control import FIXED, HANDLERS, PREFIX, set_internal_state
+from sgl_kvtier.runtime.proof.record import Proof
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile
 from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
+from sgl_kvtier.runtime.step.tracked import Requests
 from sgl_kvtier.types import Span, Tier
 
 ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)
@@ -29,6 +32,7 @@ def lab(config: PolicyConfig) -> SimpleNamespace:
     engine = SimpleNamespace(
         offers=SimpleNamespace(taking=True, min_tokens=config.min_restore_tokens),
         context=SimpleNamespace(now=1.0),
+        proof=Proof(),
     )
     planner = make_planner(config, ENGINE)
     learning = Learning(planner, planner.profile, None, Profile({}, {}, {}, 0, {}))
@@ -68,6 +72,19 @@ def test_off_closes_the_engine_to_hits_and_on_opens_it() -> None:
     assert not scheduler.engine.offers.taking
     HANDLERS["policy.restore"](scheduler, 0)
     assert scheduler.engine.offers.taking
+
+
+def test_what_was_refuted_is_not_turned_on_again() -> None:
+    scheduler = lab(PolicyConfig(restore="both"))
+    scheduler.engine.proof.refute()
+    scheduler.engine.offers.taking = False
+    for value in (0, 1, 2, 3):
+        with pytest.raises(ValueError, match="stays off"):
+            HANDLERS["policy.restore"](scheduler, value)
+    HANDLERS["policy.min_restore_tokens"](scheduler, 100)
+    assert scheduler.notes.config.min_restore_tokens == 100
+    HANDLERS["policy.restore"](scheduler, 4)
+    assert not scheduler.engine.offers.taking
 
 
 def test_the_least_length_is_the_engines_as_well() -> None:
@@ -145,6 +162,19 @@ def test_no_running_setting_takes_a_hostile_value_or_raises(
     assert "was refused" in caplog.text
     assert "Traceback" not in caplog.text
     assert len(caplog.text) < 1000
+
+
+def test_all_that_is_known_of_each_request_can_be_logged(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = lab(PolicyConfig())
+    scheduler.tree_cache.kvtier.context = SimpleNamespace(requests=Requests())
+    for rid in ("a", "b"):
+        scheduler.tree_cache.kvtier.context.requests.of(rid).sglang_loads = 64
+    with caplog.at_level(logging.INFO):
+        assert told(scheduler, **{"requests.log": 1})
+    said = [record.getMessage() for record in caplog.records if "request " in record.getMessage()]
+    assert said == ["kvtier: request a: left to SGLang: its first 64 tokens"]
+    scheduler.tree_cache.kvtier = None
+    assert not told(scheduler, **{"requests.log": 1})
 
 
 def test_a_bandwidth_in_its_range_reaches_the_store() -> None:

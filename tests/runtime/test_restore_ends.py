@@ -23,14 +23,14 @@ from sgl_kvtier.policy.messages import (
     TransferDone,
 )
 from sgl_kvtier.runtime.ranks.agreement import Agreement
-from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.kept_pages import KeptPages
-from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.context import StepContext
+from sgl_kvtier.runtime.step.polls import LANDED, LOST, OPEN, REASON
+from sgl_kvtier.runtime.step.restoration import Load, Restoration
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -101,7 +101,7 @@ def engine_with(pages: int = 8) -> tuple[RestoreEngine, Restoration, Mover]:
         torch.empty(0),
     )
     r.mode = Mode.BOTH
-    engine.restorations["r"] = r
+    engine.begin(r)
     return engine, r, mover
 
 
@@ -343,9 +343,8 @@ def test_pages_a_restoration_holds_already_are_not_kept_free_for_it_once_more():
     assert (
         tick.views.free_pages([], req)[Tier.DEVICE] == room - 1
     )  # the last page is no part of the prefix
-    engine.restorations["other"] = Restoration(
-        "other", None, 5 * PAGE, 0, 4, ((Span(0, 4), Tier.STORAGE),), (), torch.empty(0)
-    )
+    sources = ((Span(0, 4), Tier.STORAGE),)
+    engine.begin(Restoration("other", None, 5 * PAGE, 0, 4, sources, (), torch.empty(0)))
     assert tick.views.free_pages([], req)[Tier.DEVICE] == room - 4
 
 
@@ -366,15 +365,15 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
     ahead = SimpleNamespace(
         look=lambda scheduler: None,
         polls=list,
-        told=lambda: None,
+        facts_reported=lambda: None,
         carry_out=lambda moves, owed: None,
     )
     tick.ahead = ahead  # type: ignore[assignment]
-    tick.riding.taken = lambda loads, own: ([1.0] * (1 + loads + own), b"")  # type: ignore[method-assign]
-    engine.restorations["other"] = other = Restoration(
-        "other", None, 9 * PAGE, 0, 8, ((Span(0, 8), Tier.STORAGE),), (), torch.empty(0)
-    )
+    tick.shared.results = lambda loads, own: ([1.0] * (1 + loads + own), b"")  # type: ignore[method-assign]
+    sources = ((Span(0, 8), Tier.STORAGE),)
+    other = Restoration("other", None, 9 * PAGE, 0, 8, sources, (), torch.empty(0))
     other.mode = Mode.BOTH
+    engine.begin(other)
     plan = StepPlan(
         loads=tuple(
             messages.Load("r", Span(low, low + 2), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0)
@@ -389,7 +388,7 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
     assert tick.ahead is ahead, "looking ahead goes on"
     assert list(engine.restorations) == ["other"] and engine.counters.ended == {"failed": 1}
     assert engine.counters.planner_failures == 0 and not engine.holds_memory
-    tick.tell()
+    tick.report_facts()
     lost = [(fact.span, fact.reason) for fact in told if isinstance(fact, PagesLost)]
     assert lost == [(Span(6, 8), "failed"), (Span(4, 6), "failed")], "the planner waits for neither"
     assert [fact.rid for fact in told if isinstance(fact, RequestFinished)] == ["r"]
@@ -523,3 +522,110 @@ def test_reads_beside_a_restorations_loads_say_nothing_of_the_disk(monkeypatch):
     reads += [(Tier.STORAGE, 100, 2.5), (Tier.STORAGE, 200, 1.5)]
     tick._note_reads()
     assert [fact.nbytes for fact in context.facts if isinstance(fact, TransferDone)] == [200]
+
+
+def test_spliced_pages_are_the_requests_own_whatever_becomes_of_the_restoration():
+    engine, r, _ = engine_with()
+    one = load(engine, Span(0, 6))
+    for offset in range(6):
+        one.poll.mark(offset, LANDED, 0.5)
+    settle(engine, 1.0)
+    slots = engine.splice(r, Span(0, 4))
+    engine.abandon(r, "aborted")
+    engine.context.slots.free()
+    free = engine.context.tree.token_to_kv_pool_allocator.free_pages
+    assert len(free) == len(set(free)) == PAGES - 4
+    assert not set(free) & {int(slot) // PAGE for slot in slots}
+    assert engine.context.slots.tokens == 0
+
+
+def test_only_the_first_ranks_times_count():
+    first, other = (Agreement(None, 2, first=first) for first in (True, False))  # type: ignore[arg-type]
+    inputs = first.packed([5.0], bytes([LANDED])), other.packed([1.0], bytes([OPEN]))
+    agreed = [min(values) for values in zip(*inputs, strict=True)]
+    assert first.unpacked(agreed, 1) == ([5.0], bytes([OPEN]))
+
+
+def test_loads_that_lie_in_part_outside_of_what_is_taken_back_go_on():
+    engine, _, _ = engine_with()
+    loads = [load(engine, span) for span in (Span(0, 3), Span(3, 5), Span(5, 8))]
+    engine.cancel(messages.Cancel("r", Span(2, 6)))
+    assert [one.cancelled for one in loads] == [False, True, False]
+    engine.cancel(messages.Cancel("r", Span(5, 8)))
+    assert [one.cancelled for one in loads] == [False, True, True]
+
+
+def test_room_is_given_by_requests_that_wait_and_never_by_one_that_runs():
+    engine, r, _ = engine_with()
+    load(engine, Span(0, 4))
+    r.admitted = True
+    assert not engine.give_room(PAGE)
+    r.admitted = False
+    assert engine.give_room(PAGE)
+    assert engine.restorations == {}
+
+
+def test_the_trees_host_pages_stay_pinned_while_a_load_reads_them():
+    engine, r, _ = engine_with()
+    unpinned = list[Any]()
+    engine.context.host.unpin = unpinned.append  # type: ignore[method-assign]
+    r.sources, r.host_slots = ((Span(0, 8), Tier.HOST),), torch.arange(8 * PAGE)
+    r.host_pin = pin = object()  # type: ignore[assignment]
+    engine.load(messages.Load("r", Span(0, 2), Tier.HOST, Link.HOST_TO_DEVICE, 1.0))
+    one = engine.loads[0]
+    engine.abandon(r, "aborted")
+    assert unpinned == []
+    for offset in range(2):
+        one.poll.mark(offset, LANDED, 1.0)
+    settle(engine, 2.0)
+    assert unpinned == [pin]
+
+
+def test_the_tree_pages_of_an_admitted_request_are_not_protected_any_more():
+    engine, r, _ = engine_with()
+    unlocked = list[Any]()
+    engine.context.tree.unlock = unlocked.append
+    r.node_lock = lock = object()
+    engine.admitted(r, None, 2 * PAGE)
+    assert (unlocked, r.node_lock, r.front) == ([lock], None, 2)
+
+
+def test_the_patience_without_room_begins_anew_with_every_load_that_finds_some():
+    engine, _, _ = engine_with()
+    engine.context.now = 1.9
+    load(engine, Span(4, 8))
+    engine.context.slots.claim_device = lambda tokens: None
+    engine.context.now = 2.5
+    engine.load(messages.Load("r", Span(0, 4), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0))
+    assert engine.context.facts.pop() == PagesLost("r", Span(0, 4), NO_ROOM_YET, 0.0)
+
+
+def test_pages_lost_before_something_failed_in_the_same_step_are_told_as_well():
+    tick, _, told, _ = tick_of_two_ranks()
+    plan = StepPlan(
+        loads=tuple(
+            messages.Load("r", span, Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0)
+            for span in (Span(6, 8), Span(4, 6))
+        )
+    )
+    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)  # type: ignore[assignment]
+    tick.views = SimpleNamespace(of=lambda scheduler, now: None)  # type: ignore[assignment]
+    load = tick.engine.load
+    tick.engine.context.slots.claim_device = lambda tokens: None  # type: ignore[method-assign]
+
+    def fails_at_the_second(command: messages.Load) -> None:
+        if command.span == Span(4, 6):
+            raise RuntimeError("the device is gone")
+        load(command)
+
+    tick.engine.load = fails_at_the_second  # type: ignore[method-assign]
+    tick.run(SimpleNamespace())
+    tick.run(SimpleNamespace())
+    lost = [fact.span for fact in told if isinstance(fact, PagesLost)]
+    assert lost == [Span(6, 8), Span(4, 6)]
+
+
+def test_a_link_is_busy_from_the_latest_end_on_in_whatever_order_ends_are_told():
+    engine, _, _ = engine_with()
+    one = load(engine, Span(0, 2))
+    assert [engine._busy_seconds(one, ended) for ended in (5.0, 3.0, 6.0)] == [5.0, 0.0, 1.0]

@@ -5,7 +5,6 @@ settings at run time.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from restore_lab import LONG, change, counts, restoring, settled, since
 from serving import Served, prompts
 from shared import Shared
 
-from sgl_kvtier.cli import main
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.policy.decision_log import Reader, decode, decode_header
@@ -185,35 +183,3 @@ def test_what_was_learned_lies_beside_the_store(served: Served, folder: Path) ->
     assert profile.prefill["per_token_s"] > 0 or profile.prefill["fixed_s"] > 0
     assert 0 < profile.links["storage-device"] < 2e9 / 8 * 10
     assert profile.conditions["throttle"]["read_gbps"] > 0
-
-
-def test_profile_sends_prompts_to_learn_from_and_prints_what_came_of_them(
-    served: Served, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [
-        "profile",
-        str(folder / "store"),
-        "--measure",
-        served.server.url,
-        "--lengths",
-        "512,1k",
-        "--repeats",
-        "1",
-    ]
-    assert main(command) == 1
-    assert "give --admin-api-key" in capsys.readouterr().err
-    before = cost_profile.read(next((folder / "store").glob(f"*/{cost_profile.NAME}")))
-    assert main([*command, "--admin-api-key", "test-admin", "--json", "-"]) == 0
-    (profile,) = json.loads(capsys.readouterr().out)["profiles"]
-    assert before is not None
-    assert profile["chunks"] > before.chunks
-    assert profile["transfers"]["storage-device"] > before.transfers["storage-device"]
-    lengths = [one["tokens"] for one in profile["predictions"] if one["link"] == "storage-device"]
-    assert lengths == [512, 1024]
-
-
-def test_profile_says_when_no_server_answers(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["profile", str(folder / "store"), "--measure", "http://127.0.0.1:9"]) == 1
-    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err

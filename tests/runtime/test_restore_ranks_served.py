@@ -32,4 +32,7 @@ def test_a_rank_that_reads_late_and_loses_pages_changes_no_answer(servers: Share
     assert grown["planner_failures_total"] == 0
     assert grown["reductions_total"] > 0
     assert sum(grown.get(f"lost_pages_total {why}", 0) for why in ("failed", "corrupt")) > 0
+    compared = {how: grown.get(f"proof_attaches_total {how}", 0) for how in ("equal", "skipped")}
+    assert compared["equal"] > 0 and sum(compared.values()) <= 2 * len(asked)
+    assert "proof_attaches_total differs" not in grown and grown["proof"] == 0  # as before: proving
     assert log.count("faults are injected on purpose") == 1

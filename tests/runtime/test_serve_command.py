@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from sgl_kvtier import cli
-
-OFF = "on a GPU restoration is off"
+from sgl_kvtier.runtime.settings import from_extra_config
+from sgl_kvtier.runtime.tools import serve_command
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -18,19 +19,49 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_on_a_card_it_says_that_restoration_is_off_and_what_turns_it_on(
+def test_settings_go_to_sglang_as_text_and_no_file_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--store", str(tmp_path / "pages"), "--capacity", "3GiB", "--device", "cuda")
+    command = shlex.split(printed(capsys, *words).splitlines()[-1])
+    given = command[command.index("--hicache-storage-backend-extra-config") + 1]
+    store = {"path": str(tmp_path / "pages"), "capacity_bytes": 3 << 30}
+    assert json.loads(given) == {"store": store}
+    assert from_extra_config(json.loads(given)).store.path == str(tmp_path / "pages")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_in_the_stores_folder_is_this_users(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = printed(capsys, "--store=~/pages", "--device", "cuda")
+    assert f'"path": "{tmp_path}/pages"' in said
+
+
+def test_sglang_chooses_the_attention_backend_on_a_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = printed(capsys, "--store", str(tmp_path / "s"), "--device", "cuda")
-    assert OFF in said and '"restore": "both"' in said
-    assert "sglang.launch_server" in said.splitlines()[-1]
+    assert "attention-backend" not in said and "sampling-backend" not in said
 
 
-def test_nothing_is_said_where_restoration_is_on_or_was_settled(
+def test_a_host_without_a_gpu_is_told_that_the_flags_are_a_cpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_command, "detect_device", lambda: "cpu")
+    said = printed(capsys, "--store", str(tmp_path / "s"))
+    assert said.startswith("# No GPU was found here") and "--device cuda" in said
+    assert "No GPU" not in printed(capsys, "--store", str(tmp_path / "s"), "--device", "cpu")
+    monkeypatch.setattr(serve_command, "detect_device", lambda: "cuda")
+    assert "No GPU" not in printed(capsys, "--store", str(tmp_path / "s"))
+
+
+def test_a_capacity_beside_a_file_that_has_its_own_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert OFF not in printed(capsys, "--store", str(tmp_path / "s"), "--device", "cpu")
-    for mode in ("both", "off"):
-        config = tmp_path / f"{mode}.json"
-        config.write_text(json.dumps({"store": {"path": "/s"}, "policy": {"restore": mode}}))
-        assert OFF not in printed(capsys, "--config", str(config), "--device", "cuda")
+    config = tmp_path / "kvtier.json"
+    config.write_text(json.dumps({"store": {"path": "/s"}}))
+    words = ["serve", "m", "--config", str(config), "--capacity", "3GiB", "--print"]
+    assert cli.main(words) != 0
+    assert "store.capacity_bytes" in capsys.readouterr().err

@@ -18,8 +18,8 @@ from restore_lab import CHUNK, GBPS, LONG, counts
 from serving import config_file, flags, prompts, serving
 
 from sgl_kvtier.runtime.ranks.agreement import Agreement
-from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, Poll
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
+from sgl_kvtier.runtime.step.polls import LANDED, LOST, OPEN, Poll
 from sgl_kvtier.store.base import ReadOutcome
 
 CORRUPT = LOST[ReadOutcome.CORRUPT]
@@ -66,7 +66,21 @@ def until(first: StageReports, mine: Poll, wanted: bytes) -> None:
 def test_the_sockets_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for ends in stages(2):
-        assert list(tmp_path.iterdir()) == []
+        assert list(tmp_path.glob("kvtier-*")) == []
+        mine, theirs = Poll(1, 4), Poll(1, 4)
+        for their in (mine, theirs):
+            their.mark(0, LANDED, 1.0)
+        ends[1].exchange([theirs])
+        until(ends[0], mine, bytes([LANDED, OPEN, OPEN, OPEN]))
+
+
+def test_a_folder_whose_path_no_socket_can_have_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    for ends in stages(2):
         mine, theirs = Poll(1, 4), Poll(1, 4)
         for their in (mine, theirs):
             their.mark(0, LANDED, 1.0)
@@ -146,3 +160,19 @@ def test_two_pipeline_stages_restore_from_both_ends_although_each_loses_pages_of
         assert found["computed_tokens_total"] > 0
         assert found["planner_failures_total"] == 0
         assert sum(found.get(f"lost_pages_total {why}", 0) for why in ("failed", "corrupt")) > 0
+
+
+def test_nothing_has_ended_before_every_later_stage_has_reported(three: list[StageReports]) -> None:
+    first, second, third = three
+    mine, theirs = Poll(1, 2), Poll(1, 2)
+    for poll in (mine, theirs):
+        poll.mark(0, LANDED, 1.0)
+    second.exchange([theirs])
+    for _ in range(200):
+        first.exchange([mine])
+        if mine.number in first._reports:
+            break
+        time.sleep(0.01)
+    assert mine.number in first._reports and first.state(mine) == bytes(2)
+    third.exchange([theirs])
+    until(first, mine, bytes([LANDED, OPEN]))

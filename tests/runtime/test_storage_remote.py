@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from pools import PAGE, host_pool, page_bytes, server_args, slots, storage_config
+from pools import (
+    PAGE,
+    host_pool,
+    latent_host_pool,
+    latent_pool,
+    page_bytes,
+    server_args,
+    slots,
+    storage_config,
+)
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab.front.wrappers import Throttled, ThrottledRemote
@@ -62,6 +72,8 @@ def start(
         pool: Any = None,
         remote: dict[str, Any] | None = None,
         lab: dict[str, Any] | None = None,
+        ranks: dict[str, Any] | None = None,
+        sides: dict[str, Any] | None = None,
         **changes: Any,
     ) -> Any:
         for name, value in changes.items():
@@ -77,9 +89,11 @@ def start(
             "remote": remote or {"engine": "memory", "master": str(shared)},
             "lab": lab or {},
         }
-        backend = KVTierStorage(storage_config(extra_config=extra), {})
+        backend = KVTierStorage(storage_config(extra_config=extra, **(ranks or {})), {})
         opened.append(backend)
         backend.register_mem_pool_host(host_pool(seed=number) if pool is None else pool)
+        for name, side in (sides or {}).items():
+            backend.register_mem_host_pool_v2(side, name)
         backend.on_host_pools_registered()
         store = backend._store
         assert not isinstance(store, TieredStore) or store._remote.wait_usable(60)
@@ -291,6 +305,28 @@ def test_data_parallel_copies_share_pages_and_other_ranks_do_not_unless_pages_ar
     ranks = [RankShare(tp_size=2, tp_rank=tp, dp_rank=dp) for tp in (0, 1) for dp in (0, 1)]
     assert {rank.folder() for rank in ranks} == {"tp0-pp0", "tp1-pp0"}
     assert {rank.folder(replicated=True) for rank in ranks} == {"tp0-pp0"}
+
+
+def test_a_rank_finds_its_own_share_beside_replicated_latents_on_another_server(start):
+    names = keys("a")
+    servers = []
+    for server in (0, 1):
+        for rank in (0, 1):
+            draft = host_pool(seed=10 * server + rank)
+            backend = start(
+                latent_host_pool(latent_pool(2)),
+                ranks={"is_mla_model": True, "tp_size": 2, "tp_rank": rank},
+                sides={"draft": draft},
+            )
+            servers.append((backend, draft))
+    here = PoolTransfer(name=PoolName.DRAFT, host_indices=slots([1]), keys=names)
+    for backend, _ in servers[:2]:
+        assert backend.batch_set_v2([here]) == {PoolName.DRAFT: [True]}
+        assert tiered(backend).settle(30)
+    for (first, of_first), (second, of_second) in zip(servers[:2], servers[2:], strict=True):
+        assert first.batch_get_v2([here]) == second.batch_get_v2([here]) == {PoolName.DRAFT: [True]}
+        assert page_bytes(of_second, 1) == page_bytes(of_first, 1)
+    assert page_bytes(servers[2][1], 1) != page_bytes(servers[3][1], 1)
 
 
 def test_what_is_counted_of_a_remote_store_is_in_the_table_of_metrics(start):

@@ -15,10 +15,11 @@ from plain_request import PLAIN
 from sgl_kvtier.policy.messages import RestoreOffered
 from sgl_kvtier.runtime.restore import offers as offers_room
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
-from sgl_kvtier.runtime.restore.offers import Offers, Stored
+from sgl_kvtier.runtime.restore.offers import Offers
 from sgl_kvtier.runtime.restore.offers import stored_of as found
-from sgl_kvtier.runtime.restore.restoration import Restoration
 from sgl_kvtier.runtime.sglang.stored_pages import StoredPages
+from sgl_kvtier.runtime.step.restoration import Restoration
+from sgl_kvtier.runtime.step.tracked import Requests, Stored
 from sgl_kvtier.types import PageKey, Span, Tier
 
 PAGE = 4
@@ -207,11 +208,18 @@ def request(device: int, host: int) -> Any:
 def offers_for(req: Any, why_left: str | None = None, min_tokens: int = 0) -> tuple[Offers, Any]:
     """The offers of a process in which this request waits, and what hangs on them."""
     restorations: dict[str, Restoration] = {}
+    records = Requests()
+
+    def begin(r: Restoration) -> None:
+        restorations[r.rid] = records.of(r.rid).restoration = r
+
     backend = SimpleNamespace(_backend=SimpleNamespace(begin_read=None))
     context: Any = SimpleNamespace(
         page=PAGE,
         facts=[],
+        requests=records,
         waiting=lambda handle: req,
+        moment=lambda: 0.0,
         tree=SimpleNamespace(
             cache_controller=SimpleNamespace(storage_backend=backend),
             lock=lambda node: None,
@@ -224,9 +232,9 @@ def offers_for(req: Any, why_left: str | None = None, min_tokens: int = 0) -> tu
         ),
     )
     counters = RestoreCounters()
-    offers = Offers(context, restorations, [], counters, min_tokens, lambda offer: why_left)
+    offers = Offers(context, begin, [], counters, min_tokens, lambda offer: why_left)
     return offers, SimpleNamespace(
-        facts=context.facts, restorations=restorations, counters=counters
+        facts=context.facts, restorations=restorations, counters=counters, records=records
     )
 
 
@@ -269,6 +277,7 @@ def test_what_was_offered_can_be_offered_again() -> None:
     offers, there = offers_for(request(0, 0))
     offers.hit(looked_up([0, 3, 4, 7], 1), PAGE)
     first = there.facts.pop()
+    there.records.of("r").restoration = None
     offers.again(there.restorations.pop("r"))
     assert there.facts == [first]
 

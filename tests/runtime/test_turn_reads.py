@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_kvtier.policy.ahead.turns import due
-from sgl_kvtier.runtime.ahead.turn_reads import _SWEEP, TurnReads
+from sgl_kvtier.policy.ahead.budget import reads_due
+from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.step.context import StepContext
 
@@ -51,14 +51,19 @@ class Lab:
         context.scheduler = self.scheduler
         self.counters = RestoreCounters()
         self.owned: list[str] = []
-        restoring = SimpleNamespace(taking=True, restorations={}, owned=self.owned)
-        planner = SimpleNamespace(query=due)
+        restoring = SimpleNamespace(taking=True, owned=self.owned)
+        planner = SimpleNamespace(query=reads_due)
         self.turns = TurnReads(
             context,
             restoring,
             planner,
             self.counters.turn_reads,  # type: ignore[arg-type]
         )
+
+    def stored(self, rid: str) -> int:
+        """Leading tokens of a request's prompt that storage has."""
+        read = self.context.requests.turn_read(rid)
+        return 0 if read is None else read.end
 
     def ask(self, req: Any) -> None:
         self.asked.append(req.rid)
@@ -97,7 +102,7 @@ def test_a_read_is_kept_back_until_those_before_it_leave_room():
     lab.turns.look(lab.scheduler)
     assert lab.asked == ["b"] and lab.turns.admissible(b.cache_request_handle) is None
     assert lab.turns.kept_back == ["c"] and lab.turns.admissible(c.cache_request_handle) is False
-    lab.turns.forget("c")
+    lab.context.requests.forget("c")
     assert lab.turns.kept_back == []
 
 
@@ -166,19 +171,6 @@ def test_what_was_read_is_to_be_held_until_it_runs():
     assert lab.turns.nodes() == []
 
 
-def test_requests_that_left_without_a_word_are_forgotten():
-    lab = Lab()
-    for rid in ("a", "b"):
-        lab.arrives(rid, 512)
-    del lab.queue[0]
-    for _ in range(_SWEEP):
-        lab.turns.look(lab.scheduler)
-    assert set(lab.turns._stored) == {"a", "b"}, "it may be between the queue and a batch"
-    for _ in range(_SWEEP):
-        lab.turns.look(lab.scheduler)
-    assert set(lab.turns._stored) == {"b"}
-
-
 def test_a_device_that_hangs_keeps_nobody_waiting_for_long():
     lab = Lab()
     for rid in ("a", "b", "c"):
@@ -203,10 +195,10 @@ def test_what_a_stopped_read_has_not_read_is_still_known_to_be_stored():
     (req,) = lab.queue
     lab.owned.append("a")
     lab.lands(req, 64, 320)
-    assert lab.turns.stored_tokens("a") == 320
+    assert lab.stored("a") == 320
     lab.owned.clear()
     lab.lands(req, 64, 320)
-    assert lab.turns.stored_tokens("a") == 64
+    assert lab.stored("a") == 64
 
 
 def test_who_is_kept_back_again_is_read_for_when_there_is_room():

@@ -7,6 +7,7 @@ from typing import Any
 
 from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.runtime.scheduler.view import Views
+from sgl_kvtier.runtime.step.tracked import Requests
 
 PAGE = 16
 
@@ -32,10 +33,16 @@ def views(*restoring: str) -> Views:
     tree = SimpleNamespace(req_to_token_pool=SimpleNamespace(available_size=lambda: 8))
     context = SimpleNamespace(
         tree=tree, page=PAGE, device=SimpleNamespace(claimable=lambda: 1024),
-        slots=SimpleNamespace(host_tokens=0), looking_ahead=False,
+        slots=SimpleNamespace(host_tokens=0), looking_ahead=False, requests=Requests(),
     )  # fmt: skip
-    begun = SimpleNamespace(mode=Mode.BOTH)
-    engine = SimpleNamespace(context=context, restorations=dict.fromkeys(restoring, begun))
+    begun: Any = SimpleNamespace(mode=Mode.BOTH)
+    for rid in restoring:
+        context.requests.of(rid).restoration = begun
+    engine = SimpleNamespace(
+        context=context,
+        restorations=dict.fromkeys(restoring, begun),
+        of=lambda rid: context.requests.of(rid).restoration,
+    )
     return Views(engine, 512, 4096)  # type: ignore[arg-type]
 
 
@@ -113,8 +120,8 @@ def test_requests_left_to_sglang_do_not_grow_into_seconds_of_compute() -> None:
 def test_requests_that_have_gone_are_forgotten() -> None:
     shown = views()
     shown.left("a", 960)
-    shown.forget("a")
-    shown.forget("never seen")
+    shown._context.requests.forget("a")
+    shown._context.requests.forget("never seen")
     assert fresh(shown, scheduler(request("a", 1000))) == 1000
 
 

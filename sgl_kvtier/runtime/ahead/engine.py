@@ -15,8 +15,7 @@ from __future__ import annotations
 import heapq
 import logging
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
@@ -26,49 +25,30 @@ from sgl_kvtier.policy.pages.owners import owner_of, session_of
 from sgl_kvtier.policy.planner import Planner
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.host_pins import MOST_PINS
-from sgl_kvtier.runtime.ahead.promotions import Path, Promotions
+from sgl_kvtier.runtime.ahead.promotions import Promotions
 from sgl_kvtier.runtime.ahead.store_votes import StoreVotes
 from sgl_kvtier.runtime.ahead.tier_check import TierCheck
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ahead.victims import Victims
 from sgl_kvtier.runtime.metrics import Sample, Source
 from sgl_kvtier.runtime.ranks.agreement import BROKEN
-from sgl_kvtier.runtime.ranks.polls import Poll
 from sgl_kvtier.runtime.sglang import requests, step
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Req, Scheduler
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
-from sgl_kvtier.runtime.step.context import Restored, Restoring, StepContext
+from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.runtime.step.page_names import SessionNames, compact, keys_of
-from sgl_kvtier.types import PageKey, Tier
+from sgl_kvtier.runtime.step.polls import Poll
+from sgl_kvtier.runtime.step.tracked import Announced, Path
+from sgl_kvtier.types import Tier
 
 logger = logging.getLogger(__name__)
 
 _LATER = 0.0
 _IDLE_PERIOD_S = 0.01
 """A server with nothing to run looks at its sessions this often."""
-_SWEEP = 256
-"""Requests that have vanished are searched for once in this many ticks."""
 _MOST_IDLE_TOKENS = 64_000_000
 """Tokens of idle sessions that are kept to find their pages again: 4 bytes each."""
-
-
-@dataclass
-class _Known:
-    """A request the planner was told of. `keys` name its pages as far as they have names."""
-
-    req: Req
-    keys: tuple[PageKey, ...]
-    session: str
-    prompt_tokens: int
-    scheduled: bool = False
-    restored: Restored | None = None
-    node: int | None = None
-    kept: int = 0
-    """Tokens of it that are in the tree."""
-    missed: bool = False
-    path: Path | None = None
-    """The place of its session's pages, until it runs."""
 
 
 class LookaheadEngine:
@@ -77,14 +57,13 @@ class LookaheadEngine:
     """
 
     def __init__(
-        self, context: StepContext, restoring: Restoring, planner: Planner, config: PolicyConfig,
+        self, context: StepContext, planner: Planner, config: PolicyConfig,
         *, orders_evictions: bool, alone: bool = True,
     ) -> None:  # fmt: skip
         """`alone`: there is no other rank to agree with."""
         tree = context.tree
         context.looking_ahead = True
         self.context = context
-        self._restoring = restoring
         self.planner = planner
         self.pages = pages = planner.pages
         self.counters = LookaheadCounters()
@@ -100,7 +79,7 @@ class LookaheadEngine:
         self.off: dict[str, int] = {}
         """Differences that the last whole comparison found."""
         self._config = config
-        self._requests: dict[str, _Known] = {}
+        self._requests = context.requests
         self._idle: dict[str, Path] = {}
         self._idle_tokens = 0
         self._next: list[Path] | None = None
@@ -119,7 +98,7 @@ class LookaheadEngine:
     def checkpointed(self, req: Req, before: int) -> None:
         """A request's tokens [before, cache_protected_len) were put into the tree."""
         after = int(req.kv.cache_protected_len)
-        known = self._requests.get(req.rid)
+        known = self._requests.announced(req.rid)
         if known is None:
             return
         page = self.context.page
@@ -134,12 +113,12 @@ class LookaheadEngine:
 
     def released(self, req: Req) -> None:
         """A request gives its row back. A retracted one comes again and is still the same."""
-        known = self._requests.get(req.rid)
+        known = self._requests.announced(req.rid)
         if known is None or not req.finished():
             return
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-        del self._requests[req.rid]
+        self._requests.drop_announced(req.rid)
         page = self.context.page
         keys = known.keys[: known.kept // page]
         aborted = isinstance(req.finished_reason, FINISH_ABORT)
@@ -159,7 +138,7 @@ class LookaheadEngine:
 
     def gone(self, rid: str) -> None:
         """A waiting request was aborted: its session is idle again, with what it had."""
-        known = self._requests.pop(rid, None)
+        known = self._requests.drop_announced(rid)
         if known is not None:
             if known.path is not None:
                 self._park(known.session, known.path)
@@ -168,7 +147,7 @@ class LookaheadEngine:
     def note_chunk(self, chunk: Chunk) -> None:
         """A prefill was launched, or has ended."""
         if chunk.seconds is None:
-            known = self._requests.get(chunk.rid)
+            known = self._requests.announced(chunk.rid)
             if known is not None and not known.scheduled:
                 known.scheduled, known.path = True, None
                 self._count_hits(known, chunk.tokens.start)
@@ -185,7 +164,7 @@ class LookaheadEngine:
         self.facts.dropped(tuple(self.pages.resident(Tier.DEVICE)), Tier.DEVICE)
         for path in (
             *self._idle.values(),
-            *(known.path for known in self._requests.values() if known.path is not None),
+            *(known.path for known in self._announced() if known.path is not None),
         ):
             path.node = None
 
@@ -232,7 +211,7 @@ class LookaheadEngine:
         state = (
             len(known),
             *tiers,
-            len(self._requests),
+            sum(1 for _ in self._announced()),
             len(self._idle),
             self._idle_tokens,
             self.facts.unused,
@@ -246,15 +225,13 @@ class LookaheadEngine:
         self._ticks += 1
         self._next = None
         for req in step.waiting(scheduler):
-            if req.rid not in self._requests:
+            if self._requests.announced(req.rid) is None:
                 self._arrive(req)
-        for rid, restoration in self._restoring.restorations.items():
-            if rid in self._requests:
-                self._requests[rid].restored = restoration
+        for record in self._requests:
+            if record.restoration is not None and record.announced is not None:
+                record.announced.restored = record.restoration
         self.promotions.look()
         self._look_at_store()
-        if self._ticks % _SWEEP == 0:
-            self._sweep(scheduler)
 
     def due(self, scheduler: Scheduler) -> bool:
         """Whether the planner has to be asked although nothing happened: its sessions return as
@@ -264,8 +241,8 @@ class LookaheadEngine:
             return True
         return self.planner.looks_ahead and self.context.now - self._planned_at >= _IDLE_PERIOD_S
 
-    def told(self) -> None:
-        """The planner has been told everything."""
+    def facts_reported(self) -> None:
+        """The planner has got all facts noted so far."""
         self.facts.told()
         self._planned_at = self.context.now
 
@@ -314,7 +291,7 @@ class LookaheadEngine:
                 next((place for place, path in enumerate(due) if path is claiming), len(due) - 1)
                 + 1
             )
-        waiting = [known.path for known in self._requests.values() if known.path is not None]
+        waiting = [known.path for known in self._announced() if known.path is not None]
         nodes = [path.node for path in (*waiting, *due[:stop]) if path.node is not None]
         return nodes, claiming is None
 
@@ -333,6 +310,10 @@ class LookaheadEngine:
 
     # --- inside -----------------------------------------------------------------------------------
 
+    def _announced(self) -> Iterator[Announced]:
+        """All requests that the planner was told of."""
+        return (record.announced for record in self._requests if record.announced is not None)
+
     def _tell(self, fact: Fact) -> None:
         self.context.facts.append(fact)
 
@@ -348,7 +329,7 @@ class LookaheadEngine:
         tokens, page = requests.tokens_of(req), self.context.page
         keys = keys_of(tokens[: max(0, len(tokens) - 1)], req, page)
         session = self.sessions.of(req, keys)
-        self._requests[req.rid] = _Known(
+        self._requests.of(req.rid).announced = Announced(
             req, keys, session, len(tokens), path=self._unpark(session)
         )
         self._tell(RequestArrived(req.rid, _LATER, len(tokens), keys, session))
@@ -372,7 +353,7 @@ class LookaheadEngine:
         belong to.
         """
         if move.rid is not None:
-            known = self._requests.get(move.rid)
+            known = self._requests.announced(move.rid)
             if known is None or known.scheduled:
                 return None
             req = known.req
@@ -415,18 +396,7 @@ class LookaheadEngine:
         if self._votes is not None:
             self._votes.forget()
 
-    def _sweep(self, scheduler: Scheduler) -> None:
-        """Requests that left without a word."""
-        there = step.all_requests(scheduler)
-        for rid, known in list(self._requests.items()):
-            if rid in there:
-                known.missed = False
-            elif known.missed:
-                self.gone(rid)
-            else:
-                known.missed = True
-
-    def _count_hits(self, known: _Known, prefix: int) -> None:
+    def _count_hits(self, known: Announced, prefix: int) -> None:
         """Counts the tiers of a prompt's tokens when it first runs. Pages that a restoration has
         landed by then are on the device.
         """

@@ -23,15 +23,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvtier.policy.ahead.charge import FIRST_HOP
+from sgl_kvtier.policy.ahead.budget import FIRST_HOP
 from sgl_kvtier.policy.messages import Fact, Move, TransferDone
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
-from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.host_tier import Pin
 from sgl_kvtier.runtime.sglang.tree_nodes import Found, TreeNodes
 from sgl_kvtier.runtime.step.context import StepContext
+from sgl_kvtier.runtime.step.polls import LANDED, LOST, Poll
+from sgl_kvtier.runtime.step.tracked import Path
 from sgl_kvtier.store.base import ReadOutcome, Urgency
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -47,30 +48,6 @@ prefetched pages that were not used yet.
 """
 _AGAIN_S = 0.1
 """Seconds until a move that failed is tried again."""
-
-
-@dataclass
-class Path:
-    """The place of a request's or a session's pages in the tree. `tokens` and `keys` name all of
-    them; `node` is the last node of the path that was there when it was noted, and may be gone
-    since.
-    """
-
-    tokens: Any
-    keys: tuple[PageKey, ...]
-    extra_key: str | None
-    cache_salt: str | None
-    node: int | None = None
-
-    def radix_key(self, start: int, stop: int) -> Any:
-        """Tokens [start, stop) as a key of the tree."""
-        from array import array
-
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        return RadixKey(
-            array("q", self.tokens[start:stop]), self.extra_key, cache_salt=self.cache_salt
-        )
 
 
 @dataclass

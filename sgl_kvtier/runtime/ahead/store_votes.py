@@ -16,11 +16,11 @@ from typing import Any
 
 from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
-from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
 from sgl_kvtier.runtime.sglang import storage_ops
 from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.page_names import from_hex
+from sgl_kvtier.runtime.step.polls import LANDED, LOST, Poll
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Lookup, PageKey, Tier
 
@@ -153,5 +153,4 @@ class StoreVotes:
         return self._seen[0] != before[0] or self._seen[1] < before[1]
 
     def _store(self) -> Any:
-        store = getattr(backend_of(self._tree.cache_controller), "_store", None)
-        return getattr(store, "local", store)
+        return getattr(backend_of(self._tree.cache_controller), "local_store", None)

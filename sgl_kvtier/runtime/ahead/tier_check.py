@@ -39,8 +39,7 @@ class TierCheck:
         self._said = False
 
     def _store(self) -> Any:
-        store = getattr(backend_of(self._tree.cache_controller), "_store", None)
-        return getattr(store, "local", store)
+        return getattr(backend_of(self._tree.cache_controller), "local_store", None)
 
     def roll(self, now: float) -> int:
         """Pages the store dropped since are taken off the map, some at a time; returns how many."""

@@ -4,7 +4,7 @@ again when they were lost.
 SGLang asks storage for a request once, when it arrives, and reads its prefix into host memory. The
 pages are not protected there until the request runs. A request that arrives while SGLang's read
 budget is used up may never be read. So a request whose pages have no room yet is kept back until
-they have (`policy/ahead/turns.py` gives the order). One that finds less at its turn than
+they have (`policy/ahead/budget.py` gives the order). One that finds less at its turn than
 storage had is read again. Scheduler's thread; all of it follows from facts that ranks have in
 common, so they do the same. Not with pipeline stages: there SGLang decides on the first.
 """
@@ -12,13 +12,13 @@ common, so they do the same. Not with pipeline stages: there SGLang decides on t
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.policy.messages import Consulted, Queued, ReadsDue
 from sgl_kvtier.runtime.sglang import requests, step, storage_ops, tree_ranks
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req, Scheduler
 from sgl_kvtier.runtime.step.context import Restoring, StepContext
+from sgl_kvtier.runtime.step.tracked import TurnRead
 
 _MOST_READS = 3
 """A request that has lost its pages is read for so often, then it is computed: something pushes
@@ -28,25 +28,8 @@ _MOST_IDLE_S = 2.0
 """Longest time, in seconds, in which nothing runs while requests are kept back. Then the first of
 them runs with the pages it has: a device may hang.
 """
-_SWEEP = 256
-"""Requests that have vanished are searched for once in this many ticks."""
 _MOST_IDLE_PASSES = 10_000
 """`_MOST_IDLE_S` in passes of the scheduler, where ranks have no common clock."""
-
-
-@dataclass
-class _Stored:
-    """The part of a request's prompt that storage has, or may have: tokens [0, end), including
-    those the tree had before.
-    """
-
-    end: int
-    kept_back: bool = False
-    node: Any = None
-    """The last node of the tree with pages that were read for it."""
-    reads: int = 0
-    missed: bool = False
-    """It was not in the queue when it was last looked for."""
 
 
 class TurnReads:
@@ -61,10 +44,9 @@ class TurnReads:
         self._planner = planner
         self._counts = counts
         self._tree = context.tree
-        self._stored: dict[str, _Stored] = {}
+        self._requests = context.requests
         self._idle_since = 0.0
         self._idle_passes = 0
-        self._ticks = 0
 
     @property
     def active(self) -> bool:
@@ -81,7 +63,11 @@ class TurnReads:
     @property
     def kept_back(self) -> list[str]:
         """Requests whose read was not begun. SGLang need not ask for them by itself."""
-        return [rid for rid, stored in self._stored.items() if stored.kept_back]
+        return [
+            record.rid
+            for record in self._requests
+            if record.turn_read is not None and record.turn_read.deferred
+        ]
 
     def declines(self, handle: Handle, tokens: int, start: int) -> bool:
         """Called before SGLang asks storage for `tokens` of a request from `start` on. True: not
@@ -110,17 +96,15 @@ class TurnReads:
 
     def keep_back(self, rid: str) -> None:
         """The rest of this waiting request's stored pages is read when there is room."""
-        if self.active and rid in self._stored:
+        if self.active and self._requests.turn_read(rid) is not None:
             self._keep_back(rid)
 
     def landed(self, operation: Operation) -> None:
         """SGLang's read of a prefix has ended. Pages that could not be read, or not in time, are
         not read again, unless the read was stopped for a restoration.
         """
-        stored, req = (
-            self._stored.get(operation.handle.rid),
-            self._context.waiting(operation.handle),
-        )
+        stored = self._requests.turn_read(operation.handle.rid)
+        req = self._context.waiting(operation.handle)
         if stored is None or req is None:
             return
         short = operation.completed_tokens < operation.storage_hit_count
@@ -133,47 +117,36 @@ class TurnReads:
         """Ends of the paths that were read for waiting requests, in the order of the queue: they
         should stay till then.
         """
-        if not self._stored:
-            return []
-        found = (self._stored.get(req.rid) for req in step.waiting(self._context.scheduler))
+        waiting = step.waiting(self._context.scheduler)
+        found = (self._requests.turn_read(req.rid) for req in waiting)
         return [stored.node for stored in found if stored is not None and stored.node is not None]
-
-    def stored_tokens(self, rid: str) -> int:
-        """Leading tokens of a waiting request's prompt that storage or the tree has."""
-        stored = self._stored.get(rid)
-        return 0 if stored is None else stored.end
-
-    def forget(self, rid: str) -> None:
-        """A request is gone: finished, aborted or retracted."""
-        self._stored.pop(rid, None)
 
     def look(self, scheduler: Scheduler) -> None:
         """Has what was kept back and fits now read. Once per tick."""
-        self._ticks += 1
-        if self._stored and self._ticks % _SWEEP == 0:
-            self._sweep(scheduler)
         if not self.kept_back:
             return
         if storage_ops.limited(self._tree):
             return
         ready = dict.fromkeys(self._due())
         for req in [req for req in step.waiting(scheduler) if req.rid in ready]:
-            if self._stored[req.rid].kept_back and not storage_ops.limited(self._tree):
+            stored = self._requests.turn_read(req.rid)
+            deferred = stored is not None and stored.deferred
+            if deferred and not storage_ops.limited(self._tree):
                 self._ask(scheduler, req)
 
     def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass: not while it is kept back. None
         when that is SGLang's to say.
         """
-        stored = self._stored.get(handle.rid)
-        return False if stored is not None and stored.kept_back and self.active else None
+        stored = self._requests.turn_read(handle.rid)
+        return False if stored is not None and stored.deferred and self.active else None
 
     def at_turn(self, scheduler: Scheduler, req: Req) -> bool:
         """Called right before a request may be admitted, and after a fresh match. Returns whether
         it has to wait, because pages that were read for it, or found in storage, are gone.
         """
-        stored = self._stored.get(req.rid)
-        if stored is None or req.rid in self._restoring.restorations or not self.active:
+        stored, restored = self._requests.turn_read(req.rid), self._requests.restoration(req.rid)
+        if stored is None or restored is not None or not self.active:
             return False
         if not storage_ops.worth_asking(self._tree, stored.end - requests.found(req).tokens):
             return False
@@ -183,13 +156,13 @@ class TurnReads:
         self._counts["read again"] += 1
         stored.reads += 1
         if storage_ops.limited(self._tree) or req.rid not in self._due(req.rid):
-            stored.kept_back = True
+            stored.deferred = True
             return True
         return self._ask(scheduler, req)
 
     def passed(self, ran: bool) -> None:
         """The scheduler has looked for a batch, and has one or not."""
-        kept = [] if ran or not self._stored else self.kept_back
+        kept = [] if ran else self.kept_back
         if not kept:
             self._idle_passes = 0
             return
@@ -198,39 +171,33 @@ class TurnReads:
         self._idle_passes += 1
         if now - self._idle_since >= _MOST_IDLE_S or self._idle_passes >= _MOST_IDLE_PASSES:
             self._idle_passes = 0
-            self._let_go(self._stored[kept[0]])
+            self._let_go(self._turn_read(kept[0]))
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _sweep(self, scheduler: Scheduler) -> None:
-        """Forgets requests that have left the queue without a word; one that waits again is asked
-        for again.
-        """
-        there = {req.rid for req in step.waiting(scheduler)}
-        for rid, stored in list(self._stored.items()):
-            if rid in there:
-                stored.missed = False
-            elif stored.missed:
-                del self._stored[rid]
-            else:
-                stored.missed = True
-
-    def _let_go(self, stored: _Stored) -> None:
+    def _let_go(self, stored: TurnRead) -> None:
         """It runs with what it has."""
         self._counts["given up"] += 1
-        stored.end, stored.kept_back = 0, False
+        stored.end, stored.deferred = 0, False
+
+    def _turn_read(self, rid: str) -> TurnRead:
+        """What storage has of its prompt: nothing, where nothing was noted."""
+        record = self._requests.of(rid)
+        if record.turn_read is None:
+            record.turn_read = TurnRead(0)
+        return record.turn_read
 
     def _note(self, rid: str, end: int) -> None:
-        self._stored.setdefault(rid, _Stored(0)).end = end
+        self._turn_read(rid).end = end
 
     def _keep_back(self, rid: str) -> None:
-        self._stored[rid].kept_back = True
+        self._turn_read(rid).deferred = True
         self._counts["kept back"] += 1
 
     def _ask(self, scheduler: Scheduler, req: Req) -> bool:
         """Has SGLang look in storage again; whether it does."""
-        stored = self._stored[req.rid]
-        stored.kept_back, stored.end = False, 0  # the answer says how much there is
+        stored = self._turn_read(req.rid)
+        stored.deferred, stored.end = False, 0  # the answer says how much there is
         return storage_ops.ask(scheduler, self._tree, req)
 
     def _due(self, asking: str = "") -> tuple[str, ...]:
@@ -250,12 +217,12 @@ class TurnReads:
         """Waiting requests in the order they run, up to the first that exceeds `room` pages."""
         context, found = self._context, list[Queued]()
         for req in step.waiting(context.scheduler):
-            if req.rid in self._restoring.restorations:
+            if self._requests.restoration(req.rid) is not None:
                 continue  # it has pages of its own
-            stored = self._stored.get(req.rid)
+            stored = self._requests.turn_read(req.rid)
             there = requests.found(req)
             end = max(there.tokens, stored.end) if stored is not None else there.tokens
-            unread = req.rid == asking or (stored is not None and stored.kept_back)
+            unread = req.rid == asking or (stored is not None and stored.deferred)
             found.append(Queued(req.rid, max(0, end - there.device) // context.page, unread))
             room -= found[-1].pages
             if room < 0 and len(found) > 1:

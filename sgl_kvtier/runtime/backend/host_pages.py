@@ -9,16 +9,40 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.device_pool_info import KVBufferLayout
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvtier.runtime.backend.page_shape import PageShape, RankShare
 
-CONTIGUOUS = ("page_first", "page_first_direct", "page_head")
+PAGE_AXES = {
+    "page_first": ("token", "layer", "head"),
+    "page_first_direct": ("layer", "token", "head"),
+    "page_head": ("head", "token", "layer"),
+}
+"""How K, or V, of a page lies in host memory: its axes from the outermost to the innermost; behind
+them are the numbers of one head. Source: `init_kv_buffer` in sglang/srt/mem_cache/pool_host of
+SGLang 0.5.23.
+"""
+CONTIGUOUS = tuple(PAGE_AXES)
 """Host layouts in which a page can be read in place, as it lies in the store."""
+_USUAL = KVBufferLayout.NHD
 
 
 def is_page_contiguous(pool: Any) -> bool:
     """Whether a page of this host pool lies in few pieces (K and V) that can be read in place."""
     return pool.layout in CONTIGUOUS and isinstance(getattr(pool, "kv_buffer", None), torch.Tensor)
+
+
+def is_replicated(pool: Any) -> bool:
+    """Whether every TP rank of a model with latents (MLA) has the same pages of this host pool.
+
+    That is so for latents and for the index keys beside them, which SGLang computes in full on
+    every rank. States of linear layers, and keys and values of heads, are shares of a rank also
+    where they lie beside latents: the states of Kimi-Linear, an EAGLE3 draft of DeepSeek. A host
+    pool that is not known here counts as a share, which costs room and never an answer.
+    """
+    return isinstance(pool, (MLATokenToKVPoolHost, DSAIndexerPoolHost))
 
 
 def shape_of(pool: Any) -> PageShape:
@@ -32,7 +56,22 @@ def shape_of(pool: Any) -> PageShape:
         v_head_dim=_plain(pool, "v_head_dim"),
         kv_cache_dim=_plain(pool, "kv_cache_dim"),
         format=str(getattr(pool, "storage_format_tag", None)),
+        state_dtype=_text(getattr(pool, "temporal_dtype", None)),
+        device_layout=_device_layout(pool),
     )
+
+
+def _device_layout(pool: Any) -> str | None:
+    """How the device pools behind a host pool lay out a page, where it is not token by token."""
+    found = [getattr(info, "buffers", None) for info in getattr(pool, "_buffer_infos", ())]
+    layouts = {
+        str(getattr(buffers, "layout", _USUAL).value) for buffers in found if buffers is not None
+    }
+    return "+".join(sorted(layouts - {_USUAL.value})) or None
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
 
 
 def share_of(storage_config: Any) -> RankShare:
@@ -73,6 +112,15 @@ def parts_of(pool: Any, pages: int, host_indices: torch.Tensor) -> list[list[mem
     pieces = [whole[a - base : a - base + n] for a, n in zip(addresses, sizes, strict=True)]
     per_page = len(pieces) // pages if pages else 0
     return [pieces[i * per_page : (i + 1) * per_page] for i in range(pages)]
+
+
+def device_buffers(device: Any) -> list[Any]:
+    """A device pool's tensors [slot, head, number] by layer: those of K and those of V, or those of
+    the latents.
+    """
+    if getattr(device, "k_buffer", None) is not None:
+        return [device.k_buffer, device.v_buffer]
+    return [device.kv_buffer]
 
 
 def nbytes_of(parts: Sequence[Sequence[memoryview]], moved: Sequence[bool]) -> int:

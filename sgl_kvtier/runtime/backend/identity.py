@@ -15,14 +15,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.outside import is_whole, parse_json
+from sglang.srt.environ import envs
+
+from sgl_kvtier.runtime.backend.file_digests import FileDigests, is_hexadecimal
+from sgl_kvtier.runtime.backend.fingerprint_fields import (
+    ARGUMENTS,
+    PATH_VARIABLES,
+    PATHS,
+    VARIABLES,
+)
 from sgl_kvtier.runtime.backend.page_shape import PageShape, RankShare
 from sgl_kvtier.runtime.sglang.seams import SGLANG_VERSION
 from sgl_kvtier.store.disk.identity import Identity
 
-_HASHED_NAME = 64
-_SAMPLE_BYTES = 1024
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npy")
+_NOT_FOR_INFERENCE = (
+    "training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
+)  # fmt: skip
+"""What SGLang does not load from a folder of weights either."""
+_OF_TOKENS = (
+    "tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template",
+    "generation_config",
+)  # fmt: skip
+_FROM_ELSEWHERE = ("remote", "remote_instance")
+"""Ways to load weights of which the model's folder does not tell."""
 _runtime_weights: str | None = None
 
 
@@ -34,29 +50,38 @@ def weights_changed() -> None:
     _runtime_weights = uuid.uuid4().hex
 
 
-def identity_of(server_args: Any, ranks: RankShare, pools: Mapping[str, PageShape]) -> Identity:
+def identity_of(
+    server_args: Any, ranks: RankShare, pools: Mapping[str, PageShape], kept: str | None = None
+) -> Identity:
     """The identity of a server's pages, the same on all of its ranks.
 
-    `server_args` is the resolved view; `pools` are the shapes of pages by the name of their pool.
+    `server_args` is the resolved view; `pools` are the shapes of pages by the name of their pool;
+    `kept` is the folder that keeps the digests of files that were read.
     Which layers and heads a rank holds follows from the sizes here and the rank's folder
     (`RankShare.folder`).
     """
+    files = FileDigests(kept)
+    dummy = server_args.load_format == "dummy"
+    code = bool(getattr(server_args, "trust_remote_code", False))
     fields: dict[str, Any] = {
         "engine": f"sglang-{SGLANG_VERSION}",
-        "model": _model_fields(server_args),
+        "model": _arguments(server_args),
         "weights": _runtime_weights
-        or weights_digest(
-            model_folder(
-                server_args.model_path,
-                server_args.revision,
-                getattr(server_args, "download_dir", None),
-            )
-        ),
+        or weights_digest(_model_of(server_args), files, weights=not dummy, code=code),
         "ranks": ranks.sizes(),
         "pp_layer_partition": os.environ.get("SGLANG_PP_LAYER_PARTITION"),
         "pools": {name: shape.fields() for name, shape in sorted(pools.items())},
     }
-    adapters = adapter_digests(server_args)
+    variables = _variables()
+    if variables:
+        fields["variables"] = variables
+    others = {
+        name: weights_digest(path, files, code=code)
+        for name, path in _read_here(server_args).items()
+    }
+    if others:
+        fields["files"] = others
+    adapters = adapter_digests(server_args, files)
     if adapters:
         fields["adapters"] = adapters
     return Identity(json.loads(json.dumps(fields)), name=Path(str(server_args.model_path)).name)
@@ -68,23 +93,30 @@ def not_shareable(server_args: Any) -> str | None:
     """
     if _runtime_weights is not None:
         return "weights were changed at run time, so no other server has these"
-    download_dir = getattr(server_args, "download_dir", None)
-    weights = model_folder(server_args.model_path, server_args.revision, download_dir)
-    if server_args.load_format != "dummy" and not _has_weights(weights):
+    if server_args.load_format in _FROM_ELSEWHERE:
+        return f"weights come from elsewhere (--load-format {server_args.load_format})"
+    if server_args.load_format != "dummy" and not _has_weights(_model_of(server_args)):
         return (
             f"the weights of {server_args.model_path} cannot be read here, only their path is known"
         )
+    download_dir = getattr(server_args, "download_dir", None)
     for adapter in getattr(server_args, "lora_paths", None) or ():
         path = _adapter_path(adapter)
         if not _has_weights(model_folder(path, None, download_dir, "adapter_config.json")):
             return (
                 f"the weights of the adapter {path} cannot be read here, only their path is known"
             )
-    for name in ("speculative_draft_model_path", "quantization_param_path"):
-        other = getattr(server_args, name, None)
-        if other and other != server_args.model_path:
-            return f"of --{name.replace('_', '-')} {other} the identity has only the path"
+    for name, other in _read_here(server_args).items():
+        if not _has_weights(other):
+            flag = name if name in PATH_VARIABLES else f"--{name.replace('_', '-')}"
+            return f"{flag} {other} cannot be read here, only its path is known"
     return None
+
+
+def _model_of(server_args: Any) -> Path:
+    return model_folder(
+        server_args.model_path, server_args.revision, getattr(server_args, "download_dir", None)
+    )
 
 
 def _has_weights(path: Path) -> bool:
@@ -94,7 +126,7 @@ def _has_weights(path: Path) -> bool:
     )
 
 
-def adapter_digests(server_args: Any) -> dict[str, str]:
+def adapter_digests(server_args: Any, files: FileDigests | None = None) -> dict[str, str]:
     """Digests of the LoRA adapters a server is started with, by name and path. Those that are
     loaded later get an id of their own from SGLang each time, so that their pages are never found
     again.
@@ -107,7 +139,7 @@ def adapter_digests(server_args: Any) -> dict[str, str]:
             download_dir=getattr(server_args, "download_dir", None),
             config="adapter_config.json",
         )
-        digests[f"{name} {path}"] = weights_digest(folder)
+        digests[f"{name} {path}"] = weights_digest(folder, files)
     return digests
 
 
@@ -140,89 +172,84 @@ def model_folder(
     return Path(found).parent if isinstance(found, str) else folder
 
 
-def weights_digest(model_path: Path) -> str:
-    """A digest of a model folder's configuration and weights that reads little of them.
+def weights_digest(
+    model_path: Path, files: FileDigests | None = None, *, weights: bool = True, code: bool = False
+) -> str:
+    """A digest of a model folder's configuration and weights: every byte of them, by way of `files`
+    so that they are read once.
 
-    Of each weight file: its name, size and header, and a kilobyte at both ends of every tensor. So
-    a changed tensor, a merged adapter or another training step is seen. A file whose real name is
-    its own SHA-256 (a hub cache) is identified by its name. Where there is no folder to read (a
-    remote model), the path is all there is.
+    Of the files in the folder the tokenizer's, the chat template's and the defaults of sampling do
+    not count: they change which tokens a prompt has or which are chosen, and pages are found by
+    tokens. Those of an image processor do: a picture can be known by the bytes that a client sent.
+    Without `weights` (random ones) only the configuration counts; with `code` the model's own
+    modules do too. A file whose real name is its own SHA-256 (a hub cache) is taken at its name.
+    Where there is no file to read (a remote model), the path is all there is.
     """
-    digest = hashlib.sha256()
     if model_path.is_file():
-        _add_weight_file(digest, model_path)
-        return digest.hexdigest()
-    if not model_path.is_dir():
-        digest.update(f"path {model_path}".encode())
-        return digest.hexdigest()
-    for path in sorted(model_path.iterdir()):
-        if path.name in (
-            "config.json",
-            "quantize_config.json",
-            "hf_quant_config.json",
-            "adapter_config.json",
-        ):
-            digest.update(path.read_bytes())
-        elif path.suffix in _WEIGHT_SUFFIXES:
-            _add_weight_file(digest, path)
+        paths = [model_path]
+    elif model_path.is_dir():
+        paths = [path for path in sorted(model_path.iterdir()) if _counts(path, weights, code)]
+    else:
+        return hashlib.sha256(f"path {model_path}".encode()).hexdigest()
+    named = {path: path.resolve().name for path in paths}
+    known = {path: name for path, name in named.items() if is_hexadecimal(name)}
+    known |= (files or FileDigests()).of([path for path in paths if path not in known])
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.name} {known[path]}\n".encode())
     return digest.hexdigest()
 
 
-def _add_weight_file(digest: Any, path: Path) -> None:
-    real = path.resolve()
-    size = real.stat().st_size
-    digest.update(f"{path.name} {size}".encode())
-    if len(real.name) == _HASHED_NAME and all(c in "0123456789abcdef" for c in real.name):
-        digest.update(real.name.encode())
-        return
-    with real.open("rb") as file:
-        offsets = (
-            _sample_offsets(file, size)
-            if path.suffix == ".safetensors"
-            else range(0, size, max(1, size // 1024))
-        )
-        for offset in offsets:
-            file.seek(max(0, offset))
-            digest.update(file.read(_SAMPLE_BYTES))
+def _counts(path: Path, weights: bool, code: bool) -> bool:
+    if not path.is_file() or path.name in _NOT_FOR_INFERENCE:
+        return False
+    if path.suffix in _WEIGHT_SUFFIXES:
+        return weights
+    if path.suffix == ".py":
+        return code
+    return path.suffix == ".json" and not path.name.startswith(_OF_TOKENS)
 
 
-def _sample_offsets(file: Any, size: int) -> list[int]:
-    """Both ends of every tensor of a safetensors file, whose 8-byte little-endian length and JSON
-    header are hashed whole.
-    """
-    header_bytes = int.from_bytes(file.read(8), "little")
-    if header_bytes > min(size, 100 << 20):
-        return list(range(0, size, max(1, size // 1024)))
-    start = 8 + header_bytes
-    offsets = list(range(0, start, _SAMPLE_BYTES))
-    try:
-        ends = [
-            entry["data_offsets"]
-            for entry in parse_json(file.read(header_bytes)).values()
-            if "data_offsets" in entry
-        ]
-        for first, last in ends:
-            if not (is_whole(first, 0, size) and is_whole(last, 0, size)):
-                raise ValueError("a tensor outside of its file")
-            offsets += [start + first, start + last - _SAMPLE_BYTES]
-    except (ValueError, TypeError, AttributeError):  # a damaged file, of which SGLang will say so
-        return list(range(0, size, max(1, size // 1024)))
-    return offsets
-
-
-def _model_fields(args: Any) -> dict[str, Any]:
-    names = (
-        "revision",
-        "dtype",
-        "quantization",
-        "kv_cache_dtype",
-        "json_model_override_args",
-        "load_format",
-        "speculative_algorithm",
-        "speculative_draft_model_path",
-        "quantization_param_path",
-    )
-    fields = {name: str(getattr(args, name, None)) for name in names}
-    if fields["load_format"] == "dummy":
+def _arguments(args: Any) -> dict[str, str]:
+    values = {name: getattr(args, name, None) for name in ARGUMENTS}
+    fields = {name: _text(value) for name, value in values.items() if value is not None}
+    if args.load_format == "dummy":
         fields["seed"] = str(args.random_seed)
     return fields
+
+
+def _text(value: Any) -> str:
+    """The same text in every process: a set has another order in each."""
+    return str(sorted(value) if isinstance(value, (set, frozenset)) else value)
+
+
+def _variables() -> dict[str, str]:
+    """What the environment sets otherwise than SGLang does by itself."""
+    found = {}
+    for name in VARIABLES:
+        known = vars(type(envs)).get(name)
+        if known is None:
+            value, default = os.environ.get(name), None
+        else:  # also under a name that it had before
+            value = known.get()
+            default = known.default() if callable(known.default) else known.default
+        if value != default:
+            found[name] = str(value)
+    return found
+
+
+def _read_here(server_args: Any) -> dict[str, Path]:
+    """Files and folders besides the model that change its pages, by what names them."""
+    found = {}
+    for name in PATHS:
+        path = getattr(server_args, name, None)
+        if not path or path == server_args.model_path:
+            continue
+        revision = None
+        if name == "speculative_draft_model_path":
+            revision = getattr(server_args, "speculative_draft_model_revision", None)
+        found[name] = model_folder(str(path), revision, getattr(server_args, "download_dir", None))
+    for name in PATH_VARIABLES:
+        if os.environ.get(name):
+            found[name] = Path(os.environ[name])
+    return found

@@ -32,6 +32,12 @@ class PageShape:
     """Numbers of a token's latent in a layer, where keys and values are one."""
     format: str = "None"
     """SGLang's tag of a packed format; the text None for plain numbers."""
+    state_dtype: str | None = None
+    """Of a linear layer's recurrent state, where `dtype` is that of its convolution's."""
+    device_layout: str | None = None
+    """The order of a page on the device, which its copy on the host keeps, where it is not SGLang's
+    usual one of token, head, number.
+    """
 
     def fields(self) -> dict[str, int | str]:
         """The identity's entries for this pool: names without a value are left out."""

@@ -31,6 +31,7 @@ from sgl_kvtier.runtime.backend import identity, remote, side_pools
 from sgl_kvtier.runtime.backend.host_pages import (
     bytes_of,
     is_page_contiguous,
+    is_replicated,
     nbytes_of,
     parts_of,
     says_where_pages_lie,
@@ -40,7 +41,7 @@ from sgl_kvtier.runtime.backend.host_pages import (
 from sgl_kvtier.runtime.backend.prefix_read import PrefixRead, read_or_given_up
 from sgl_kvtier.runtime.backend.side_pools import leading
 from sgl_kvtier.runtime.metrics import PUBLISHER, Source, remote_samples, store_samples
-from sgl_kvtier.runtime.sglang import hooks, seams
+from sgl_kvtier.runtime.sglang import hooks, page_hash, seams
 from sgl_kvtier.runtime.step.page_names import page_key
 from sgl_kvtier.store.base import (
     KV,
@@ -77,8 +78,7 @@ class KVTierStorage(HiCacheStorage):
             seams.require("restore")
             if "module_path" not in extra:
                 seams.require_hooks(hooks.targets("restore"))
-        if settings.looks_ahead(self.config.policy):
-            seams.require("lookahead")
+        page_hash.load()  # where the tier is attached at run time nothing has compiled it yet
         self.storage_config = storage_config
         self.registered_pools: dict[str, Any] = {}
         self._seen: dict[Tier, deque[PageKey]] = {}
@@ -97,10 +97,13 @@ class KVTierStorage(HiCacheStorage):
         self._reading: dict[int, ReadJob | PrefixRead] = {}
         self._prefix = threading.local()
         self._cut_short = False
-        self._replicated = bool(storage_config.is_mla_model)
-        self._writes = not self._replicated or storage_config.tp_rank == 0
-        # SGLang would not call the ranks that do not write replicated MLA pages. All of them are to
-        # know which pages there are.
+        self._latents = bool(storage_config.is_mla_model)
+        self._replicated: set[str] = set()
+        """Pools whose pages are the same on all TP ranks: the first rank writes them, all ranks
+        read them.
+        """
+        # SGLang would not call the ranks that do not write replicated MLA pages. Every rank is to
+        # write the pools of which it has a share of its own, and to know which pages there are.
         storage_config.is_mla_model = False
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -119,17 +122,33 @@ class KVTierStorage(HiCacheStorage):
                 "--hicache-storage-backend away"
             )
         super().register_mem_pool_host(mem_pool_host)
-        self.registered_pools[KV] = mem_pool_host
+        self._register(KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """A side pool. One registered after the store was opened gets a tag for its shape."""
         name = str(host_pool_name)
         if name == KV:
             return
-        self.registered_pools[name] = host_pool
+        self._register(name, host_pool)
         if self._store is not None:
             shape = repr(sorted(shape_of(host_pool).fields().items()))
             self._pool_tags[name] = f"{name}-{hashlib.sha256(shape.encode()).hexdigest()[:8]}"
+
+    def _register(self, name: str, host_pool: Any) -> None:
+        self.registered_pools[name] = host_pool
+        if self._latents and is_replicated(host_pool):
+            self._replicated.add(name)
+        else:
+            self._replicated.discard(name)
+
+    def _is_replicated(self, pool: str) -> bool:
+        """Whether the TP ranks have one page of this pool together. They have a common folder where
+        the KV pages are replicated.
+        """
+        return {KV, pool} <= self._replicated
+
+    def _writes(self, pool: str) -> bool:
+        return self.storage_config.tp_rank == 0 or not self._is_replicated(pool)
 
     def on_host_pools_registered(self) -> None:
         """Opens the store under the identity that all pools make. Raises StoreError."""
@@ -139,8 +158,10 @@ class KVTierStorage(HiCacheStorage):
         c, parallel = self.storage_config, get_parallel()
         share = share_of(c)
         pools = {name: shape_of(pool) for name, pool in self.registered_pools.items()}
-        who = identity.identity_of(resolving_view(get_server_args()), share, pools)
-        replicated = self._replicated
+        who = identity.identity_of(
+            resolving_view(get_server_args()), share, pools, kept=self.config.store.path
+        )
+        replicated = self._is_replicated(KV)
         rank = share.folder(replicated=replicated)
         try:
             store = open_store(
@@ -149,7 +170,7 @@ class KVTierStorage(HiCacheStorage):
                 rank,
                 share.holders(replicated=replicated),
                 alike=share.alike(replicated=replicated),
-                writes=self._writes,
+                writes=any(self._writes(name) for name in self.registered_pools),
             )
             self._store = remote.beside(
                 _in_front(store, self.config, c.tp_rank),
@@ -202,6 +223,12 @@ class KVTierStorage(HiCacheStorage):
         """How many pages from the first on are there without a gap. No disk access."""
         del extra_info
         return leading(self._has(keys, KV))
+
+    @property
+    def local_store(self) -> PageStore | None:
+        """The pages on this host's disk; None before they are opened, and after `close`."""
+        store = self._store
+        return store.local if isinstance(store, TieredStore) else store
 
     @property
     def shares(self) -> bool:
@@ -406,9 +433,7 @@ class KVTierStorage(HiCacheStorage):
 
     def throttle(self, read_gbps: float) -> None:
         """Sets the imitated device's bandwidth; 0 = the disk's. ValueError when there is none."""
-        store = self._store
-        local = store.local if isinstance(store, TieredStore) else store
-        change = getattr(local, "set_read_gbps", None)
+        change = getattr(self.local_store, "set_read_gbps", None)
         if change is None:
             raise ValueError("the store was not started with lab.throttle: it has no bandwidth")
         change(read_gbps)
@@ -504,7 +529,7 @@ class KVTierStorage(HiCacheStorage):
         store = self._store
         if store is None:
             return [False] * len(keys)
-        if not self._writes:
+        if not self._writes(pool):
             # The first rank writes them, and this one finds them a moment later.
             self._note_seen([page_key(k) for k in keys], pool)
             return [True] * len(keys)
@@ -531,7 +556,14 @@ class KVTierStorage(HiCacheStorage):
             batches.append((pages, nbytes / max(seconds, 1e-9) / 1e9))
 
     def _tag(self, pool: str) -> str:
-        return self._pool_tags.get(pool, pool)
+        """The name of a pool in the store. In a folder of all TP ranks it tells the rank where each
+        of them has a share of the pool.
+        """
+        tag = self._pool_tags.get(pool, pool)
+        c = self.storage_config
+        if c.tp_size == 1 or not self._is_replicated(KV) or self._is_replicated(pool):
+            return tag
+        return f"{tag}-tp{c.tp_rank}"
 
 
 def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore:

@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 from sgl_kvtier.runtime.cpu import attention, copies
+from sgl_kvtier.runtime.cpu.platform import RESERVE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +26,6 @@ UNPINNED = (
     _POOLS + "mamba.MambaPoolHost.__init__",
 )
 """Pools after whose building nothing is pinned any more. The last two do not call the base class's.
-"""
-RESERVE_BYTES = 1 << 30
-"""Memory that host pools leave free. SGLang leaves 10 GiB, as on a GPU host: on a machine of
-16 GiB nothing would start beside another server.
 """
 _installed = False
 

@@ -19,6 +19,11 @@ NAME = "kvtier_cpu"
 ATTENTION = "kvtier_cpu"
 """Name of the attention backend registered by `attention.register`."""
 
+RESERVE_BYTES = 1 << 30
+"""Memory that host pools leave free. SGLang leaves 10 GiB, as on a GPU host: on a machine of
+16 GiB nothing would start beside another server.
+"""
+
 STAND_IN = "KVTIER_CPU_DEVICE"
 """A variable that names a function, `module:name`, called in each worker before its pools are made:
 it puts a device with streams in the place of the CPU. The laboratory's; a user's server has none.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,9 @@ _TOKENS = 4096
 
 class CardMemory:
     """Of one device. What is asynchronous runs on the calling thread's current stream."""
+
+    shares_bus = True
+    """Whether SGLang's own small copies wait behind what is queued on the bus."""
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
@@ -60,6 +64,10 @@ class CardMemory:
         """One piece of pinned memory to one piece of device memory, asynchronously."""
         target.copy_(source, non_blocking=True)
 
+    def copy_back(self, pinned: torch.Tensor, source: torch.Tensor) -> None:
+        """One piece of device memory to one piece of pinned memory, asynchronously."""
+        pinned.copy_(source, non_blocking=True)
+
     def driver_copy(self) -> int | None:
         """The address of the driver's asynchronous copy, for `send_pages`. None, and a line in the
         log, where torch has to make each copy.
@@ -72,6 +80,25 @@ class CardMemory:
             logger.warning("kvtier: torch makes each copy of a load, in some µs: %s", error)
             return None
         return address
+
+    def driver_events(self) -> tuple[int, int] | None:
+        """The addresses of the driver's functions that record an event and that wait for one, for
+        `send_pages`. None where C cannot call them.
+        """
+        try:
+            return _address("EventRecord"), _address("EventSynchronize")
+        except AttributeError as error:
+            logger.warning("kvtier: what is queued on the bus is not bounded: %s", error)
+            return None
+
+    def clear_error(self) -> None:
+        """Forgets the error of a copy that the driver refused. Otherwise torch would report it as
+        that of its own next kernel. An error that the device cannot recover from stays.
+        """
+        try:
+            _runtime_function("GetLastError")()
+        except AttributeError:
+            logger.debug("kvtier: this torch's runtime has no GetLastError")
 
     def _try(self, driver_copy: int) -> None:
         """Raises RuntimeError unless what the driver copies arrives."""
@@ -92,15 +119,31 @@ def send_pages(
     room: tuple[int, int],
     host: tuple[int, int, int, int, int],
     host_slots: torch.Tensor,
+    borders: array[int] | bytes = b"",
+    window: array[int] | None = None,
 ) -> None:
     """All copies of a load on a stream, in one call without the interpreter: neighbours in host
     memory are one copy of K, and another of V.
 
     `room`: address and pages; `host`: addresses of K and V, pages, tokens of a page, bytes of its
-    K. `host_slots` (int64) are of whole pages. Raises ValueError, with nothing sent, where they are
-    not; RuntimeError where the driver fails: what was sent before is under way.
+    K. `host_slots` (int64) are of whole pages. `borders` (`registration_borders`) are addresses at
+    which a copy is cut in two. With a `window` (`BusWindow.fields`) the call blocks until the last
+    slice may be queued; without one everything is queued at once. Raises ValueError, with nothing
+    sent, where the slots are not of whole pages; RuntimeError where the driver fails: what was sent
+    before is in flight.
     """
-    _native.send(driver_copy, stream, room, host, host_slots.numpy())
+    fields = bytearray() if window is None else window
+    _native.send(driver_copy, stream, room, host, host_slots.numpy(), borders, fields)
+
+
+def registration_borders(buffer: torch.Tensor) -> array[int]:
+    """The addresses (uint64) at which one registration of this host memory with the driver ends and
+    the next one begins. SGLang registers a large host pool in several pieces, and the driver
+    refuses a copy that reads from two of them. Source: `_cuda_host_register` in
+    sglang/srt/mem_cache/pool_host/common.py of SGLang 0.5.23.
+    """
+    ranges = sorted(getattr(buffer, "_sglang_cuda_host_registered_ranges", None) or ())
+    return array("Q", (address for address, _ in ranges[1:]))
 
 
 def _driver_copy() -> int:
@@ -109,11 +152,21 @@ def _driver_copy() -> int:
     """
     if _native is None:
         raise RuntimeError("sgl_kvtier.runtime.cuda._native is not compiled")
-    loaded = ctypes.CDLL(None)  # torch made the driver's library visible
-    function = loaded.hipMemcpyAsync if torch.version.hip else loaded.cudaMemcpyAsync
-    address = ctypes.cast(function, ctypes.c_void_p).value
+    return _address("MemcpyAsync")
+
+
+def _address(name: str) -> int:
+    """Of `_runtime_function`."""
+    address = ctypes.cast(_runtime_function(name), ctypes.c_void_p).value
     assert address is not None, "a function has an address"
     return address
+
+
+def _runtime_function(name: str) -> Any:
+    """cudaNAME, or hipNAME, of the runtime that this torch uses and made visible. Raises
+    AttributeError where there is none.
+    """
+    return getattr(ctypes.CDLL(None), ("hip" if torch.version.hip else "cuda") + name)
 
 
 @dataclass

@@ -27,6 +27,9 @@ class FlashInferScatter:
         if shape.layer_major:
             raise ValueError("FlashInfer appends from pages of layout page_first only")
         self._append, self._shape = append or _append(), shape
+        # SGLang keeps a pool of 8-bit floats as bytes, for which FlashInfer has no kernel.
+        if buffers[0].dtype == torch.uint8:
+            buffers = [buffer.view(torch.float8_e4m3fn) for buffer in buffers]
         paged = [buffer.view(-1, shape.tokens, *buffer.shape[1:]) for buffer in buffers]
         self._pools = list(zip(paged[: shape.layers], paged[shape.layers :], strict=True))
         self._row, self._dtype = buffers[0].shape[1:], buffers[0].dtype
@@ -38,6 +41,18 @@ class FlashInferScatter:
             for pages in range(room_pages + 1)
         ]
         self._full = torch.tensor([shape.tokens], dtype=torch.int32, device=device)
+
+    @staticmethod
+    def is_compiled() -> bool:
+        """Whether FlashInfer's module is there already. Compiling it takes nvcc a minute, and who
+        comes second waits.
+        """
+        try:
+            from flashinfer.jit.page import gen_page_module
+
+            return bool(gen_page_module().is_compiled)
+        except Exception:  # whatever another FlashInfer or a host without it raises
+            return False
 
     def prepare(self) -> Any:
         """FlashInfer's module, compiled with nvcc where it was not delivered compiled."""

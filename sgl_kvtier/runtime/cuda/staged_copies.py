@@ -8,11 +8,13 @@ layers, at the speed of the card's own memory.
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from sgl_kvtier.runtime.cuda.card_memory import CardMemory, send_pages
+from sgl_kvtier.runtime.cuda.bus_window import START_BYTES, BusWindow
+from sgl_kvtier.runtime.cuda.card_memory import CardMemory, registration_borders, send_pages
 from sgl_kvtier.runtime.cuda.fences import fence
 from sgl_kvtier.runtime.cuda.page_shape import host_pool_of, shape_of
 from sgl_kvtier.runtime.cuda.scatter import Scatter
@@ -27,12 +29,15 @@ class StagedCopies:
     def __init__(self, controller: Any, scatter: Scatter, memory: CardMemory) -> None:
         """Raises torch.OutOfMemoryError where staging does not fit."""
         pool = host_pool_of(controller)
-        self._controller, self._scatter, self._memory = controller, scatter, memory
+        self._controller, self._scatter, self.memory = controller, scatter, memory
         self._page, self._half_bytes = int(pool.page_size), shape_of(pool).half_bytes
         self._host = [half.view(-1).view(torch.uint8) for half in pool.kv_buffer]
         k, v = (half.data_ptr() for half in self._host)
         pages = self._host[0].numel() // self._half_bytes
         self._host_place = k, v, pages, self._page, self._half_bytes
+        self.host_pages, self.page_bytes = pages, 2 * self._half_bytes
+        """Of the host pool, and of K and V of a page."""
+        self._borders = registration_borders(pool.kv_buffer)
         self._driver_copy = memory.driver_copy()
         self._staging = Staging(memory, shape_of(pool))
         self.most_tokens = self._staging.pages * self._page
@@ -40,6 +45,33 @@ class StagedCopies:
         self._module = torch.get_device_module(controller.device)
         self._index = self._module.current_device()
         self._bus, self._slots = self._module.Stream(), self._module.Stream()
+        self._window: BusWindow | None = None
+        self.bound_bus(START_BYTES)
+
+    @property
+    def rooms(self) -> int:
+        """Of staging; each holds one copy."""
+        return self._staging.rooms
+
+    @property
+    def slots_stream(self) -> Any:
+        """The stream on which pages go from staging into their slots."""
+        return self._slots
+
+    @property
+    def window_bytes(self) -> int | None:
+        """What may be queued on the bus at a time; None: everything."""
+        return None if self._window is None else self._window.nbytes
+
+    def bound_bus(self, nbytes: int) -> None:
+        """Bounds what is queued on the bus, where SGLang's own copies share it. Not while a copy is
+        being begun.
+        """
+        if not self.memory.shares_bus:
+            return
+        events = None if self._driver_copy is None else self.memory.driver_events()
+        if self._driver_copy is None or events is not None:
+            self._window = BusWindow(self._module, self._bus, nbytes, events)
 
     def enter(self) -> None:
         """On each thread that uses these copies, before anything else."""
@@ -52,8 +84,9 @@ class StagedCopies:
     def begin(
         self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any
     ) -> StagedCopy | None:
-        """Sends the pages over the bus. None when staging is full of pages that wait for their
-        fences. `device_slots` are not touched before `place`.
+        """Sends the pages over the bus; blocks, without the interpreter, until the last of them
+        may be queued there. None when staging is full of pages that wait for their fences.
+        `device_slots` are not touched before `place`.
         """
         room = self._staging.take(early=not fence.query())
         if room is None:
@@ -89,7 +122,13 @@ class StagedCopies:
         """Pages of host memory over the bus."""
         copy, stream = self._driver_copy, self._bus.cuda_stream
         if copy is not None:
-            send_pages(copy, stream, room.place, self._host_place, host_slots)
+            place = self._host_place
+            window = None if self._window is None else self._window.fields
+            try:
+                send_pages(copy, stream, room.place, place, host_slots, self._borders, window)
+            except RuntimeError:
+                self.memory.clear_error()
+                raise
             return
         with self._module.stream(self._bus):
             self._send_runs(room, host_slots[:: self._page].tolist())
@@ -104,7 +143,23 @@ class StagedCopies:
             first = firsts[at] // self._page * size
             for half, host in enumerate(self._host):
                 source = host[first : first + (stop - at) * size]
-                self._memory.copy(room.piece(half, at, stop - at), source)
+                self._copy(room.piece(half, at, stop - at), source)
+            at = stop
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """One copy, or several where the source lies in several registrations."""
+        first = source.data_ptr()
+        cuts = [border - first for border in self._borders if 0 < border - first < len(source)]
+        for start, stop in pairwise([0, *cuts, len(source)]):
+            self._copy_slices(target[start:stop], source[start:stop])
+
+    def _copy_slices(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        window, at = self._window, 0
+        while at < len(source):
+            stop = len(source) if window is None else min(len(source), at + window.room())
+            self.memory.copy(target[at:stop], source[at:stop])
+            if window is not None:
+                window.sent(stop - at)
             at = stop
 
     def _place(self, room: Room, slots: torch.Tensor, come: Any) -> Any:

@@ -53,6 +53,7 @@ class Staging:
         ]
         """All of them: the driver may still write into one whose copy was forgotten."""
         self._free = deque(self._rooms)
+        self.rooms = len(self._rooms)
 
     def take(self, early: bool) -> Room | None:
         """A room, or None. `early`: for pages that cannot leave it yet; these never get the last

@@ -2,7 +2,7 @@
 effect.
 
 Every rank gets the same message in the same step with the same time in it, so all planners take the
-same note of it. This module only carries out: policy/sessions/sessions.py decides whether a hint is
+same note of it. This module only carries out: policy/sessions.py decides whether a hint is
 taken, cut or refused.
 """
 

@@ -6,7 +6,7 @@ count. The ranks call with vectors of the same length, because their polls follo
 plans.
 
 Ranks that look ahead need the same clock in every tick. So their values go with the reduction that
-SGLang makes in every tick anyway (`Riding`), and none is added.
+SGLang makes in every tick anyway (`SharedReduction`), and none is added.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.runtime.ranks.polls import Poll, agree
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
 from sgl_kvtier.runtime.sglang import tree_ranks
 from sgl_kvtier.runtime.sglang.types import Tree
+from sgl_kvtier.runtime.step.polls import Poll, agree
 
 BROKEN = -1
 """The fingerprint of a map that is not kept any more, on whichever rank."""
@@ -111,8 +111,8 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """This rank's input to SGLang's reduction of a tick, by which the answer is read."""
+class _Input:
+    """This rank's input to SGLang's reduction of a tick, by which its result is read."""
 
     loads: Sequence[Poll]
     polls: Sequence[Poll]
@@ -120,54 +120,54 @@ class _Asked:
     own_times: int
 
 
-class Riding:
+class SharedReduction:
     """Values that ranks that look ahead agree on with SGLang's own reduction of a tick. Scheduler's
-    thread; called in the order ask, answer, then taking the result.
+    thread; called in the order `reduction_input`, `take_result`, `results`.
     """
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        self._asked: _Asked | None = None
-        self._heard: tuple[list[float], bytes] | None = None
-        self.apart = False
+        self._input: _Input | None = None
+        self._result: tuple[list[float], bytes] | None = None
+        self.maps_differ = False
         """The ranks' maps differ, or one is not kept: known to all in the same step, for good."""
 
-    def ask(
+    def reduction_input(
         self, loads: Sequence[Poll], polls: Sequence[Poll], own_times: Sequence[float], check: int
     ) -> list[int]:
         """This rank's input. `own_times` are those in facts, `check` its map's fingerprint."""
         states, ends = self._agreement.local([*loads, *polls])
         clock = [time.monotonic(), *ends[: len(loads)], *own_times, *ends[len(loads) :]]
-        self._asked = _Asked(loads, polls, len(clock), len(own_times))
+        self._input = _Input(loads, polls, len(clock), len(own_times))
         return [check, -check, *self._agreement.packed(clock, states)]
 
-    def answer(self, values: Sequence[int]) -> float:
+    def take_result(self, values: Sequence[int]) -> float:
         """Takes the reduction's result; returns the agreed time in seconds."""
-        asked = self._asked
-        assert asked is not None, "who was asked is answered"
+        given = self._input
+        assert given is not None, "a result follows an input"
         least, most = values[0], -values[1]
-        self.apart = self.apart or least != most or least == BROKEN
-        self._heard = self._agreement.unpacked(values[2:], asked.times)
-        return self._heard[0][0]
+        self.maps_differ = self.maps_differ or least != most or least == BROKEN
+        self._result = self._agreement.unpacked(values[2:], given.times)
+        return self._result[0][0]
 
-    def tell_polls(self) -> None:
-        """Tells the polls, not the loads, what was heard of them."""
-        if self._asked is None or self._heard is None:
+    def report_polls(self) -> None:
+        """Reports their part of the result to the polls, not to the loads."""
+        if self._input is None or self._result is None:
             return
-        (times, states), polls = self._heard, self._asked.polls
-        begin = sum(len(load.local) for load in self._asked.loads)
+        (times, states), polls = self._result, self._input.polls
+        begin = sum(len(load.local) for load in self._input.loads)
         agree(polls, states[begin:], times[len(times) - len(polls) :])
 
-    def taken(self, loads: int, own_times: int) -> tuple[list[float], bytes]:
+    def results(self, loads: int, own_times: int) -> tuple[list[float], bytes]:
         """The agreed times and states, once. Raises KVTierError where they are not about what is
         known now.
         """
-        asked, self._asked = self._asked, None
-        heard, self._heard = self._heard, None
+        given, self._input = self._input, None
+        result, self._result = self._result, None
         if (
-            asked is None
-            or heard is None
-            or (len(asked.loads), asked.own_times) != (loads, own_times)
+            given is None
+            or result is None
+            or (len(given.loads), given.own_times) != (loads, own_times)
         ):
             raise KVTierError("what the ranks agreed on is not what there is to agree on")
-        return heard
+        return result

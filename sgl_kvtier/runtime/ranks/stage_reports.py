@@ -12,6 +12,7 @@ and that is removed as soon as all have connected. Scheduler's thread.
 
 from __future__ import annotations
 
+import os
 import struct
 import tempfile
 import time
@@ -20,13 +21,14 @@ from collections.abc import Sequence
 import zmq
 
 from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.runtime.ranks.polls import Poll
 from sgl_kvtier.runtime.sglang import tree_ranks
 from sgl_kvtier.runtime.sglang.types import Tree
+from sgl_kvtier.runtime.step.polls import Poll
 
 _HEAD = struct.Struct("<IQ")
 """Stage, and number of the poll; its pages' states follow."""
 _ADDRESS = 256
+_PREFIX, _NAME = "kvtier-stages-", "reports"
 _COME_S = 120.0
 """How long the first stage waits for the later ones at the start."""
 
@@ -48,8 +50,8 @@ class StageReports:
             self._socket.connect(address)
             self._socket.send(_HEAD.pack(self._stage, 0))
         else:
-            with tempfile.TemporaryDirectory(prefix="kvtier-stages-") as folder:
-                address = f"ipc://{folder}/reports"
+            with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=_short_folder()) as folder:
+                address = f"ipc://{folder}/{_NAME}"
                 self._socket.bind(address)
                 tree_ranks.pass_down(tree, [*address.encode(), *room[len(address) :]])
                 self._meet()
@@ -119,3 +121,17 @@ class StageReports:
             number: reports for number, reports in self._reports.items() if number in numbers
         }
         self._came = {number: at for number, at in self._came.items() if number in numbers}
+
+
+def _short_folder() -> str:
+    """A folder for temporary files under which a socket's path is short enough. Raises
+    KVTierError.
+    """
+    longest = zmq.IPC_PATH_MAX_LEN - len(f"/{_PREFIX}12345678/{_NAME}")
+    for folder in (tempfile.gettempdir(), "/tmp", "/dev/shm"):
+        if len(os.fsencode(folder)) <= longest and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise KVTierError(
+        f"the folder for temporary files, {tempfile.gettempdir()}, has too long a path for a "
+        f"socket: set TMPDIR to one of at most {longest} characters"
+    )

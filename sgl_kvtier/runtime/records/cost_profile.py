@@ -30,7 +30,7 @@ from sgl_kvtier.policy.messages import (
     StepView,
     TransferDone,
 )
-from sgl_kvtier.store.disk.env import Env, create_file, read_file
+from sgl_kvtier.store.disk.env import Env, create_file, read_file, unique_number
 from sgl_kvtier.store.disk.namespace import PROFILE
 from sgl_kvtier.types import Link
 
@@ -56,7 +56,7 @@ _OWN = "own_s"
 @dataclass(frozen=True)
 class Profile:
     """A learned profile. `prefill`: coefficients of `PrefillCost`; `links`: bytes per second;
-    `restore`: `own_s` of `OwnCost`, in files of earlier versions nothing.
+    `restore`: `own_s` of `FixedOverhead`, in files of earlier versions nothing.
     """
 
     conditions: dict[str, Any]
@@ -104,7 +104,7 @@ def read(path: Path) -> Profile | None:
 
 def write(path: Path, profile: Profile) -> None:
     """Replaces the file. May raise OSError; the file is then as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{unique_number()}")
     try:
         fd = create_file(Env(), str(temporary), os.O_WRONLY)
         with os.fdopen(fd, "w") as file:

@@ -7,7 +7,8 @@ way is chosen here:
                               rows lie equally far apart (latents), else a launch per layer
     any other accelerator     `StreamCopies`, a launch per layer
 
-What copies as a card does is in `CARDS`.
+A server takes the first way that the check at start finds right (`chosen_for`). What copies as
+a card does is in `CARDS`.
 
 A slot that was just freed may still be read or written by a forward that runs. So the code
 that claims slots takes a fence, and no page is placed in them before it has come.
@@ -16,19 +17,24 @@ that claims slots takes a fence, and no page is placed in them before it has com
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
+from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.runtime.cpu.platform import works_at_once
 from sgl_kvtier.runtime.cuda.all_layers import AllLayers, all_layers_of
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory, IndexRing
 from sgl_kvtier.runtime.cuda.fences import fence
+from sgl_kvtier.runtime.cuda.flashinfer_scatter import FlashInferScatter
 from sgl_kvtier.runtime.cuda.page_shape import PageShape, host_pool_of, shape_of, unfit
 from sgl_kvtier.runtime.cuda.scatter import Scatter, TritonScatter
 from sgl_kvtier.runtime.cuda.staged_copies import StagedCopies
 from sgl_kvtier.runtime.cuda.staging import pages_of_room, staging_bytes
+from sgl_kvtier.runtime.proof import start
+from sgl_kvtier.runtime.proof.start import StartResult
 from sgl_kvtier.runtime.restore.page_mover import Copy, CopyDevice
 
 logger = logging.getLogger(__name__)
@@ -198,9 +204,15 @@ def lacking(controller: Any) -> str | None:
     return f"this torch ({torch.__version__}) has no streams on {kind} (another build of torch)"
 
 
+def memory_of(controller: Any) -> CardMemory | None:
+    """The memory of this controller's device, where it is one of `CARDS`."""
+    card = CARDS.get(torch.device(controller.device).type)
+    return None if card is None or works_at_once(controller.device) else card(controller)[0]
+
+
 def copies_for(controller: Any, *, restores: bool = True) -> CopyDevice:
-    """The copies of the device that this HiCache controller serves. A server that restores nothing
-    gets no staging, which takes device memory. Scheduler's thread.
+    """The copies of the device that this HiCache controller serves, unchecked. A server that
+    restores nothing gets no staging, which takes device memory. Scheduler's thread.
     """
     if works_at_once(controller.device):
         return CpuCopies(controller)
@@ -210,20 +222,99 @@ def copies_for(controller: Any, *, restores: bool = True) -> CopyDevice:
     memory, scatter = card(controller)
     if not restores:
         return StreamCopies(controller, memory, all_layers_of(controller))
-    reason = unfit(controller) or memory.unread(host_pool_of(controller))
+    return next(_ways(controller, memory, scatter))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The way of copying that a server takes, and what the check at start has shown of it."""
+
+    copies: CopyDevice
+    start: StartResult | None = None
+    """None where nothing is checked, or no way was right."""
+    wrong: str = ""
+    """Why no way of copying is right on this device; empty where one is."""
+
+
+def chosen_for(controller: Any, policy: PolicyConfig) -> Chosen:
+    """The copies of a server with these settings. Nothing is checked on a CPU, on a server that
+    restores nothing, and where `policy.proof` is off. Scheduler's thread, before the server has
+    requests.
+    """
+    on_cpu = torch.device(controller.device).type == "cpu"
+    if policy.restore == "off" or policy.proof == "off" or on_cpu:
+        return Chosen(copies_for(controller, restores=policy.restore != "off"))
+    return proven_copies(controller)
+
+
+def proven_copies(controller: Any) -> Chosen:
+    """The first way of copying that the check at start finds right. On an accelerator; blocks until
+    the device is done.
+    """
+    card = CARDS.get(torch.device(controller.device).type)
+    ways: Iterator[CopyDevice] = iter([StreamCopies(controller)])
+    if card is not None:
+        ways = _ways(controller, *card(controller))
+    wrong: list[str] = []
+    while True:
+        copies = None  # its staging is free before the next way takes its own
+        if (copies := next(ways, None)) is None:
+            return Chosen(StreamCopies(controller), wrong="; ".join(dict.fromkeys(wrong)))
+        try:
+            found = start.check(copies, controller)
+        except Exception as error:
+            # Whatever a driver raises: a way that cannot be shown to be right is not taken.
+            named = isinstance(error, start.StartDiffers)
+            said = str(error) if named else f"{type(error).__name__}: {error}"
+            wrong.append(said.partition("\n")[0])
+            logger.warning("kvtier: pages are not copied by %s: %s", way_of(copies), wrong[-1])
+        else:
+            logger.info("kvtier: copies by %s: %s", way_of(copies), found.line)
+            return Chosen(copies, found)
+
+
+def way_of(copies: CopyDevice) -> str:
+    """How these copies go, as logs and proofs name it."""
+    scatter = getattr(copies, "_scatter", None)
+    ways = (copies,) if scatter is None else (copies, scatter)
+    return " by ".join(type(way).__name__ for way in ways)
+
+
+def _ways(controller: Any, memory: CardMemory, scatter: MakeScatter) -> Iterator[CopyDevice]:
+    """Every way to copy there is on this card, the fastest first. Each is made when it is asked
+    for; at least one is.
+    """
+    pool = host_pool_of(controller)
+    reason = unfit(controller) or memory.unread(pool)
     if reason is None:
         staged = _staged(controller, memory, scatter)
-        if not isinstance(staged, str):
-            logger.info(
-                "kvtier: loads go through %.3g MiB of staging, %d tokens at once",
-                staging_bytes(shape_of(host_pool_of(controller))) / 2**20, staged.most_tokens,
-            )  # fmt: skip
-            return staged
-        reason = staged
+        if isinstance(staged, str):
+            reason = staged
+        else:
+            _say_staging(controller, memory, staged)
+            yield staged
+            staged, reason = "", "pages were not copied right through staging"
+            fits = scatter is SCATTER and pool.layout == "page_first"
+            if fits and FlashInferScatter.is_compiled():
+                staged = _staged(controller, memory, FlashInferScatter)
+                if not isinstance(staged, str):
+                    _say_staging(controller, memory, staged)
+                    yield staged
+        del staged
     all_layers = all_layers_of(controller)
     how = "layer by layer" if all_layers is None else "all layers in one launch"
     logger.warning("kvtier: loads are copied by SGLang's kernels, %s: %s", how, reason)
-    return StreamCopies(controller, memory, all_layers)
+    if all_layers is not None:
+        yield StreamCopies(controller, memory, all_layers)
+    yield StreamCopies(controller, memory)
+
+
+def _say_staging(controller: Any, memory: CardMemory, staged: StagedCopies) -> None:
+    logger.info(
+        "kvtier: loads go through %.3g MiB of staging, %d tokens at once; %d MiB of device memory "
+        "are free beside it", staging_bytes(shape_of(host_pool_of(controller))) / 2**20,
+        staged.most_tokens, memory.free_bytes() >> 20,
+    )  # fmt: skip
 
 
 def _staged(controller: Any, memory: CardMemory, scatter: MakeScatter) -> StagedCopies | str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sgl_kvtier.runtime.metrics import Sample
-from sgl_kvtier.runtime.restore.restoration import Restoration
+from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.types import PLACES, Link, Tier
 
 _MOST_MEETINGS = 4096
@@ -36,6 +36,8 @@ class RestoreCounters:
     """Pages of restored prefixes that were computed."""
     audited_pages: Counter[str] = field(default_factory=Counter)
     """Spliced pages read back from the device, by what was found; only with `lab.audit`."""
+    paused: Counter[str] = field(default_factory=Counter)
+    """Times no restoration began for a while, by why."""
     unused_pages: int = 0
     """Pages that were loaded for nothing."""
     jumps: int = 0
@@ -96,6 +98,7 @@ class RestoreCounters:
             ("lost_pages", "reason", self.lost_pages),
             ("turn_reads", "what", self.turn_reads),
             ("audited_pages", "result", self.audited_pages),
+            ("paused", "reason", self.paused),
         ):
             for reason, count in dict(counter).items():
                 yield name, {label: reason}, count

@@ -29,16 +29,29 @@ from sgl_kvtier.policy.messages import (
     RestoreOffered,
     TransferDone,
 )
-from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON, Poll, fresh_runs, runs_of
+from sgl_kvtier.runtime.proof.attach import AttachProof
+from sgl_kvtier.runtime.proof.decoding import PAUSE_S, SLOWER, DecodeGuard
+from sgl_kvtier.runtime.proof.pages import SecondLook
+from sgl_kvtier.runtime.proof.record import Proof
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.restore.offers import LATER, Offers
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.sglang import step, storage_ops
 from sgl_kvtier.runtime.sglang.attached import store_of
-from sgl_kvtier.runtime.sglang.types import Handle
+from sgl_kvtier.runtime.sglang.types import Handle, Req
 from sgl_kvtier.runtime.step.context import StepContext
+from sgl_kvtier.runtime.step.polls import (
+    DIFFERS,
+    LANDED,
+    LOST,
+    OPEN,
+    REASON,
+    Poll,
+    fresh_runs,
+    runs_of,
+)
+from sgl_kvtier.runtime.step.restoration import Load, Restoration
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -67,15 +80,13 @@ class RestoreEngine:
         self.context = context
         self.mover = mover
         self.restorations: dict[str, Restoration] = {}
+        """Those in progress, the oldest first. Each is its request's record's, too."""
         self.loads: list[Load] = []
         self.computes: dict[str, Compute] = {}
         self.counters = RestoreCounters()
-        self.offers = Offers(
-            context, self.restorations, self.loads, self.counters, min_tokens, leave
-        )
+        self.offers = Offers(context, self.begin, self.loads, self.counters, min_tokens, leave)
         self.kept: KeptPages | None = None
         """Where SGLang writes new pages through to host memory."""
-        self._prefixes: dict[str, torch.Tensor] = {}
         self._link_ended: dict[Link, float] = {}
         self.audit: Any = None
         """What compares spliced pages with what they were loaded from, where that is asked for
@@ -85,6 +96,16 @@ class RestoreEngine:
         """What restores by layers, where that is asked for (`lab.layer_parts`); else None."""
         self.ending = False
         """A restoration has ended since the planner was last told."""
+        self.proof = Proof()
+        """What this server has shown of its own restorations."""
+        self.attach: AttachProof | None = None
+        """What looks at pages computed after loaded ones, where `policy.proof` asks for it."""
+        self.guard: DecodeGuard | None = None
+        """What pauses restoration where it slows decoding, on an accelerator."""
+        self.second_look: SecondLook | None = None
+        """What compares a page of a request again when its prefill has ended, where pages are
+        compared.
+        """
 
     # --- what SGLang asks -------------------------------------------------------------------------
 
@@ -92,7 +113,13 @@ class RestoreEngine:
     def busy(self) -> bool:
         """Whether a tick has work: a restoration, a load that has not ended, pages to be freed."""
         return bool(
-            self.restorations or self.loads or self.context.slots.waiting or self.offers.open
+            self.restorations
+            or self.loads
+            or self.context.slots.waiting
+            or self.offers.open
+            or (self.attach is not None and self.attach.polls())
+            # Ranks know by an agreed time alone when a pause is over.
+            or (not self.context.alone and self.offers.is_paused)
         )
 
     @property
@@ -112,7 +139,12 @@ class RestoreEngine:
 
     def of(self, rid: str) -> Restoration | None:
         """This request's restoration, from its offer until the front has reached its end."""
-        return self.restorations.get(rid)
+        return self.context.requests.restoration(rid)
+
+    def begin(self, r: Restoration) -> None:
+        """A prefix was offered to the planner."""
+        self.restorations[r.rid] = r
+        self.context.requests.of(r.rid).restoration = r
 
     def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass; None: SGLang decides."""
@@ -127,18 +159,36 @@ class RestoreEngine:
 
     def take_prefix(self, rid: str) -> torch.Tensor | None:
         """The slots spliced at this request's admission, once."""
-        return self._prefixes.pop(rid, None)
+        found = self.context.requests.get(rid)
+        if found is None:
+            return None
+        prefix, found.prefix = found.prefix, None
+        return prefix
 
     def forget(self, rid: str) -> None:
-        """A request is gone: finished, aborted or retracted."""
-        self.offers.forget(rid)
+        """A request is gone: finished, aborted or retracted. Before its record is."""
         if self.layers is not None:
             self.layers.forget(rid)
         r = self.restorations.get(rid)
         if r is not None:
             self.abandon(r, "aborted")
+        if self.attach is not None:
+            self.attach.forget(rid)
         if self.kept is not None:
             self.kept.drop(rid)
+        if self.second_look is not None:
+            self.second_look.forget(rid)
+
+    def result_processed(self, batch: Any) -> None:
+        """The results of a batch were given to its requests; those that have not ended run on."""
+        if self.second_look is not None and self.second_look.waits:
+            for req in batch.reqs:
+                self.second_look.prefilled(req)
+
+    def releasing(self, req: Req) -> None:
+        """A request gives its row back; nothing else has it yet."""
+        if self.second_look is not None:
+            self.second_look.look(req)
 
     def give_room(self, tokens: int, to: str | None = None) -> bool:
         """Device memory is short and nothing is left to evict: the youngest waiting restorations
@@ -169,9 +219,19 @@ class RestoreEngine:
         for r in list(self.restorations.values()):
             self.abandon(r, how)
 
+    def refute(self) -> None:
+        """What was restored is not what was stored: from now on every prefix is SGLang's own way.
+        Called in the same step on all ranks. Idempotent.
+        """
+        self.offers.taking = False
+        self.abandon_all("differs")
+        self.proof.refute()
+
     def reset(self) -> None:
         """Ends everything before the pools are emptied. Blocks until no transfer is under way."""
         self.abandon_all("flushed")
+        if self.attach is not None:
+            self.attach.reset()
         if self.layers is not None:
             self.layers.reset()
         end = time.monotonic() + _RESET_S
@@ -199,8 +259,12 @@ class RestoreEngine:
         for load in self.loads:
             load.cancel()
         self.mover.close()
+        if self.second_look is not None:
+            self.second_look.close()
         if self.audit is not None:
             self.audit.close()
+        if self.attach is not None:
+            self.attach.close()
 
     def offer_again(self, r: Restoration) -> None:
         """The tree holds more of its prefix than when offered: the rest is a new restoration."""
@@ -255,6 +319,8 @@ class RestoreEngine:
         r.loads.append(load)
         r.moved_at = self.context.now
         self.loads.append(load)
+        if self.guard is not None:
+            self.guard.load_begins()
         for offset, page in enumerate(range(span.start, span.stop)):
             r.owner[page] = (load, offset)
         self.mover.submit(load, store_of(self.context.tree.cache_controller), command.deadline_s)
@@ -290,6 +356,11 @@ class RestoreEngine:
     def splice(self, r: Restoration, span: Span) -> torch.Tensor:
         """Passes the landed pages of a span to the caller, which owns their slots from now on."""
         pieces = []
+        kept = r.to_look_at_again
+        if self.second_look is not None and kept is not None and kept.page in span:
+            load, offset = r.owner[kept.page]
+            slots = load.device_pages(offset, offset + 1, self.context.page)
+            self.second_look.attached(r.rid, kept, slots)
         for load, first, stop in r.landed_runs(span):
             load.held[first:stop] = bytes(stop - first)
             pieces.append(load.device_pages(first, stop, self.context.page))
@@ -301,6 +372,8 @@ class RestoreEngine:
         r.front = span.stop
         r.jumps += 1
         slots = torch.cat(pieces)
+        if self.attach is not None:
+            self.attach.attached(r, span)
         if self.audit is not None:
             self.audit.look(r, span, slots)
         return slots
@@ -326,7 +399,7 @@ class RestoreEngine:
         """
         r.admitted = True
         if prefix is not None:
-            self._prefixes[r.rid] = prefix
+            self.context.requests.of(r.rid).prefix = prefix
         self._unlock(r)
         self.advance(r, end)
 
@@ -338,11 +411,27 @@ class RestoreEngine:
 
     # --- what ended -------------------------------------------------------------------------------
 
+    def polls(self) -> list[Poll]:
+        """What all ranks have to agree on in this step: the loads', then those of the proof."""
+        proof = [] if self.attach is None else self.attach.polls()
+        guard = [] if self.guard is None else [self.guard.poll]
+        return [*(load.poll for load in self.loads), *proof, *guard]
+
+    def settle_proof(self, states: list[bytes]) -> None:
+        """Takes the agreed states of the proof's polls, in their order."""
+        if self.guard is not None and self.guard.settle(states.pop()):
+            self.offers.paused_until = self.context.now + PAUSE_S
+            self.counters.paused[SLOWER] += 1
+        if self.attach is not None and self.attach.settle(states):
+            self.refute()
+
     def settle(self, states: list[bytes], ended_at: list[float]) -> None:
         """Takes the agreed states of `loads`, in their order: notes what landed and what was lost,
         ends what has ended.
         """
+        differs = False
         for load, state, ended in zip(list(self.loads), states, ended_at, strict=True):
+            differs |= DIFFERS in state
             if OPEN in state and self.context.now > load.due and not load.written_off:
                 self._write_off(load, state)
             for first, stop in fresh_runs(load.poll.seen, state):
@@ -351,6 +440,9 @@ class RestoreEngine:
             if load.ended:
                 self.loads.remove(load)  # first: an end that raises is not repeated
                 self._ended(load)
+        if differs:
+            self.refute()
+        self.proof.conclude()
 
     def _settled(self, load: Load, first: int, stop: int, ended: float) -> None:
         r, span = load.restoration, Span(load.span.start + first, load.span.start + stop)
@@ -395,6 +487,7 @@ class RestoreEngine:
 
     def _ended(self, load: Load) -> None:
         r = load.restoration
+        self.proof.note_load(load.poll.seen.count(LANDED) * self.context.agreed_page_bytes)
         if load.owns_host:
             self._leave_host(load)
         if r.closed:
@@ -440,6 +533,7 @@ class RestoreEngine:
         when they have ended.
         """
         del self.restorations[r.rid]
+        self.context.requests.of(r.rid).restoration = None
         self.ending = True
         self.computes.pop(r.rid, None)
         r.closed = True
@@ -454,6 +548,8 @@ class RestoreEngine:
             self.kept.drop_keys(r.rid, r.keys[max(0, r.front - first) :])
         self._unlock(r)
         self._unpin(r)
+        if self.attach is not None:
+            self.attach.closed(r, how)
         self.counters.note_end(r, how)
 
     def _unlock(self, r: Restoration) -> None:

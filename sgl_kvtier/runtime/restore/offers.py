@@ -5,20 +5,20 @@ Whatever is refused here goes SGLang's own way and is counted under the reason. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
 
 from sgl_kvtier.policy.messages import RestoreOffered
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
-from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.sglang import requests, storage_ops, stored_pages
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.runtime.step.page_names import from_hex
-from sgl_kvtier.types import PageKey, Span, Tier
+from sgl_kvtier.runtime.step.restoration import Load, Restoration
+from sgl_kvtier.runtime.step.tracked import Candidate, Look, Stored, Tracked, Waits
+from sgl_kvtier.types import Span, Tier
 
 LATER = 0.0
 """The time in facts noted between two ticks; the tick puts the agreed one in."""
@@ -36,45 +36,16 @@ _MOST_STOPPING_TICKS = 10_000
 """The same in ticks, where ranks have no common clock."""
 
 
-class Stored(NamedTuple):
-    """Pages of a prompt below host memory: from page `start` on those of `keys`. `sources` are
-    their tiers, ascending; what is in none of them is a hole.
-    """
-
-    start: int
-    keys: tuple[PageKey, ...]
-    sources: tuple[tuple[Span, Tier], ...]
-
-
-@dataclass
-class _Left:
-    """A read that was left to SGLang, and the fewest device slots that could be claimed
-    since it was last asked.
-    """
-
-    operation: Operation
-    lowest: int
-
-
-@dataclass
-class _Stopped:
-    """A read of SGLang's that was stopped, so that its request is restored when it has ended."""
-
-    stored: Stored
-    since: float
-    ticks: int = 0
-
-
 class Offers:
     """Which prefixes are offered to the planner: hits of storage, what it has behind a missing
-    page, and host pages of requests that wait. `restorations` and `loads` are the engine's; what is
-    offered becomes one of the former.
+    page, and host pages of requests that wait. `loads` are the engine's, and `begin` puts what is
+    offered among its restorations.
     """
 
     def __init__(
         self,
         context: StepContext,
-        restorations: dict[str, Restoration],
+        begin: Callable[[Restoration], None],
         loads: list[Load],
         counters: RestoreCounters,
         min_tokens: int,
@@ -82,39 +53,58 @@ class Offers:
     ) -> None:
         """`leave`: the planner's word on why a prefix is better left to SGLang than offered."""
         self.min_tokens = min_tokens
-        self.taking = True
-        """Whether hits are taken over at all; otherwise all of it is SGLang's own way."""
+        self._taking = True
+        self.paused_until = -math.inf
+        """In seconds of `StepContext.moment`."""
+        self.shorten: Callable[[Restoration, int], None] | None = None
+        """Leaves the last page out of some restorations of more than so many tokens."""
         self._context = context
-        self._restorations = restorations
+        self._begin = begin
         self._loads = loads
         self._counters = counters
         self._leave = leave
-        self._looking: dict[Any, Stored | None] = {}
-        self._again: dict[Any, tuple[Any, Stored | None]] = {}
-        self._left: dict[Handle, _Left] = {}
-        self._stopped: dict[Handle, _Stopped] = {}
+        self._requests = context.requests
+
+    @property
+    def taking(self) -> bool:
+        """Whether hits are taken over at all; otherwise all of it is SGLang's own way."""
+        return self._taking and not self.is_paused
+
+    @taking.setter
+    def taking(self, value: bool) -> None:
+        self._taking = value
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no restoration begins for a while."""
+        return self._context.moment() < self.paused_until
 
     @property
     def open(self) -> bool:
         """Whether `make` has anything to do."""
-        return bool(self._looking or self._again)
+        return any(
+            record.look is not None or _waits(record, Waits.OLD_LOADS)
+            for record in self._requests.candidates.values()
+        )
 
     @property
     def delayed(self) -> list[str]:
         """Requests that are offered when loads of their earlier restoration, or SGLang's read that
         was stopped for this one, have ended.
         """
-        return [handle.rid for handle in (*self._again, *self._stopped)]
+        return [
+            rid
+            for rid, record in self._requests.candidates.items()
+            if _waits(record, Waits.OLD_LOADS) or _waits(record, Waits.READ_STOPS)
+        ]
 
     def is_delayed(self, handle: Handle) -> bool:
         """Whether this request is one of those."""
-        return handle in self._again or handle in self._stopped
-
-    def forget(self, rid: str) -> None:
-        """A request is gone."""
-        for there in (self._again, self._left, self._stopped):
-            for handle in [handle for handle in there if handle.rid == rid]:
-                del there[handle]
+        record = self._requests.candidates.get(handle.rid)
+        there = record.candidate if record is not None else None
+        if there is None or there.waits is Waits.SGLANG_READS:
+            return False
+        return there.handle == handle
 
     def hit(self, operation: Operation, hit_tokens: int) -> bool:
         """A storage hit of a waiting request, before SGLang reserves host pages. True: restored."""
@@ -125,7 +115,9 @@ class Offers:
             return False
         offered = self._offer(req, stored_of(operation, hit_tokens, self._context.page))
         if self.taking and not offered:
-            self._left[operation.handle] = _Left(operation, self._context.device.claimable())
+            claimable = self._context.device.claimable()
+            read = Candidate(Waits.SGLANG_READS, operation.handle, operation, claimable)
+            self._set(self._requests.of(req.rid), read)
         return offered
 
     def look_again(self) -> bool:
@@ -133,24 +125,29 @@ class Offers:
         can be claimed than before: it may have been left for want of room. Returns whether that
         read was stopped for a restoration. Once per tick.
         """
-        tree = self._context.tree
-        for handle in [handle for handle in self._left if not storage_ops.asked(tree, handle)]:
-            del self._left[handle]
-        if not self._left or not self.taking:
+        tree, being_read = self._context.tree, list[tuple[Tracked, Candidate]]()
+        for record, read in self._that(Waits.SGLANG_READS):
+            if storage_ops.asked(tree, read.handle):
+                being_read.append((record, read))
+            else:
+                self._set(record, None)
+        if not being_read or not self.taking:
             return False
         claimable = self._context.device.claimable()
-        for left in self._left.values():
-            left.lowest = min(left.lowest, claimable)
-        handle, left = next(iter(self._left.items()))  # reads are made in this order
-        if claimable <= left.lowest:
+        for _, read in being_read:
+            read.lowest_claimable = min(read.lowest_claimable, claimable)
+        record, read = being_read[0]  # reads are made in this order
+        if claimable <= read.lowest_claimable:
             return False
-        left.lowest = claimable
-        stored = self._takes_back(left.operation)
+        read.lowest_claimable = claimable
+        operation = read.operation
+        assert operation is not None, "SGLang's read has an operation"
+        stored = self._takes_back(operation)
         if stored is None:
             return False
-        del self._left[handle]
-        self._stopped[handle] = _Stopped(stored, self._context.moment())
-        storage_ops.stop(tree, left.operation)
+        since = self._context.moment()
+        self._set(record, Candidate(Waits.READ_STOPS, read.handle, stored=stored, since=since))
+        storage_ops.stop(tree, operation)
         return True
 
     def offer_stopped(self) -> list[str]:
@@ -158,13 +155,13 @@ class Offers:
         SGLang has to read after all. Once per tick.
         """
         tree, again = self._context.tree, list[str]()
-        for handle, stopped in list(self._stopped.items()):
+        for record, stopped in self._that(Waits.READ_STOPS):
             stopped.ticks += 1
-            ended = not storage_ops.asked(tree, handle)  # what was read is in the tree
+            ended = not storage_ops.asked(tree, stopped.handle)  # what was read is in the tree
             if not ended and not self._hangs(stopped):
                 continue
-            del self._stopped[handle]
-            req = self._context.waiting(handle)
+            self._set(record, None)
+            req = self._context.waiting(stopped.handle)
             if ended and req is not None and not self._offer(req, stopped.stored):
                 again.append(req.rid)
         return again
@@ -177,7 +174,7 @@ class Offers:
         req = context.waiting(operation.handle)
         if (
             req is None
-            or req.rid in self._restorations
+            or self._requests.restoration(req.rid) is not None
             or operation.is_terminated()
             or context.host.write_back  # what was read could not be restored
         ):
@@ -198,7 +195,7 @@ class Offers:
         found.sources = (*host, *below)
         return stored if self._leave(_offer_of(found)) is None else None
 
-    def _hangs(self, stopped: _Stopped) -> bool:
+    def _hangs(self, stopped: Candidate) -> bool:
         """Whether a read has not ended long after it was stopped. SGLang ends it then, and the
         request runs with what was read.
         """
@@ -213,12 +210,15 @@ class Offers:
         """
         if not self.taking:
             return
-        self._looking[handle] = None
+        stored = None
         if operation is not None and not operation.is_terminated():
             hit_tokens = operation.storage_hit_count
             page = self._context.page
-            stored = stored_of(operation, hit_tokens, page)
-            self._looking[handle] = stored if len(stored.keys) * page > hit_tokens else None
+            found = stored_of(operation, hit_tokens, page)
+            stored = found if len(found.keys) * page > hit_tokens else None
+        record = self._requests.of(handle.rid)
+        record.look = Look(handle, stored)
+        self._requests.note_candidate(record)
 
     def again(self, r: Restoration) -> None:
         """Offers what a restoration that has ended was made of."""
@@ -227,30 +227,56 @@ class Offers:
 
     def make(self) -> None:
         """Offers host pages of requests queued, or looked up in storage, since the last tick."""
-        looking, self._looking = self._looking, {}
-        again, self._again = self._again, {}
-        for req, stored in again.values():
-            self._offer(req, stored, taken=True)
-        for handle, stored in looking.items():
-            req = self._context.waiting(handle)
+        looks = [
+            (record, record.look)
+            for record in self._requests.candidates.values()
+            if record.look is not None
+        ]
+        again = self._that(Waits.OLD_LOADS)
+        for record, _ in again:
+            self._set(record, None)
+        for record, _ in looks:
+            record.look = None
+            self._requests.note_candidate(record)
+        for _, candidate in again:
+            assert candidate.req is not None, "it was offered before"
+            self._offer(candidate.req, candidate.stored, taken=True)
+        for _, look in looks:
+            req = self._context.waiting(look.handle)
             if (
                 req is None
-                or handle.rid in self._restorations
-                or storage_ops.asked(self._context.tree, handle)
+                or self._requests.restoration(req.rid) is not None
+                or storage_ops.asked(self._context.tree, look.handle)
             ):
                 continue
-            if stored is not None and self._offer(req, stored):
+            if look.stored is not None and self._offer(req, look.stored):
                 continue
             if requests.found(req).host >= self.min_tokens:
                 self._offer(req, None)
+
+    def _that(self, waits: Waits) -> list[tuple[Tracked, Candidate]]:
+        """The requests whose prefix waits for this, in the order in which they became candidates,
+        and the candidates.
+        """
+        return [
+            (record, record.candidate)
+            for record in self._requests.candidates.values()
+            if record.candidate is not None and record.candidate.waits is waits
+        ]
+
+    def _set(self, record: Tracked, candidate: Candidate | None) -> None:
+        record.candidate = candidate
+        self._requests.note_candidate(record)
 
     def _offer(self, req: Req, stored: Stored | None, taken: bool = False) -> bool:
         """`taken`: SGLang has dropped its own transfer from storage, so no pages are left to it."""
         reason = (
             "again"
-            if req.rid in self._restorations
+            if self._requests.restoration(req.rid) is not None
             else requests.left_to_sglang(req)
             if self.taking
+            else "paused"
+            if self.is_paused
             else "switched off"
         )
         found = reason or find(self._context, req, stored)
@@ -266,12 +292,16 @@ class Offers:
         if any(load.restoration.rid == req.rid and not load.written_off for load in self._loads):
             # Loads of an earlier restoration of it are still in flight; their reports must not be
             # taken for this one's.
-            self._again[req.cache_request_handle] = (req, stored)
+            waits = Candidate(Waits.OLD_LOADS, req.cache_request_handle, stored=stored, req=req)
+            self._set(self._requests.of(req.rid), waits)
             return True
+        if self.shorten is not None:
+            self.shorten(found, self.min_tokens)
+            offer = _offer_of(found)
         found.node_lock = self._context.tree.lock(req.last_node)
         if len(found.host_slots):
             found.host_pin = self._context.host.pin(req.best_match_node)
-        self._restorations[req.rid] = found
+        self._begin(found)
         self._context.facts.append(offer)
         return True
 
@@ -279,6 +309,10 @@ class Offers:
         """Leaves a hit to SGLang's own way, and counts why: every hit that is not restored."""
         self._counters.declined[why] += 1
         return False
+
+
+def _waits(record: Tracked, waits: Waits) -> bool:
+    return record.candidate is not None and record.candidate.waits is waits
 
 
 def _offer_of(r: Restoration) -> RestoreOffered:

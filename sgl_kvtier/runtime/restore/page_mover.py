@@ -18,14 +18,15 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from sgl_kvtier.runtime.ranks.polls import LANDED, LOST
 from sgl_kvtier.runtime.restore.event_waiter import EventWaiter
-from sgl_kvtier.runtime.restore.restoration import Load
+from sgl_kvtier.runtime.step.polls import DIFFERS, LANDED, LOST
+from sgl_kvtier.runtime.step.restoration import Load
 from sgl_kvtier.store.base import ReadOutcome
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,15 @@ class CopyDevice(Protocol):
         """
 
 
+class Check(Protocol):
+    """Looks at pages between the end of their copy and the moment at which they may be read."""
+
+    def look(self, load: Load, first: int, stop: int) -> Collection[int]:
+        """Of the pages [first, stop) of a load, whose bytes are in place, those that must not land.
+        Copies' thread, or on a CPU the mover's; may block it. Never raises.
+        """
+
+
 @dataclass(eq=False)
 class _Piece:
     """Neighbouring pages of a load that are copied together, [first, stop)."""
@@ -111,8 +121,8 @@ class _Piece:
 class PageMover:
     """The thread that lands pages. `submit` and `wait_news` are for the scheduler's thread."""
 
-    def __init__(self, device: CopyDevice, page_tokens: int) -> None:
-        self._device = device
+    def __init__(self, device: CopyDevice, page_tokens: int, check: Check | None = None) -> None:
+        self._device, self._check = device, check
         self._page = page_tokens
         self._changed = threading.Condition()
         self._ended: deque[tuple[Load, Any, int, ReadOutcome]] = deque()
@@ -322,9 +332,16 @@ class PageMover:
             # The link's time, without what was waited for slots: a learned rate is the link's own.
             self._link_free_at = max(self._link_free_at, piece.read_at) + seconds
             now = min(now, self._link_free_at)
-        self._end(piece.load, list(range(piece.first, piece.stop)), state, now)
+        load, pages = piece.load, range(piece.first, piece.stop)
+        wrong: Collection[int] = ()
+        if self._check is not None and state == LANDED:
+            wrong = self._check.look(load, piece.first, piece.stop)
+        self._end(load, [page for page in pages if page not in wrong], state, now)
+        self._end(load, wrong, DIFFERS, now)
 
-    def _end(self, load: Load, offsets: list[int], state: int, at: float | None = None) -> None:
+    def _end(
+        self, load: Load, offsets: Collection[int], state: int, at: float | None = None
+    ) -> None:
         at = time.monotonic() if at is None else at
         for offset in offsets:
             load.poll.mark(offset, state, at)

@@ -115,13 +115,19 @@ def time_batch(
     original: Callable[..., Any], scheduler: Scheduler, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     parts = parts_of(scheduler.tree_cache)
-    if parts is None or not batch.forward_mode.is_extend():
+    if parts is None:
         return original(scheduler, batch, *args, **kwargs)
-    clock = parts.tick.clock
-    timed = clock.launch(
-        batch, None if works_at_once(scheduler.device) else _forward_stream(scheduler)
-    )
+    if parts.engine.guard is not None:
+        parts.engine.guard.launching(batch)
+    if not batch.forward_mode.is_extend():
+        return original(scheduler, batch, *args, **kwargs)
+    clock, attach = parts.tick.clock, parts.engine.attach
+    stream = None if works_at_once(scheduler.device) else _forward_stream(scheduler)
+    timed = clock.launch(batch, stream)
+    completed = [] if attach is None else attach.launching(batch)
     result = original(scheduler, batch, *args, **kwargs)
+    if attach is not None:
+        attach.launched(completed, stream)
     layers = parts.engine.layers
     clock.launched(timed, batch, whole=layers is None or layers.all_computed())
     return result
@@ -138,6 +144,9 @@ def time_result(result: None, scheduler: Scheduler, batch: Any, *args: Any, **kw
     parts = parts_of(scheduler.tree_cache)
     if parts is not None:
         parts.tick.clock.processed(batch)
+        if parts.engine.guard is not None:
+            parts.engine.guard.processed(batch)
+        parts.engine.result_processed(batch)
 
 
 def is_fully_idle(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import PolicyChanged, RulesTuned
 from sgl_kvtier.runtime.metrics import Sample, Source
+from sgl_kvtier.runtime.proof.record import State
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.records.cost_profile import Learning
 from sgl_kvtier.runtime.records.decision_file import DecisionFile
@@ -34,11 +35,18 @@ class RestoreNotes:
         self._log = log
 
     def configure(self, config: PolicyConfig) -> None:
-        """Other settings from the next request on. Restorations under way keep their mode."""
+        """Other settings from the next request on. Restorations under way keep their mode. What was
+        refuted stays off.
+        """
         self.config = config
-        self._engine.offers.taking = config.restore != "off"
+        self._engine.offers.taking = config.restore != "off" and not self.is_refuted
         self._engine.offers.min_tokens = config.min_restore_tokens
         self._planner.observe(PolicyChanged(config, self._engine.context.now))
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether restoring was not right on this device."""
+        return self._engine.proof.state is State.REFUTED
 
     def tune(self, name: str, value: float) -> None:
         """Another number for the rules from the next request on. Raises ValueError when the class
@@ -55,7 +63,10 @@ class RestoreNotes:
     def samples(self) -> Iterator[Sample]:
         """All figures of restorations, for /metrics. Each meeting point is reported once."""
         yield from self._engine.counters.counts(self._engine.context.page)
+        yield from self._engine.proof.samples()
         yield "reductions", {}, self._agreement.reductions
+        for result, attaches in dict(self._engine.proof.attaches).items():
+            yield "proof_attaches", {"result": result}, attaches
         yield "log_lines_dropped", {}, self._log.dropped if self._log is not None else 0
         met = self._engine.counters.meetings
         while met:

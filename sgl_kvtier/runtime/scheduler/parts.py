@@ -14,6 +14,7 @@ from sgl_kvtier.policy.messages import LeftToEngine, RestoreOffered
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
 from sgl_kvtier.runtime.metrics import PUBLISHER
+from sgl_kvtier.runtime.proof.record import State
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.records.cost_profile import Learning
 from sgl_kvtier.runtime.records.decision_file import DecisionFile
@@ -47,9 +48,9 @@ class Parts:
         *,
         chunk_tokens: int,
         log: DecisionFile | None = None,
-        look_ahead: Callable[[RestoreEngine], LookaheadEngine] | None = None,
+        look_ahead: Callable[[StepContext], LookaheadEngine] | None = None,
     ) -> None:
-        """`look_ahead` makes the part that looks ahead, beside the engine that restores."""
+        """`look_ahead` makes the part that looks ahead."""
         self.context = context
         self.planner = planner
         self.agreement = agreement
@@ -58,10 +59,10 @@ class Parts:
         )
         engine.offers.taking = policy.restore != "off"
         self.turns = TurnReads(context, engine, planner, engine.counters.turn_reads)
-        self.queue: Queue | None = Queue(planner, self.turns)
+        self.queue: Queue | None = Queue(planner, context.requests)
         # Pipeline stages with fewer layers may have room for more tokens.
         self.views = Views(engine, chunk_tokens, agreement.least(context.host.kv_tokens))
-        ahead = look_ahead(engine) if look_ahead is not None else None
+        ahead = look_ahead(context) if look_ahead is not None else None
         self.tick = RestoreTick(engine, planner, agreement, self.turns, self.views, ahead)
         self.notes = RestoreNotes(policy, engine, planner, agreement, log)
 
@@ -84,8 +85,8 @@ class Parts:
     # --- what SGLang asks and tells ---------------------------------------------------------------
 
     @property
-    def asks_itself(self) -> list[str]:
-        """Requests that storage is not asked for again by SGLang."""
+    def queries_storage_once(self) -> list[str]:
+        """Requests for which SGLang does not ask storage again."""
         return [*self.engine.owned, *self.turns.kept_back]
 
     def takes(self, operation: Operation, hit_tokens: int) -> bool:
@@ -100,8 +101,13 @@ class Parts:
         return offered or self.turns.hit(operation, hit_tokens)
 
     def order_queue(self, waiting: list[Req]) -> None:
-        """Orders SGLang's queue. If that fails, it stays as it is."""
-        if self.queue is None or tree_ranks.stages(self.context.tree) > 1:
+        """Orders SGLang's queue, but not before restoration is proven where that is in question,
+        and never again once it was refuted. If ordering fails, the queue stays as it is.
+        """
+        proof = self.engine.proof
+        if proof.state is State.REFUTED:
+            self.queue = None
+        if self.queue is None or proof.in_doubt or tree_ranks.stages(self.context.tree) > 1:
             return
         self._ask(lambda queue: queue.sort(waiting, self.context.moment()), None)
 
@@ -139,8 +145,7 @@ class Parts:
     def forget(self, rid: str) -> None:
         """A request is gone: finished, aborted or retracted."""
         self.engine.forget(rid)
-        self.turns.forget(rid)
-        self.views.forget(rid)
+        self.context.requests.forget(rid)
 
     def reset(self) -> None:
         """Before the pools are emptied: blocks until no transfer is under way into them."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from sgl_kvtier.runtime.restore.restoration import Restoration
 from sgl_kvtier.runtime.sglang import requests, step
 from sgl_kvtier.runtime.sglang.types import Req
+from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.types import Span, Tier
 
 _MOST_OVER = 8

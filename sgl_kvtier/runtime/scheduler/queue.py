@@ -11,9 +11,9 @@ from typing import Any
 
 from sgl_kvtier.policy.messages import ChunkBeside, Consulted, HeldBack, RunOrder, Waiter
 from sgl_kvtier.policy.restore.queue_order import ASK_AGAIN_S
-from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
 from sgl_kvtier.runtime.sglang import requests
 from sgl_kvtier.runtime.sglang.types import Req
+from sgl_kvtier.runtime.step.tracked import Requests
 
 _MOST = 64
 """Requests that are ordered: those that came first. The others stay behind them."""
@@ -22,11 +22,13 @@ _MOST = 64
 class Queue:
     """The waiting requests of one scheduler in the order they came."""
 
-    def __init__(self, planner: Consulted, turns: TurnReads) -> None:
+    def __init__(self, planner: Consulted, tracked: Requests) -> None:
         self._planner = planner
-        self._turns = turns
-        self._came: dict[str, int] = {}
+        self._tracked = tracked
         self._number = 0
+        """How many requests have come."""
+        self._round = 0
+        """How often the queue was ordered."""
         self._sorted: list[str] = []
         self._asked_at = 0.0
         self._waiting: list[Req] = []
@@ -47,12 +49,8 @@ class Queue:
         self.holds = False
         if [req.rid for req in queue] == self._sorted and 0 <= now - self._asked_at < ASK_AGAIN_S:
             return
-        came = {req.rid: self._came.get(req.rid, 0) for req in queue}
-        for rid, number in came.items():
-            if not number:
-                self._number += 1
-                came[rid] = self._number
-        self._came, self._asked_at = came, now
+        came = self._arrivals(queue)
+        self._asked_at = now
         if len(queue) > 1 or len(self._sorted) > 1 or self._held:
             self._held = False
             there = sorted(queue, key=lambda req: came[req.rid])[:_MOST]
@@ -62,6 +60,23 @@ class Queue:
             places = {rid: place for place, rid in enumerate(order)}
             queue.sort(key=lambda req: (places.get(req.rid, _MOST), came[req.rid]))
         self._sorted = [req.rid for req in queue]
+
+    def _arrivals(self, queue: list[Req]) -> dict[str, int]:
+        """The numbers of these requests in the order of arrival. One that was not in the queue at
+        the last ordering comes anew.
+        """
+        self._round += 1
+        came = {}
+        for req in queue:
+            if req.rid in came:
+                continue
+            record = self._tracked.of(req.rid)
+            if record.order_round != self._round - 1 or not record.arrived:
+                self._number += 1
+                record.arrived = self._number
+            record.order_round = self._round
+            came[req.rid] = record.arrived
+        return came
 
     def chunk(self, req: Req, left: int, most: int, room: int) -> int:
         """The tokens of the chunk, up to `most`, that a request which restores nothing and has
@@ -88,7 +103,8 @@ class Queue:
     def _waiter(self, req: Req) -> Waiter:
         there = requests.found(req)
         prompt = requests.prompt_tokens(req)
-        stored = max(0, min(self._turns.stored_tokens(req.rid), prompt) - there.tokens)
+        read = self._tracked.turn_read(req.rid)
+        stored = max(0, min(0 if read is None else read.end, prompt) - there.tokens)
         return Waiter(req.rid, prompt, there.device, there.host, stored)
 
 

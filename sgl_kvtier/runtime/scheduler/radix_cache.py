@@ -38,7 +38,7 @@ class KVTierRadixCache(UnifiedRadixCache):
     kvtier: Parts | None = None
     """Ours; None where all is SGLang's own way."""
     _taken_over = False
-    _riding = False
+    _in_reduction = False
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
         """After host pools and storage backend were built: storage hits go to the engine."""
@@ -59,27 +59,29 @@ class KVTierRadixCache(UnifiedRadixCache):
         """
         super().check_hicache_events()
         if self.kvtier is not None:
-            for rid in self.kvtier.asks_itself:
+            for rid in self.kvtier.queries_storage_once:
                 self.storage_prefetch_retries.cancel(rid)
 
     def _sync_hicache_ready_counts(self) -> Any:
         """SGLang's reduction of a tick: values that ranks that look ahead have to agree on go with
         it.
         """
-        self._riding = self.kvtier is not None and self.kvtier.tick.rides
+        self._in_reduction = self.kvtier is not None and self.kvtier.tick.shares_reduction
         try:
             return super()._sync_hicache_ready_counts()
         finally:
-            self._riding = False
+            self._in_reduction = False
 
     def _all_reduce(self, data: torch.Tensor, tp_reduce_op: Any) -> None:
         """Over all ranks, in place."""
-        if not self._riding or self.kvtier is None:
+        if not self._in_reduction or self.kvtier is None:
             return super()._all_reduce(data, tp_reduce_op)
-        whole = torch.cat([data, torch.tensor(self.kvtier.tick.ask(), dtype=data.dtype)])
+        whole = torch.cat(
+            [data, torch.tensor(self.kvtier.tick.reduction_input(), dtype=data.dtype)]
+        )
         super()._all_reduce(whole, tp_reduce_op)
         data.copy_(whole[: len(data)])
-        self.kvtier.tick.answer(whole[len(data) :].tolist())
+        self.kvtier.tick.take_result(whole[len(data) :].tolist())
 
     def _offer_or_allocate(
         self, operation: Operation, hit_tokens: int, **how: Any
@@ -158,6 +160,7 @@ class KVTierRadixCache(UnifiedRadixCache):
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """A request gives its row back: finished, aborted or retracted."""
         if self.kvtier is not None:
+            self.kvtier.engine.releasing(req)
             self.kvtier.forget(req.rid)
         self._tell_ahead(lambda ahead: ahead.released(req))
         super().on_release(req, checkpointed=checkpointed)

@@ -11,10 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.runtime.backend.host_pages import CONTIGUOUS
+from sgl_kvtier.runtime.cpu.platform import works_at_once
 
-_ANYWAY = 'policy.restore = "both" in kvtier.json asks for it anyway'
+_ANYWAY = 'policy.restore = "fastest" in kvtier.json asks for it anyway'
 _NO_FLAG = 'no flag changes this; policy.restore = "off" in kvtier.json ends this line'
 
 
@@ -41,6 +44,11 @@ def _prefill_is_tiled(args: Any) -> bool:
     # admitted.
     backend = args.prefill_attention_backend or args.attention_backend
     return bool(args.enable_deterministic_inference) and backend == "flashinfer"
+
+
+def _is_nvidia(args: Any) -> bool:
+    # AMD's torch calls its devices "cuda" as well.
+    return bool(args.device == "cuda" and torch.version.hip is None)
 
 
 OF_MODEL = (
@@ -129,14 +137,14 @@ OF_ARGUMENTS = (
 
 UNPROVEN = (
     Refusal(
-        "more than one rank, which was not shown under stress yet",
+        "more than one rank: auto waits for a run on two GPUs",
         _ANYWAY,
         lambda args: args.tp_size * args.pp_size > 1,
     ),
     Refusal(
-        "a device that is no CPU, which was not shown under stress yet",
+        "neither a CPU nor an NVIDIA GPU: nothing was run on this kind of device",
         _ANYWAY,
-        lambda args: args.device != "cpu",
+        lambda args: args.device != "cpu" and not _is_nvidia(args),
     ),
 )
 """Of servers whose policy.restore was left at auto. Asked with the resolved arguments."""
@@ -162,12 +170,18 @@ def unsupported(args: Any, ctx: Any) -> str | None:
 
 def unproven(args: Any, policy: PolicyConfig) -> str | None:
     """Why a server whose policy.restore was left at auto restores SGLang's own way though it could
-    try, or None. Restoration under stress was shown equal to computing on one CPU rank, with both
-    event loops. Elsewhere it has to be turned on by naming a mode: both, load or compute.
+    try, or None. Elsewhere it has to be turned on by naming a mode: fastest, both, load or compute.
     """
     if policy.restore != "auto":
         return None
     return _told(_holding(UNPROVEN, args))
+
+
+def looks_ahead_by_default(args: Any) -> bool:
+    """Whether policy.prefetch and policy.eviction are on where they were left at auto: on what
+    restores by default and has device memory of its own to prefetch into.
+    """
+    return not works_at_once(args.device) and not _holding(UNPROVEN, args)
 
 
 def lacking(tree: Any) -> str | None:

@@ -20,6 +20,10 @@ from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.cpu.platform import works_at_once
+from sgl_kvtier.runtime.proof import attach, memory
+from sgl_kvtier.runtime.proof.decoding import DecodeGuard
+from sgl_kvtier.runtime.proof.pages import PageCheck, SecondLook, checks_of
+from sgl_kvtier.runtime.proof.record import Difference, Proof, State
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
 from sgl_kvtier.runtime.records import cost_profile
@@ -35,11 +39,12 @@ from sgl_kvtier.runtime.scheduler.refusals import (
     UNEVEN,
     WRITE_BACK,
     lacking,
+    looks_ahead_by_default,
     unproven,
     unsupported,
 )
 from sgl_kvtier.runtime.settings import looks_ahead
-from sgl_kvtier.runtime.sglang import tree_ranks
+from sgl_kvtier.runtime.sglang import seams, tree_ranks
 from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.context import StepContext
@@ -104,7 +109,12 @@ def nothing_to_do(args: Any, policy: PolicyConfig) -> str | None:
 
 
 def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
-    """The settings as this server can follow them."""
+    """The settings as this server can follow them: nothing of lookahead is left at auto."""
+    ahead = policy.restore != "off" and looks_ahead_by_default(args)
+    if policy.prefetch == "auto":
+        policy = replace(policy, prefetch="on" if ahead else "off")
+    if policy.eviction == "auto":
+        policy = replace(policy, eviction="next-use" if ahead else "lru")
     if looks_ahead(policy) and args.pp_size > 1:
         policy = replace(policy, prefetch="off", eviction="lru")
     if looks_ahead(policy) and unproven(args, policy) is not None:
@@ -123,6 +133,8 @@ def build(tree: Tree, server_args: Any) -> Parts:
     args = resolving_view(server_args)
     config = settings.of_server(args)
     policy = in_force(args, config.policy)
+    if looks_ahead(policy):
+        seams.require("lookahead")
     controller = tree.cache_controller
     first = tree_ranks.is_first(tree)
     reports = StageReports(tree) if tree_ranks.stages(tree) > 1 else None
@@ -145,8 +157,17 @@ def build(tree: Tree, server_args: Any) -> Parts:
     unlike = looks_ahead(policy) and not same
     if unlike:
         policy = replace(policy, prefetch="off", eviction="lru")
+    chosen = copy_device.chosen_for(controller, policy)
+    proof = memory.begin(
+        controller, copy_device.way_of(chosen.copies), _path(controller, memory.NAME), agreement,
+        policy, writes=first,
+    )  # fmt: skip
+    if not at_once:
+        refute_at_start(proof, chosen.wrong, agreement)
+    if proof.state is State.REFUTED:
+        policy = replace(policy, restore="off", prefetch="off", eviction="lru")
     replica = get_parallel().dp_rank or 0
-    path = _profile_path(controller)
+    path = _path(controller, cost_profile.NAME)
     here = conditions(args, config, shape)
     known = cost_profile.fitting(cost_profile.read(path), here) if path is not None else None
     # Ranks that planned with different costs would come apart: all begin with what the first one
@@ -158,11 +179,10 @@ def build(tree: Tree, server_args: Any) -> Parts:
     keeper = ProfileKeeper(path) if first and path is not None and not replica else None
     learning = Learning(asked, planner.profile, keeper, known or Profile(here, {}, {}, 0, {}))
     look = partial(_look_ahead, planner, policy, agreement.alone) if looks_ahead(policy) else None
+    checks = _checks(tree, proof, policy) if policy.restore != "off" else None
     parts = Parts(
         context,
-        PageMover(
-            copy_device.copies_for(controller, restores=policy.restore != "off"), tree.page_size
-        ),
+        PageMover(chosen.copies, tree.page_size, None if checks is None else checks[0]),
         learning,
         agreement,
         policy,
@@ -170,9 +190,15 @@ def build(tree: Tree, server_args: Any) -> Parts:
         log=log,
         look_ahead=look,
     )
+    parts.engine.proof = proof
+    if checks is not None:
+        parts.engine.second_look = checks[1]
     # Ranks with unequal host pools would keep unequal pages, and acknowledge unequal backups.
     if context.host.write_through and same:
         parts.engine.kept = KeptPages(context.host, context.page)
+    # Stages would not compute the page in the same step.
+    if reports is None and policy.restore != "off":
+        _watch(parts.engine, controller, policy, at_once)
     if config.lab.audit:
         audit = settings.of_lab("audit", "lab.audit")
         parts.engine.audit = audit.Audit(controller, context.page, parts.engine.counters)
@@ -191,16 +217,50 @@ def build(tree: Tree, server_args: Any) -> Parts:
     for line in not_followed(args, config.policy):
         logger.warning("%s", line)
     logger.info(
-        "kvtier: restoring prefixes, policy %s, %s", policy.restore,
+        "kvtier: restoring prefixes, policy %s, %s%s", policy.restore,
         "costs as learned earlier" if profile else "costs are learned from the first requests on",
+        "; the queue keeps SGLang's order until restored pages are proven on this device"
+        if proof.in_doubt else "",
     )  # fmt: skip
     return parts
 
 
+def refute_at_start(proof: Proof, wrong: str, agreement: Agreement) -> None:
+    """Refutes where the check at start found no right way of copying, on this rank (`wrong` says
+    why) or on another. Not remembered, for every start checks anew. A collective.
+    """
+    if agreement.least(int(not wrong)):
+        return
+    proof.changed = None
+    proof.differs(Difference("start", wrong or "on another rank no way of copying is right"))
+    proof.refute()
+
+
+def _watch(engine: RestoreEngine, controller: Any, policy: PolicyConfig, at_once: bool) -> None:
+    """What this server looks at while it restores. Attaches: with `policy.proof` auto some on an
+    accelerator and none on a CPU, with all every one. Gaps between output tokens: on an
+    accelerator, unless it is off; on a CPU copies and forwards share the cores, so that loads
+    always lengthen them.
+    """
+    proof = policy.proof
+    if proof == "off" or (proof == "auto" and at_once):
+        return
+    if not at_once:
+        engine.guard = DecodeGuard(engine.context.next_number(), lambda: bool(engine.loads))
+    pools = attach.comparable(controller, engine.context.page)
+    if isinstance(pools, str):
+        logger.warning("kvtier: KV computed after restored pages is not compared: %s", pools)
+        return
+    every = 1 if proof == "all" else attach.EVERY
+    engine.attach = attach.AttachProof(engine.context, engine.proof, pools, every)
+    engine.proof.looks_at_attaches = True
+    engine.offers.shorten = engine.attach.leave_out
+
+
 def _look_ahead(
-    planner: Planner, policy: PolicyConfig, alone: bool, engine: RestoreEngine
+    planner: Planner, policy: PolicyConfig, alone: bool, context: StepContext
 ) -> LookaheadEngine:
-    write_back = engine.context.host.write_back
+    write_back = context.host.write_back
     if write_back and policy.eviction != "lru":
         logger.warning("kvtier: %s", WRITE_BACK)
     logger.info(
@@ -210,8 +270,7 @@ def _look_ahead(
         policy.sessions,
     )
     return LookaheadEngine(
-        engine.context,
-        engine,
+        context,
         planner,
         policy,
         orders_evictions=policy.eviction != "lru" and not write_back,
@@ -238,9 +297,20 @@ def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str,
     }
 
 
-def _profile_path(controller: Any) -> Path | None:
+def _path(controller: Any, name: str) -> Path | None:
+    """Of a file in the folder of this model's pages."""
     folder = getattr(backend_of(controller), "folder", None)
-    return None if folder is None else Path(folder) / cost_profile.NAME
+    return None if folder is None else Path(folder) / name
+
+
+def _checks(tree: Tree, proof: Proof, policy: PolicyConfig) -> tuple[PageCheck, SecondLook] | None:
+    """What compares pages, where this server has any compared."""
+    controller = tree.cache_controller
+    every_page = policy.proof == "all"
+    if policy.proof == "off" or (works_at_once(controller.device) and not every_page):
+        return None
+    rows, card = tree.req_to_token_pool.req_to_token, copy_device.memory_of(controller)
+    return checks_of(controller, rows, tree.page_size, proof, card, every_page=every_page)
 
 
 def _decision_file(

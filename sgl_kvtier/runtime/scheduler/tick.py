@@ -14,17 +14,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from sgl_kvtier.policy.messages import Fact, Load, Mode, PagesLost, Planner, StepDone, TransferDone
-from sgl_kvtier.policy.restore.modes import LINK_OF
+from sgl_kvtier.policy.restore.restorations import LINK_OF
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
-from sgl_kvtier.runtime.ranks.agreement import Agreement, Riding
-from sgl_kvtier.runtime.ranks.polls import agree, cut
+from sgl_kvtier.runtime.proof.record import State
+from sgl_kvtier.runtime.ranks.agreement import Agreement, SharedReduction
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.sglang import step
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Scheduler
 from sgl_kvtier.runtime.step.chunk_clock import Chunk, ChunkClock
+from sgl_kvtier.runtime.step.polls import agree, cut
 from sgl_kvtier.types import Span
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ _PATIENCE = 4
 """Most steps in a row in which nothing happens at all."""
 _LATER = 0.0
 """The time in facts noted before a step's time is agreed on."""
+_SWEEP = 256
+"""Requests that left without a call are searched for once in this many ticks."""
 _STARVED_S = 5.0
 """Seconds that a request that is only loaded may wait without a load in flight."""
 
@@ -56,11 +59,12 @@ class RestoreTick:
         self.planner = planner
         self.agreement = agreement
         self.steps = 0
+        self._ticks = 0
         self._idle = 0
         self.turns = turns
         self.views = views
         self.ahead = ahead
-        self.riding = Riding(agreement)
+        self.shared = SharedReduction(agreement)
         self._not_begun: list[Load] = []
         """Loads of a plan that is being carried out."""
         self.clock = ChunkClock(self.note_chunk)
@@ -74,36 +78,37 @@ class RestoreTick:
         engine = self.engine
         if chunk.seconds == 0.0:
             engine.counters.untimed_chunks += 1
-        told = self.agreement.alone or self.rides or engine.busy or engine.ending or follows
-        if told:
+        agreed = self.agreement.alone or self.shares_reduction
+        reported = agreed or engine.busy or engine.ending or follows
+        if reported:
             self.context.facts.append(chunk)
         if self.ahead is not None:
             self.ahead.note_chunk(chunk)
-        return told
+        return reported
 
     # --- several ranks that look ahead ------------------------------------------------------------
 
     @property
-    def rides(self) -> bool:
+    def shares_reduction(self) -> bool:
         """Whether what is agreed on goes with the reduction that SGLang makes in every tick."""
         return self.ahead is not None and not self.agreement.alone
 
-    def ask(self) -> list[int]:
+    def reduction_input(self) -> list[int]:
         """This rank's input to SGLang's reduction by MIN: as many numbers on every rank. Events
         noted later in the same tick have no times and need no agreement.
         """
         ahead = self.ahead
-        assert ahead is not None, "only who looks ahead is asked"
+        assert ahead is not None, "only ranks that look ahead share the reduction"
         own = [t for fact in self.context.facts for t in _own_times(fact)]
-        return self.riding.ask(
-            [load.poll for load in self.engine.loads], ahead.polls(), own, ahead.fingerprint()
+        return self.shared.reduction_input(
+            self.engine.polls(), ahead.polls(), own, ahead.fingerprint()
         )
 
-    def answer(self, values: Sequence[int]) -> None:
+    def take_result(self, values: Sequence[int]) -> None:
         """Takes the reduction's result."""
-        self.context.now = self.riding.answer(values)
+        self.context.now = self.shared.take_result(values)
 
-    def hear(self) -> None:
+    def begin_tick(self) -> None:
         """Sets the clock of this tick, and tells what looking ahead waits for how far it is."""
         assert self.ahead is not None, "only for who looks ahead"
         if self.agreement.alone:
@@ -111,7 +116,7 @@ class RestoreTick:
             polls = self.ahead.polls()
             agree(polls, *self.agreement.local(polls))
         else:
-            self.riding.tell_polls()
+            self.shared.report_polls()
 
     def run(self, scheduler: Scheduler) -> None:
         """One step. Nothing is reduced over the ranks while nothing is being restored."""
@@ -141,12 +146,18 @@ class RestoreTick:
 
     def _run(self, scheduler: Scheduler) -> None:
         engine = self.engine
-        if self.riding.apart and self.ahead is not None:
+        if self.agreement.alone and engine.proof.difference is not None:
+            # Other ranks learn of it, all in one step, with the next page that ends here.
+            self._refute()
+        if self.shared.maps_differ and self.ahead is not None:
             logger.error("kvtier: the ranks' maps of pages differ")
             self.stop_looking_ahead()
         if self.ahead is not None:
-            self.hear()
+            self.begin_tick()
             self.ahead.look(scheduler)
+        self._ticks += 1
+        if self._ticks % _SWEEP == 0:
+            self.context.requests.sweep(step.all_requests(scheduler), self._vanished)
         self.turns.look(scheduler)
         if engine.offers.look_again():
             engine.counters.turn_reads["taken back"] += 1
@@ -165,10 +176,24 @@ class RestoreTick:
             not engine.busy
             and not self.context.facts
             and not self.agreement.alone
-            and not self.rides
+            and not self.shares_reduction
         ):
             return
         self._step(scheduler)
+
+    def _vanished(self, rid: str) -> None:
+        """A request has left the scheduler without a call."""
+        self.engine.forget(rid)
+        if self.ahead is not None:
+            self.ahead.gone(rid)
+
+    def _refute(self) -> None:
+        """Restored pages are not what was stored: neither restorations nor prefetches bring any to
+        the device from now on. On all ranks in the same step; idempotent.
+        """
+        self.engine.refute()
+        if self.ahead is not None:
+            self.stop_looking_ahead()
 
     def stop_looking_ahead(self) -> None:
         """For good: from now on where pages are is SGLang's business alone."""
@@ -202,7 +227,7 @@ class RestoreTick:
         engine = self.engine
         now = self._observe(time.monotonic())
         if self.ahead is not None:
-            self.ahead.told()
+            self.ahead.facts_reported()
         elif not engine.restorations:
             return
         self.steps += 1
@@ -255,11 +280,11 @@ class RestoreTick:
             if waits and r.mode is Mode.LOAD and self.context.now - r.moved_at > _STARVED_S:
                 engine.abandon(r, "starved")
 
-    def tell(self) -> None:
+    def report_facts(self) -> None:
         """Tells the planner what was noted so far, without asking it anything."""
         self._observe(time.monotonic())
         if self.ahead is not None:
-            self.ahead.told()
+            self.ahead.facts_reported()
 
     def compare_map(self, scheduler: Scheduler) -> None:
         """The planner's whole map against the truth, on an idle server that looks ahead: what
@@ -267,9 +292,9 @@ class RestoreTick:
         """
         assert self.ahead is not None, "only for who looks ahead"
         self.context.tree.check_hicache_events()
-        self.hear()
+        self.begin_tick()
         self.ahead.look(scheduler)
-        self.tell()
+        self.report_facts()
         self.ahead.compare()
 
     # --- facts ------------------------------------------------------------------------------------
@@ -279,18 +304,21 @@ class RestoreTick:
         engine = self.engine
         facts, self.context.facts = self.context.facts, []
         engine.ending = False
-        loads, own = len(engine.loads), [t for fact in facts for t in _own_times(fact)]
-        if self.rides:
-            times, states = self.riding.taken(loads, len(own))
+        polls, own = engine.polls(), [t for fact in facts for t in _own_times(fact)]
+        if self.shares_reduction:
+            times, states = self.shared.results(len(polls), len(own))
         else:
-            local, ends = self.agreement.local([load.poll for load in engine.loads])
+            local, ends = self.agreement.local(polls)
             times, states = self.agreement.reduce([now, *ends, *own], local)
         self.context.now = now = times[0]
-        own_times = iter(times[1 + loads :])
+        own_times = iter(times[1 + len(polls) :])
         for fact in facts:
             self.planner.observe(_agreed(fact, own_times, now))
-        sizes = [len(load.poll.local) for load in engine.loads]
-        engine.settle(list(cut(states, sizes)), times[1 : 1 + loads])
+        agreed, loads = list(cut(states, [len(poll.local) for poll in polls])), len(engine.loads)
+        engine.settle_proof(agreed[loads:])
+        engine.settle(agreed[:loads], times[1 : 1 + loads])
+        if engine.proof.state is State.REFUTED:
+            self._refute()
         landed, self.context.facts = self.context.facts, []
         for fact in landed:
             if not isinstance(fact, Chunk):  # chunks are noted between ticks only

@@ -27,15 +27,10 @@ class Views:
         self._context = engine.context
         self._chunk_tokens = chunk_tokens
         self._host_tokens = host_tokens
-        self._stored: dict[str, int] = {}
 
     def left(self, rid: str, tokens: int) -> None:
         """Notes that SGLang loads the first `tokens` of a waiting request."""
-        self._stored[rid] = tokens
-
-    def forget(self, rid: str) -> None:
-        """A request is gone: finished, aborted or retracted."""
-        self._stored.pop(rid, None)
+        self._context.requests.of(rid).sglang_loads = tokens
 
     def before(self, view: StepView, scheduler: Scheduler, rid: str) -> StepView:
         """The view as of one request: of those that restore nothing only those before it in the
@@ -53,7 +48,7 @@ class Views:
         """Tokens of a waiting request that are not on the device; none of one that restores: the
         planner counts those from its answer on.
         """
-        r = self._engine.restorations.get(req.rid)
+        r = self._engine.of(req.rid)
         if r is not None and r.mode is not None:
             return 0
         return max(0, requests.prompt_tokens(req) - requests.found(req).device)
@@ -62,16 +57,19 @@ class Views:
         """Tokens of a waiting request that are neither in memory nor left to SGLang to load; none
         of one that restores.
         """
-        if req.rid in self._engine.restorations:
+        known = self._context.requests.get(req.rid)
+        if known is None:
+            return requests.missing_tokens(req)
+        if known.restoration is not None:
             return 0
-        stored = self._stored.get(req.rid, 0) - requests.found(req).tokens
+        stored = known.sglang_loads - requests.found(req).tokens
         return max(0, requests.missing_tokens(req) - max(0, stored))
 
     def of(self, scheduler: Scheduler, now: float) -> StepView:
         """The view of this step. `now` is the agreed time in seconds."""
         engine, chunked = self._engine, step.in_slot(scheduler)
         waiting = step.waiting(scheduler)[:_WAITING]
-        holder = chunked.rid if chunked is not None and chunked.rid in engine.restorations else None
+        holder = chunked.rid if chunked is not None and engine.of(chunked.rid) else None
         fresh = tuple(self._fresh(req) for req in waiting)
         return StepView(
             now=now,

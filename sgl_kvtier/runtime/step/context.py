@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from sgl_kvtier.policy.messages import Fact
@@ -16,7 +15,7 @@ from sgl_kvtier.runtime.sglang.host_tier import HostTier
 from sgl_kvtier.runtime.sglang.types import Handle, Req, Scheduler, Tree
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.private_slots import PrivateSlots
-from sgl_kvtier.types import Span, Tier
+from sgl_kvtier.runtime.step.tracked import Requests
 
 
 class StepContext:
@@ -45,6 +44,8 @@ class StepContext:
         """
         self.scheduler: Scheduler | None = None
         """SGLang's, from the first tick on."""
+        self.requests = Requests()
+        """A record for each request that something is known of."""
         self.facts: list[Fact | Chunk] = []
         self.hung_reads: list[Any] = []
         """Jobs of reads ahead that did not end in time: their host pages were given up, and are
@@ -71,18 +72,6 @@ class StepContext:
         return step.waiting_of(self.scheduler, handle)
 
 
-class Restored(Protocol):
-    """One request's restoration, as others see it."""
-
-    @property
-    def admitted(self) -> bool:
-        """Whether its request has run."""
-
-    @property
-    def sources(self) -> tuple[tuple[Span, Tier], ...]:
-        """The tiers of its pages when it was offered."""
-
-
 class Restoring(Protocol):
     """The part of a restoring engine that other modules use."""
 
@@ -93,7 +82,3 @@ class Restoring(Protocol):
     @property
     def owned(self) -> list[str]:
         """Requests whose prefix SGLang need not ask storage for."""
-
-    @property
-    def restorations(self) -> Mapping[str, Restored]:
-        """Those under way, by request."""

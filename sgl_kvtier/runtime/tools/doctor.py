@@ -5,20 +5,27 @@ to look for accelerators.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import resource
 import shlex
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from sgl_kvtier import __version__
-from sgl_kvtier.config import KVTierConfig, PolicyConfig, RemoteConfig, describe_config, load_config
+from sgl_kvtier.config import (
+    KVTierConfig,
+    PolicyConfig,
+    RemoteConfig,
+    describe_config,
+    load_config,
+    parse_config,
+)
 from sgl_kvtier.console import (
     Column,
     Table,
@@ -30,13 +37,19 @@ from sgl_kvtier.console import (
 )
 from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import KVTierError, StoreError
+from sgl_kvtier.extras import how_to_compile, how_to_install
+from sgl_kvtier.launch import tier_flags
+from sgl_kvtier.outside import brief
+from sgl_kvtier.page_hash import compile_page_hash
 from sgl_kvtier.policy.pages.eviction import eviction_of
 from sgl_kvtier.policy.rules import rules_of
 from sgl_kvtier.runtime.cpu import platform
-from sgl_kvtier.runtime.settings import off_on_a_card
 from sgl_kvtier.runtime.sglang import seams
 from sgl_kvtier.runtime.tools import disk_probe, remote_probe
+from sgl_kvtier.runtime.tools.container_memory import MemoryLimit, memory_limit
+from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.namespace import check_root
+from sgl_kvtier.store.disk.space import no_room
 from sgl_kvtier.store.tools import master
 
 SCHEMA = "kvtier.doctor/1"
@@ -44,8 +57,8 @@ _OPEN_FILES = 4096
 _METRICS_PORT = 9003
 """Where Mooncake's master has its figures unless it was told otherwise."""
 _HOST_RESERVE = 10 << 30
+"""Host memory that SGLang leaves free beside HiCache's pools (pool_host/base.py)."""
 _MEMINFO = Path("/proc/meminfo")
-"""Host memory SGLang leaves free when it sizes HiCache pools by itself (pool_host/base.py)."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--settings", action="store_true", help="list every setting of kvtier.json and leave"
     )
     parser.add_argument("--no-disk", action="store_true", help="do not write and read test files")
+    parser.add_argument(
+        "--verbose", action="store_true", help="also a row for each group of SGLang's symbols"
+    )
     parser.add_argument("--json", metavar="FILE", help="results as JSON; - for standard output")
 
 
@@ -79,31 +95,61 @@ def run(args: argparse.Namespace) -> int:
         return _list_settings(args.json)
     if args.json:
         check_target(args.json)
+    cards = _accelerators()
     findings = [
         *_versions(),
+        *_page_hash(),
         *_seams(),
-        *_platform(args),
+        *_platform(args, cards),
         *_settings(args),
-        *_memory(),
+        *_memory(cpu=not cards, container=memory_limit()),
         *_huge_pages(),
         *_open_files(),
     ]
+    failed = [f for f in findings if f.state == "fail"]
     if args.json != "-":
-        columns = (
-            Column("check", "check"),
-            Column("state", ""),
-            Column("found", "found"),
-            Column("advice", "what to do"),
-        )
-        print_table(Table("kvtier doctor", columns, [asdict(f) for f in findings]))
+        _print(findings if args.verbose else _shortened(findings))
+        if failed:
+            print(f"{len(failed)} to correct before a server can run here")
+        else:
+            print(_launch_line(args.config, args.store))
     if args.json:
         symbols = [{**asdict(s.seam), "problem": s.problem} for s in seams.check()]
         results = {"findings": [asdict(f) for f in findings], "seams": symbols}
         write_json(envelope(SCHEMA, sys.argv, results), args.json)
-    failed = [f for f in findings if f.state == "fail"]
-    if args.json != "-":
-        print(f"{len(failed)} to correct before a server can run here" if failed else "ready")
     return 1 if failed else 0
+
+
+_STATES = ("fail", "warn", "ok")
+_SEAMS = "seams: "
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    """A line each, failures first. What to do has a line of its own, so that a command can be
+    copied.
+    """
+    width = max(len(f.check) for f in findings)
+    for f in sorted(findings, key=lambda f: _STATES.index(f.state)):
+        print(f"{f.state:4}  {f.check:{width}}  {f.found}")
+        if f.advice:
+            print(f"      {'':{width}}  {f.advice}")
+
+
+def _shortened(findings: Sequence[Finding]) -> list[Finding]:
+    """The groups of symbols that are as expected in one row."""
+    fine = [f for f in findings if f.check.startswith(_SEAMS) and f.state == "ok"]
+    rest = [f for f in findings if f not in fine]
+    if not fine:
+        return rest
+    symbols = sum(int(f.found.split(" ", 1)[0]) for f in fine)
+    return [*rest, Finding("SGLang's code", "ok", f"{symbols} symbols as expected (--verbose)")]
+
+
+def _launch_line(config: str | None, store: str | None) -> str:
+    place = ["--config", config] if config else ["--store", store or "FOLDER"]
+    serve = shlex.join(["kvtier", "serve", "MODEL", *place])
+    flags = shlex.join(tier_flags(f"@{config or 'kvtier.json'}"))
+    return f"ready: {serve}\nor add to your own launch line: {flags}"
 
 
 def _list_settings(target: str | None) -> int:
@@ -122,17 +168,20 @@ def _versions() -> Iterator[Finding]:
     if planner_build() == "compiled":
         yield Finding("planner", "ok", "compiled")
     else:
-        advice = f"it plans the same, 1.5 to 4 times slower. {_compile_again()}"
+        advice = (
+            "it plans the same, 1.5 to 4 times slower. With a C compiler, and without -e: "
+            f"{how_to_compile()}"
+        )
         yield Finding("planner", "warn", "Python source", advice)
     if importlib.util.find_spec("sgl_kvtier.store._native") is not None:
         yield Finding("I/O threads", "ok", "compiled")
     else:
-        yield Finding("I/O threads", "warn", "Python", _compile_again())
+        advice = f"With a C compiler, and without -e: {how_to_compile()}"
+        yield Finding("I/O threads", "warn", "Python", advice)
     version = seams.installed_version()
     if version is None:
-        yield Finding(
-            "sglang", "fail", "not installed", "pip install 'sgl-kvtier[sglang]' (about 10 GB)"
-        )
+        advice = f"{how_to_install('sglang')} (about 10 GB)"
+        yield Finding("sglang", "fail", "not installed", advice)
     elif version != seams.SGLANG_VERSION:
         yield Finding("sglang", "fail", version, f"pip install 'sglang=={seams.SGLANG_VERSION}'")
     else:
@@ -144,27 +193,15 @@ def _versions() -> Iterator[Finding]:
             yield Finding(name, "warn", "not installed", "comes with sglang")
 
 
-def compiling(direct_url: str | None) -> str:
-    """The command that installs the package again with its compiled parts. `direct_url` is what pip
-    noted of where it came from (PEP 610), None where that was a package index.
-    """
-    told = json.loads(direct_url or "{}")
-    source = told.get("url", "")
-    if "vcs_info" in told:
-        source = f"{told['vcs_info']['vcs']}+{source}"
-    elif source.startswith("file:"):
-        source = shlex.quote(unquote(urlsplit(source).path))
-    if not source or source.endswith(".whl"):
-        source = "--no-binary sgl-kvtier sgl-kvtier"
-    return f"pip install --force-reinstall --no-deps --no-cache-dir {source}"
-
-
-def _compile_again() -> str:
-    try:
-        noted = importlib.metadata.distribution("sgl-kvtier").read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        noted = None
-    return f"With a C compiler, and without -e: {compiling(noted)}"
+def _page_hash() -> Iterator[Finding]:
+    """SGLang's page hash, compiled now where it never was: a server would do that at its start."""
+    if seams.installed_version() is None:
+        return
+    refused = compile_page_hash()
+    if refused:
+        yield Finding("page hash", "fail", "cannot be compiled", refused)
+    else:
+        yield Finding("page hash", "ok", "compiled")
 
 
 def _seams() -> Iterator[Finding]:
@@ -177,10 +214,10 @@ def _seams() -> Iterator[Finding]:
         if broken:
             found = "; ".join(f"{s.seam.symbol.rsplit('.', 1)[1]}: {s.problem}" for s in broken)
             yield Finding(
-                f"seams: {feature}", "fail", found, f"reinstall sglang=={seams.SGLANG_VERSION}"
+                f"{_SEAMS}{feature}", "fail", found, f"reinstall sglang=={seams.SGLANG_VERSION}"
             )
         else:
-            yield Finding(f"seams: {feature}", "ok", f"{len(mine)} symbols as expected")
+            yield Finding(f"{_SEAMS}{feature}", "ok", f"{len(mine)} symbols as expected")
 
 
 def _restoration(args: argparse.Namespace) -> Iterator[Finding]:
@@ -189,18 +226,57 @@ def _restoration(args: argparse.Namespace) -> Iterator[Finding]:
         policy = load_config(args.config).policy if args.config else PolicyConfig()
     except KVTierError:
         return  # the settings' own finding says so
-    note = off_on_a_card(policy)
-    if note is None:
-        yield Finding("restoration", "ok", f"policy.restore = {policy.restore}")
-    else:
-        yield Finding("restoration", "warn", "off on a GPU", note)
+    yield Finding("restoration", "ok", f"policy.restore = {policy.restore}")
 
 
-def _platform(args: argparse.Namespace) -> Iterator[Finding]:
+def _copies(args: argparse.Namespace) -> Iterator[Finding]:
+    """Whether pages arrive on this GPU, how fast, and what servers have shown there before. Only
+    where torch can use an NVIDIA or AMD GPU.
+    """
+    import torch  # there is an accelerator
+
+    if not torch.cuda.is_available():
+        return
+    from sgl_kvtier.runtime.tools import gpu_probe
+
     try:
-        found = platform.accelerators()
+        probe = gpu_probe.try_out()
+    except Exception as error:  # whatever a driver or a compiler raises is what is looked for
+        said = str(error).partition("\n")[0] or type(error).__name__
+        advice = "a server leaves restoring to SGLang there: scripts/gpu-run setup says more"
+        yield Finding("copies", "warn", brief(f"pages do not arrive as they were: {said}"), advice)
+        return
+    found = f"{probe.device}: {probe.result.line}"
+    before = next(gpu_probe.shown_before(_folder(args), probe.device), None)
+    if before is None:
+        yield Finding("copies", "ok", f"{found}; no server has proven restoring on it yet")
+        return
+    state, pages, written, what = before
+    when = time.strftime("%Y-%m-%d", time.gmtime(written))
+    if state == "proven":
+        yield Finding("copies", "ok", f"{found}; proven on {when}: {pages:,} pages equal, 0 differ")
+        return
+    advice = 'delete proof.json, or start a server with policy.proof = "all", to try again'
+    yield Finding("copies", "warn", brief(f"{found}; refuted on {when}: {what}"), advice)
+
+
+def _folder(args: argparse.Namespace) -> Path:
+    """Where pages are stored, as far as the arguments say."""
+    try:
+        path = load_config(args.config).store.path if args.config else args.store
+    except KVTierError:
+        path = None  # the settings' own finding says so
+    return Path(path) if path else Path(os.devnull)
+
+
+def _accelerators() -> list[str]:
+    try:
+        return platform.accelerators()
     except ImportError:
-        found = []
+        return []
+
+
+def _platform(args: argparse.Namespace, found: Sequence[str]) -> Iterator[Finding]:
     if found:
         yield Finding("platform", "ok", f"accelerator: {', '.join(found[:4])}")
     else:
@@ -211,10 +287,11 @@ def _platform(args: argparse.Namespace) -> Iterator[Finding]:
         )
     if found:
         yield from _restoration(args)
+        yield from _copies(args)
     names = {ep.name for ep in importlib.metadata.entry_points(group="sglang.srt.plugins")}
     if "kvtier" not in names:
         yield Finding(
-            "plugin", "fail", "SGLang does not find it", "reinstall: pip install sgl-kvtier"
+            "plugin", "fail", "SGLang does not find it", f"reinstall: {how_to_install('sglang')}"
         )
     chosen = [
         name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()
@@ -246,18 +323,33 @@ def _settings(args: argparse.Namespace) -> Iterator[Finding]:
             return
         yield Finding("settings", "ok", args.config)
         yield from _remote(config.remote)
-    folder = config.store.path or args.store
-    if folder is None:
+    elif args.store is not None:
+        try:
+            config = parse_config({"store": {"path": args.store}})
+        except KVTierError as error:
+            yield Finding("disk", "fail", "--store", str(error))
+            return
+    if not config.store.path:
         yield Finding(
             "disk", "warn", "no folder given", "kvtier doctor --store FOLDER measures the disk"
         )
         return
-    made = not Path(folder).exists()
+    folder = Path(config.store.path)
+    made = _missing(folder)
     try:
-        yield from _disk(Path(folder), config, measure=not args.no_disk)
+        yield from _disk(folder, config, measure=not args.no_disk)
     finally:
-        if made and Path(folder).is_dir():
-            Path(folder).rmdir()  # looking leaves nothing behind
+        for part in made:  # looking leaves nothing behind
+            with contextlib.suppress(OSError):
+                part.rmdir()
+
+
+def _missing(folder: Path) -> list[Path]:
+    """The folder and those above it that are not there, the innermost first."""
+    try:
+        return [part for part in (folder, *folder.parents) if not part.exists()]
+    except OSError:
+        return []  # such as a name that is too long: it cannot be made either
 
 
 def _remote(config: RemoteConfig) -> Iterator[Finding]:
@@ -296,23 +388,18 @@ def _disk(folder: Path, config: KVTierConfig, *, measure: bool) -> Iterator[Find
         probe = disk_probe.look(folder)
     except OSError as error:
         advice = "choose a folder that this user can create and write"
-        yield Finding("disk", "fail", f"{folder}: {error.strerror}", advice)
+        yield Finding("disk", "fail", brief(f"{folder}: {error.strerror}"), advice)
         return
     try:
         check_root(str(folder))
     except StoreError as error:
         yield Finding("store.path", "fail", str(folder), str(error))
-    wanted = config.store.min_free_bytes
-    state = "ok" if probe.free_bytes > wanted else "fail"
-    advice = (
-        "" if state == "ok" else f"writes stop below store.min_free_bytes = {format_bytes(wanted)}"
-    )
-    yield Finding(
-        "disk",
-        state,
-        f"{folder} ({probe.filesystem}), {format_bytes(probe.free_bytes)} free",
-        advice,
-    )
+    found = f"{folder} ({probe.filesystem}), {format_bytes(probe.free_bytes)} free"
+    room = no_room(Env(), str(folder), config.store)
+    if room is None:
+        yield Finding("disk", "ok", found)
+    else:
+        yield Finding("disk", "fail", f"{found}: no page could be written", room.why)
     if probe.direct_io:
         yield Finding("direct I/O", "ok", "works here")
     else:
@@ -331,15 +418,28 @@ def _disk(folder: Path, config: KVTierConfig, *, measure: bool) -> Iterator[Find
         yield Finding("disk speed", "ok", found)
 
 
-def _memory(meminfo: Path = _MEMINFO) -> Iterator[Finding]:
+def _memory(
+    meminfo: Path = _MEMINFO, *, cpu: bool = False, container: MemoryLimit | None = None
+) -> Iterator[Finding]:
+    """Memory that is free for host pools: the machine's, or what the container's limit leaves."""
     fields = _meminfo(meminfo)
-    available = fields.get("MemAvailable", 0) << 10
-    found = f"{format_bytes(available)} of {format_bytes(fields.get('MemTotal', 0) << 10)} free"
-    if available < _HOST_RESERVE:
-        advice = (
-            "SGLang keeps 10 GiB free when it sizes host pools: give --hicache-ratio or "
-            "--hicache-size"
+    available, total = fields.get("MemAvailable", 0) << 10, fields.get("MemTotal", 0) << 10
+    found = f"{format_bytes(available)} of {format_bytes(total)} free"
+    if container is not None and container.free_bytes < available:
+        available = container.free_bytes
+        found = (
+            f"{format_bytes(available)} of the container's {format_bytes(container.limit_bytes)} "
+            f"free (the machine has {found})"
         )
+    reserve = platform.RESERVE_BYTES if cpu else _HOST_RESERVE
+    if available < reserve:
+        advice = (
+            f"SGLang leaves {format_bytes(reserve)} free and refuses every HiCache host pool here: "
+            "give the container or the machine more memory"
+        )
+        yield Finding("memory", "fail", found, advice)
+    elif available < _HOST_RESERVE:
+        advice = "a server takes some GiB beside its pools: name a small --max-total-tokens"
         yield Finding("memory", "warn", found, advice)
     else:
         yield Finding("memory", "ok", found)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.arguments import above_nought, any_device, port, size
-from sgl_kvtier.config import PolicyConfig, load_config
+from sgl_kvtier.config import load_config, parse_config
 from sgl_kvtier.errors import BenchError, ConfigError
+from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.launch import (
     detect_device,
     host_of,
@@ -22,9 +23,10 @@ from sgl_kvtier.launch import (
     refuse_taken_port,
     serve_flags,
 )
-from sgl_kvtier.runtime.settings import off_on_a_card
+from sgl_kvtier.page_hash import compile_page_hash
 
 _DEFAULT_PORT = 30000
+_CAPACITY = 64 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,18 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a model's folder or name; `kvtier model NAME` writes a small one and prints its "
         "folder. A paced device brings its own",
     )
+    parser.add_argument("--store", type=Path, metavar="DIR", help="folder for the pages")
     parser.add_argument(
-        "--store",
-        type=Path,
-        metavar="DIR",
-        help="folder for the pages; a settings file is written beside it (DIR.json)",
-    )
-    parser.add_argument(
-        "--capacity",
-        type=size,
-        default=64 << 30,
-        metavar="SIZE",
-        help="most bytes in it (default 64GiB)",
+        "--capacity", type=size, metavar="SIZE", help="most bytes in it (default 64GiB)"
     )
     parser.add_argument(
         "--config",
@@ -86,30 +79,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints or becomes the server. Raises ConfigError (settings), BenchError (no start)."""
     device = args.device or detect_device()
-    settings = _settings_path(args)
+    host = host_of(device)
     paced = paced_device(device, args.dilation, args.extra)
+    settings, place = _settings(args, paced)
     model, extra = _model(args, paced), args.extra
     # With OpenMP's default spin-wait one busy neighbour slows CPU inference by an order of
     # magnitude.
-    added = {"OMP_WAIT_POLICY": "PASSIVE"} if host_of(device) == "cpu" else {}
+    added = {"OMP_WAIT_POLICY": "PASSIVE"} if host == "cpu" else {}
     if paced is not None:
         paced.refuse_others(extra)
         _check_settings(args, paced)
         extra = [*paced.serve_flags(), *extra]
-        added |= paced.serve_env(settings.with_suffix(".pace.jsonl"))
+        added |= paced.serve_env(place.with_name(f"{place.name}.pace.jsonl"))
     command = [
         sys.executable,
         "-m",
         "sglang.launch_server",
-        *serve_flags(model, host_of(device), settings, extra),
+        *serve_flags(model, host, settings, extra),
     ]
     command += [] if "--port" in args.extra else ["--port", str(args.port)]
-    note = _note(args, host_of(device), settings)
     if args.only_print:
-        if note is not None:
-            print(f"# {note}")
-        if args.config is None and not settings.exists():
-            print(f"# {settings} would be written: {json.dumps(_settings(args, paced))}")
+        if args.device is None and host == "cpu":
+            print("# No GPU was found here: these flags are for a CPU. For a GPU add --device cuda")
         print(
             " ".join(
                 [
@@ -121,14 +112,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if missing_packages():
         raise BenchError(
-            "SGLang is not installed. Install it with: pip install 'sgl-kvtier[sglang]'"
+            f"SGLang is not installed. Install it (about 10 GB) with: {how_to_install('sglang')}"
         )
     refuse_taken_port(args.port)
-    if args.config is None:
-        _write_settings(args, settings, paced)
-    load_config(settings)
-    if note is not None:
-        print(f"kvtier: {note}", file=sys.stderr)
+    refused = compile_page_hash()
+    if refused:
+        raise BenchError(refused)
     print(shlex.join(command), file=sys.stderr, flush=True)
     # The server takes this process's place, so signals, service managers and exit statuses are its
     # own.
@@ -136,28 +125,29 @@ def run(args: argparse.Namespace) -> int:
     raise AssertionError("unreachable")
 
 
-def _note(args: argparse.Namespace, host: str, settings: Path) -> str | None:
-    """What this server will not do by itself, or None."""
-    if host == "cpu":
-        return None
-    # A file that serve itself writes leaves restoration at its default.
-    return off_on_a_card(load_config(settings).policy if args.config else PolicyConfig())
-
-
-def _settings_path(args: argparse.Namespace) -> Path:
+def _settings(args: argparse.Namespace, paced: Any) -> tuple[str, Path]:
+    """The settings as SGLang takes them (JSON text or @FILE), and the folder of the pages, or the
+    path of the file without its suffix. Raises ConfigError.
+    """
     if args.config is not None:
-        if args.store is not None:
+        if args.store is not None or args.capacity is not None:
             raise ConfigError(
-                "give --config or --store, not both: the store's folder is store.path in that file"
+                "give --config or --store with --capacity, not both: in that file they are "
+                "store.path and store.capacity_bytes"
             )
-        load_config(args.config)
-        return Path(args.config).resolve()
+        load_config(args.config)  # a mistake in it is told before a model is loaded
+        file = Path(args.config).resolve()
+        return f"@{file}", file.with_suffix("")
     if args.store is None:
         raise ConfigError(
             "say where pages are kept: --store DIR on a local SSD, or --config kvtier.json"
         )
-    folder = Path(args.store).resolve()
-    return folder.with_name(folder.name + ".json")
+    store = {"path": str(args.store), "capacity_bytes": args.capacity or _CAPACITY}
+    more = {} if paced is None else {**paced.settings(), **paced.sections()}
+    config = parse_config({"store": store, **more})
+    # The path as it is used: the server may be started in another folder.
+    given = {"store": {**store, "path": config.store.path}, **more}
+    return json.dumps(given), Path(config.store.path)
 
 
 def _model(args: argparse.Namespace, paced: Any) -> str:
@@ -189,22 +179,3 @@ def _lacking(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, A
         elif found.get(key) != value:
             rest[key] = value
     return {key: value for key, value in rest.items() if value != {}}
-
-
-def _settings(args: argparse.Namespace, paced: Any) -> dict[str, object]:
-    store = {"path": str(Path(args.store).resolve()), "capacity_bytes": args.capacity}
-    more = {} if paced is None else {**paced.settings(), **paced.sections()}
-    return {"store": store, **more}
-
-
-def _write_settings(args: argparse.Namespace, path: Path, paced: Any) -> None:
-    wanted = json.dumps(_settings(args, paced), indent=1) + "\n"
-    try:
-        if path.exists() and path.read_text() != wanted:
-            raise ConfigError(
-                f"{path} exists and says something else: use it with --config {path}, or remove it"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(wanted)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -2,7 +2,10 @@
 
 With $SPOIL, copies to the device flip one bit while that file is there. With $RAN, each rank writes
 every prefill that it runs into a file of that folder, named by its number: a line of JSON with
-[tokens of the prompt, first one computed, tokens computed] for each request.
+[tokens of the prompt, first one computed, tokens computed] for each request. With $MISTAKE, loaded
+pages are attached as the word in that file says, and a difference refutes nothing; each distance
+that is judged goes into the file with `.seen` behind its name, as a line [mistake, the page behind
+the loaded ones, the noise].
 """
 
 import importlib.abc
@@ -83,7 +86,75 @@ def _tell(module):
     module.ChunkClock.launch = launch_and_tell
 
 
+def _mistake():
+    try:
+        return Path(os.environ["MISTAKE"]).read_text()
+    except OSError:
+        return ""
+
+
+def _attach_wrongly(module):
+    splice = module.RestoreEngine.splice
+
+    def splice_wrongly(engine, r, span):
+        slots, page, mistake = splice(engine, r, span), engine.context.page, _mistake()
+        pages = slots.view(-1, page)
+        if mistake == "row":  # the right slots in the wrong order
+            return pages.flip(0).flatten()
+        if mistake == "span":  # off by a page
+            return slots.roll(page)
+        if mistake == "two exchanged":
+            order = [1, 0, *range(2, len(pages))]
+            return pages[order].flatten()
+        device = engine.attach._pools.device
+        layers = [*device.k_buffer, *device.v_buffer]
+        if mistake in ("all zero", "a zero page"):
+            for layer in layers:
+                layer[slots if mistake == "all zero" else pages[len(pages) // 2]] = 0
+        if mistake == "a zero page in a layer":
+            layers[-1][pages[len(pages) // 2]] = 0
+        return slots
+
+    module.RestoreEngine.splice = splice_wrongly
+    module.RestoreEngine.refute = lambda engine: None
+
+
+def _forgive(module):
+    def differs(proof, difference):
+        module.logger.error("kvtier: forgiven for the test: %s", difference.what)
+
+    module.Proof.differs = differs
+
+
+def _judge(module):
+    judge = module.judge
+
+    def judge_and_tell(last, noise, dtype):
+        row = [_mistake(), float(last.max()), None if noise is None else float(noise.max())]
+        with Path(os.environ["MISTAKE"] + ".seen").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        return judge(last, noise, dtype)
+
+    module.judge = judge_and_tell
+
+
+def _shift(module):
+    init_new = module.ForwardBatch.init_new.__func__
+
+    def init_new_shifted(cls, batch, model_runner, *args, **named):
+        made = init_new(cls, batch, model_runner, *args, **named)
+        if _mistake() == "positions" and made.forward_mode.is_extend() and sum(batch.prefix_lens):
+            made.positions += 16
+        return made
+
+    module.ForwardBatch.init_new = classmethod(init_new_shifted)
+
+
 for variable, name, change in (
+    ("MISTAKE", "sgl_kvtier.runtime.restore.engine", _attach_wrongly),
+    ("MISTAKE", "sgl_kvtier.runtime.proof.record", _forgive),
+    ("MISTAKE", "sgl_kvtier.runtime.proof.attach", _judge),
+    ("MISTAKE", "sglang.srt.model_executor.forward_batch_info", _shift),
     ("SPOIL", "sgl_kvtier.runtime.restore.copy_device", _spoil),
     ("RAN", "sgl_kvtier.runtime.step.chunk_clock", _tell),
 ):

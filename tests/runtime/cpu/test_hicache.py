@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host import base
 
 from sgl_kvtier.runtime.backend.storage import KVTierStorage
-from sgl_kvtier.runtime.cpu import hicache
+from sgl_kvtier.runtime.cpu import hicache, platform
 from sgl_kvtier.runtime.sglang import seams
 
 NAMES = [hashlib.sha256(name).hexdigest() for name in (b"a", b"b")]
@@ -93,4 +93,4 @@ def test_host_pools_leave_little_memory_free(monkeypatch):
     free = 3 << 30
     monkeypatch.setattr(base, "available_host_memory_bytes", lambda **_: free)
     monkeypatch.setattr(base, "ranks_per_host", lambda: 1)
-    assert base.host_memory_budget_bytes(1) == free - hicache.RESERVE_BYTES
+    assert base.host_memory_budget_bytes(1) == free - platform.RESERVE_BYTES

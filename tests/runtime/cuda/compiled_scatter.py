@@ -9,11 +9,14 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
 
-from sgl_kvtier.lab.copies.null_card import launch_into_nothing
 from sgl_kvtier.runtime.cuda.page_shape import shape_of
 from sgl_kvtier.runtime.cuda.scatter import TritonScatter
 
@@ -23,6 +26,27 @@ SHAPES = {
     "70B on 8 ranks": (1, 128, 80, 64, "page_first"),
     "small pages": (8, 128, 32, 16, "page_first"),
 }
+
+
+def launch_into_nothing() -> None:
+    """From here on Triton compiles for sm_90 in this process, and its launches do nothing."""
+    vars(nvidia)["PyKernelArg"] = SimpleNamespace  # of a module that is loaded with the real driver
+    limits = {"max_shared_mem": 228 << 10}
+    utils = SimpleNamespace(
+        get_device_properties=lambda _device: limits,
+        load_binary=lambda *_: (1, 1, 32, 0, 1024),
+        unload_module=lambda _module: None,
+        launch=lambda *_: None,
+        build_signature_metadata=lambda _signature: b"",
+    )
+    null: Any = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        launcher_cls=nvidia.CudaLauncher,
+        utils=utils,
+    )
+    driver.set_active(null)
 
 
 def accesses(heads: int, dim: int, layers: int, page: int, layout: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Run with TRITON_INTERPRET=1: every case of the scatter against torch. Prints the cases that differ."""
+"""Run with TRITON_INTERPRET=1: cases of the scatter against torch. Prints those that differ."""
 
 from __future__ import annotations
 
@@ -51,7 +51,19 @@ def differs(dtype: torch.dtype, row: Any, pages: Any, layout: str) -> bool:
     return False
 
 
+def chosen() -> list[tuple[Any, ...]]:
+    """Every dtype with every row, and every row with every way that pages lie: the interpreter
+    takes a tenth of a second for a case.
+    """
+    lie = list(itertools.product(PAGES, ("page_first", "page_first_direct")))
+    pairs = itertools.product(DTYPES[1:], ROWS)
+    return [
+        *((DTYPES[0], row, *way) for row in ROWS for way in lie),
+        *((*pair, *lie[number % len(lie)]) for number, pair in enumerate(pairs)),
+    ]
+
+
 if __name__ == "__main__":
-    cases = list(itertools.product(DTYPES, ROWS, PAGES, ("page_first", "page_first_direct")))
+    cases = chosen()
     wrong = [str(case) for case in cases if differs(*case)]
     json.dump({"cases": len(cases), "wrong": wrong}, sys.stdout)

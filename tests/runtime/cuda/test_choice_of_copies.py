@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,18 @@ import torch
 from device_pools import controller, latent_pools
 from pools import host_pool, latent_host_pool, latent_pool
 
+from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.runtime.cuda.all_layers import AllLayers
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.fences import fence
 from sgl_kvtier.runtime.cuda.page_shape import shape_of, unfit
 from sgl_kvtier.runtime.cuda.staging import ROOM_BYTES, pages_of_room, staging_bytes
+from sgl_kvtier.runtime.proof import start
+from sgl_kvtier.runtime.proof.record import Proof, State
+from sgl_kvtier.runtime.proof.start import StartDiffers, StartResult
 from sgl_kvtier.runtime.restore import copy_device
-from sgl_kvtier.runtime.restore.copy_device import CpuCopies, copies_for
+from sgl_kvtier.runtime.restore.copy_device import CpuCopies, chosen_for, copies_for
+from sgl_kvtier.runtime.scheduler.setup import refute_at_start
 
 
 def controller_of(pool: Any, device: str = "cuda") -> Any:
@@ -100,6 +106,79 @@ def test_a_device_without_streams_is_left_to_sglang(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "get_device_module", lambda _kind: SimpleNamespace())
     assert "no streams on mps" in str(copy_device.lacking(SimpleNamespace(device="mps")))
     assert copy_device.lacking(SimpleNamespace(device="cpu")) is None
+
+
+class Ways:
+    """Three ways of copying, of which some are wrong."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, wrong: set[int]) -> None:
+        self.made: list[Any] = []
+        self.checked: list[int] = []
+        self._wrong = wrong
+        patch.setattr(copy_device, "_ways", lambda *_: self._each())
+        patch.setattr(copy_device, "CARDS", {"cuda": lambda _controller: (None, None)})
+        patch.setattr(copy_device, "StreamCopies", lambda _controller: "unchecked")
+        patch.setattr(start, "check", self._check)
+
+    def _each(self) -> Iterator[Any]:
+        for number in range(3):
+            self.made.append(SimpleNamespace(number=number))
+            yield self.made[-1]
+
+    def _check(self, copies: Any, controller: Any) -> StartResult:
+        self.checked.append(copies.number)
+        if copies.number in self._wrong:
+            raise [StartDiffers("K of layer 1"), RuntimeError("no\nkernel")][copies.number % 2]
+        return StartResult(40, 20.0, 90.0, 4 << 20, 0.1)
+
+
+SERVED = SimpleNamespace(device="cuda")
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_the_first_way_that_is_right_is_taken(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    ways = Ways(monkeypatch, set(range(wrong)))
+    found = chosen_for(SERVED, PolicyConfig(restore="both"))
+    assert found.copies is ways.made[-1] and ways.checked == list(range(wrong + 1))
+    assert found.start is not None and found.wrong == ""
+
+
+def test_where_no_way_is_right_it_says_what_was_wrong_with_each(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Ways(monkeypatch, {0, 1, 2})
+    found = chosen_for(SERVED, PolicyConfig(restore="both"))
+    assert (found.copies, found.start) == ("unchecked", None)
+    assert found.wrong == "K of layer 1; RuntimeError: no"
+    lines = [record for record in caplog.records if "not copied by" in record.getMessage()]
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("policy", [{"restore": "off"}, {"restore": "both", "proof": "off"}])
+def test_a_server_that_proves_nothing_is_not_checked(
+    monkeypatch: pytest.MonkeyPatch, policy: dict[str, str]
+) -> None:
+    ways = Ways(monkeypatch, {0, 1, 2})
+    monkeypatch.setattr(copy_device, "copies_for", lambda _controller, restores: restores)
+    assert chosen_for(SERVED, PolicyConfig(**policy)).copies is (policy["restore"] != "off")  # type: ignore[arg-type]
+    assert ways.checked == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "others", "state"),
+    [("", 1, State.PROVING), ("K of layer 1", 1, State.REFUTED), ("", 0, State.REFUTED)],
+    ids=["right", "wrong here", "wrong on another rank"],
+)
+def test_what_is_wrong_on_one_rank_refutes_all_and_is_not_remembered(
+    wrong: str, others: int, state: State
+) -> None:
+    remembered: list[Any] = []
+    proof = Proof("a GPU", "a way")
+    proof.changed = remembered.append
+    agreement: Any = SimpleNamespace(least=lambda here: min(here, others))
+    refute_at_start(proof, wrong, agreement)
+    assert proof.state is state and remembered == []
+    assert (proof.difference is not None) == (state is State.REFUTED)
 
 
 def test_a_fence_is_taken_where_events_know_no_sleep() -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from array import array
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from sgl_kvtier.runtime.cuda import card_memory
-from sgl_kvtier.runtime.cuda.card_memory import CardMemory, send_pages
+from sgl_kvtier.runtime.cuda.card_memory import CardMemory, registration_borders, send_pages
 
 PAGE, PAGES, HALF, ROOM = 4, 12, 48, 5
 STREAM = 77
@@ -45,12 +47,12 @@ class Bus:
         ctypes.memmove(target, source, nbytes)
         return 0
 
-    def send(self, slots: torch.Tensor, page: int = PAGE) -> None:
+    def send(self, slots: torch.Tensor, page: int = PAGE, borders: Sequence[int] = ()) -> None:
         address = ctypes.cast(self._driver, ctypes.c_void_p).value
         assert address is not None
         k, v = (half.data_ptr() for half in self.host)
         room = self.room.data_ptr(), ROOM
-        send_pages(address, STREAM, room, (k, v, PAGES, page, HALF), slots)
+        send_pages(address, STREAM, room, (k, v, PAGES, page, HALF), slots, array("Q", borders))
 
 
 @compiled
@@ -67,6 +69,24 @@ def test_neighbours_in_host_memory_are_one_copy_of_each_half() -> None:
     bus = Bus()
     bus.send(slots_of(4, 5, 6, 1, 2))
     assert bus.sent == [(n * HALF, 1, STREAM) for n in (3, 3, 2, 2)]
+
+
+@compiled
+@pytest.mark.parametrize("cut", [1, HALF, HALF + 16, 3 * HALF - 1, 3 * HALF])
+def test_a_copy_is_cut_where_host_memory_was_registered_in_pieces(cut: int) -> None:
+    bus, pages = Bus(), [4, 5, 6]
+    first = bus.host.data_ptr() + 4 * HALF
+    bus.send(slots_of(*pages), borders=[first, first + cut, first + 4 * HALF])
+    assert torch.equal(bus.room[:, :3], bus.host[:, pages])
+    of_k = [cut, 3 * HALF - cut] if cut < 3 * HALF else [3 * HALF]
+    assert [nbytes for nbytes, _, _ in bus.sent] == [*of_k, 3 * HALF]
+
+
+def test_borders_are_where_one_of_sglangs_registrations_ends_and_the_next_begins() -> None:
+    buffer = torch.zeros(8)
+    assert list(registration_borders(buffer)) == []
+    buffer._sglang_cuda_host_registered_ranges = [(900, 100), (700, 200), (1000, 50)]  # type: ignore[attr-defined]
+    assert list(registration_borders(buffer)) == [900, 1000]
 
 
 @compiled

@@ -21,8 +21,8 @@ from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.restore.restoration import Restoration
 from sgl_kvtier.runtime.step.context import StepContext
+from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -124,7 +124,7 @@ class EngineLab:
         rid = f"r{self.begun}"
         r = Restoration(rid, None, (PREFIX + 1) * PAGE, 0, PREFIX, sources, keys, torch.empty(0))
         r.mode = Mode.BOTH
-        self.engine.restorations[rid] = r
+        self.engine.begin(r)
         return r
 
     def some(self) -> Restoration | None:

@@ -31,6 +31,8 @@ _GRAIN = 16
 _DRIVER_COPY = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t
 )
+_EVENT_RECORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)
+_EVENT_WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
 
 
 class TrackedMemory:
@@ -43,6 +45,36 @@ class TrackedMemory:
         self._driver = _DRIVER_COPY(self._copied) if by_driver else None
         self.kept: list[torch.Tensor] = []
         """A copy knows addresses alone: this memory is there as long as one may run."""
+        self.borders: list[int] = []
+        """Addresses of host memory between two registrations: no copy reads from both sides."""
+        self.errors_cleared = 0
+        self.shares_bus = True
+        self._events = _EVENT_RECORD(self._recorded), _EVENT_WAIT(self._waited_for)
+
+    def driver_events(self) -> tuple[int, int] | None:
+        record, wait = (ctypes.cast(f, ctypes.c_void_p).value for f in self._events)
+        assert record is not None and wait is not None
+        return record, wait
+
+    def _recorded(self, event: int, stream: int) -> int:
+        """As cudaEventRecord."""
+        self.device.events[event].record(self.device.streams[stream - 1])
+        return 0
+
+    def _waited_for(self, event: int) -> int:
+        """As cudaEventSynchronize."""
+        try:
+            self.device.events[event].synchronize()
+        except Exception:
+            return 719
+        return 0
+
+    def clear_error(self) -> None:
+        self.errors_cleared += 1
+
+    def _refuse_two_registrations(self, source: int, nbytes: int) -> None:
+        if any(source < border < source + nbytes for border in self.borders):
+            raise RuntimeError("invalid argument: a copy from two registrations")
 
     def driver_copy(self) -> int | None:
         return ctypes.cast(self._driver, ctypes.c_void_p).value if self._driver else None
@@ -63,6 +95,7 @@ class TrackedMemory:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         assert target.is_contiguous() and source.is_contiguous(), "one piece each, as for memcpy"
+        self._refuse_two_registrations(source.data_ptr(), source.nbytes)
         self.device.launch(
             "copy engine",
             reads=[self.of(source)],
@@ -75,6 +108,7 @@ class TrackedMemory:
         device = self.device
         try:
             self.driver_call()
+            self._refuse_two_registrations(source, nbytes)
             device.need_own("a copy by the driver")
             assert kind == 1, "host to device"
             with device.on(device.streams[stream - 1]):
@@ -141,9 +175,11 @@ class Rig:
         staged: bool = False,
         by_driver: bool = True,
         all_layers: bool = False,
+        registered_pages: int | None = None,
     ) -> None:
         """`staged`: copies through staging, all at once, or unless `by_driver` torch makes each; else
-        by SGLang's kernels, a launch per layer or, with `all_layers`, one.
+        by SGLang's kernels, a launch per layer or, with `all_layers`, one. `registered_pages`: host
+        memory is registered in pieces of so many half pages, as SGLang does with a large pool.
         """
         if staged and by_driver and card_memory._native is None:
             pytest.skip("sgl_kvtier.runtime.cuda._native is not compiled")
@@ -163,6 +199,8 @@ class Rig:
         )
         self.pool = host_pool(self.k, self.v)
         self.memory.kept.append(self.pool.kv_buffer)
+        if registered_pages is not None:
+            self._register(registered_pages * shape_of(self.pool).half_bytes)
         self.pool.load_to_device_per_layer_physical = self._copy_layer
         self.controller: Any = SimpleNamespace(
             device="cuda",  # as SGLang writes it: without a number
@@ -185,6 +223,13 @@ class Rig:
             )
         )
         self._names = itertools.count(1)
+
+    def _register(self, nbytes: int) -> None:
+        buffer = self.pool.kv_buffer
+        first, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+        ranges = [(at, min(nbytes, end - at)) for at in range(first, end, nbytes)]
+        buffer._sglang_cuda_host_registered_ranges = ranges
+        self.memory.borders = [at for at, _ in ranges[1:]]
 
     def _copy_layer(
         self, _pool: Any, host: torch.Tensor, device: torch.Tensor, layer: int, _io: str, **_: Any

@@ -236,3 +236,36 @@ def test_a_copy_that_fails_halfway_leaves_nothing_under_way(
     rig.load(slots_of(2), slots_of(2))
     rig.device.drain()
     rig.device.check()
+
+
+@pytest.mark.parametrize("registered_pages", [1, 3, PAGES, 2 * PAGES])
+@pytest.mark.parametrize("by_driver", [True, False], ids=["by the driver", "by torch"])
+def test_neighbours_in_several_registrations_of_host_memory_are_several_copies(
+    monkeypatch: pytest.MonkeyPatch, registered_pages: int, by_driver: bool
+) -> None:
+    rig = Rig(monkeypatch, staged=True, by_driver=by_driver, registered_pages=registered_pages)
+    for page in range(0, PAGES, ROOM_PAGES):
+        pages = range(page, page + ROOM_PAGES)
+        for number in pages:
+            rig.fill(slots_of(number), number + 1)
+        rig.load(slots_of(*pages), slots_of(*pages))
+        rig.device.drain()
+    rig.device.check()
+    for number in range(PAGES):
+        assert rig.values(slots_of(number).tolist()) == {number + 1}
+
+
+def test_the_error_of_a_copy_that_the_driver_refused_is_not_left_to_torchs_next_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, staged=True)
+    copies, memory = rig.copies, rig.memory
+    memory.borders = [rig.pool.kv_buffer[0, PAGE].data_ptr()]
+    with pytest.raises(RuntimeError, match="the device failed"):
+        copies.begin(slots_of(0, 1), slots_of(0, 1), copies.fence())
+    assert memory.errors_cleared == 1
+    memory.borders = []
+    rig.fill(slots_of(0, 1), 7)
+    rig.load(slots_of(0, 1), slots_of(2, 3))
+    rig.device.drain()
+    assert rig.values(slots_of(2, 3).tolist()) == {7}

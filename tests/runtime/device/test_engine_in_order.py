@@ -10,7 +10,7 @@ import pytest
 from engine_lab import EngineLab, lab_of
 from sglang_streams import PAGE, PAGES
 
-from sgl_kvtier.runtime.ranks.polls import LANDED, OPEN
+from sgl_kvtier.runtime.step.polls import LANDED, OPEN
 from sgl_kvtier.types import Span
 
 

@@ -13,8 +13,8 @@ from sglang_streams import PAGE
 from virtual_device import Race
 
 from sgl_kvtier.policy.messages import Compute
-from sgl_kvtier.runtime.ranks.polls import LANDED
 from sgl_kvtier.runtime.scheduler.prefill_adder import KVTierPrefillAdder
+from sgl_kvtier.runtime.step.polls import LANDED
 from sgl_kvtier.types import Span
 
 FRONT = 4

@@ -23,6 +23,7 @@ from sgl_kvtier.runtime.cuda import staged_copies
 from sgl_kvtier.runtime.restore import copy_device
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.event_waiter import EventWaiter
+from sgl_kvtier.runtime.step.polls import OPEN
 from sgl_kvtier.types import Span
 
 Plant = Callable[[pytest.MonkeyPatch, Any], None]
@@ -255,8 +256,11 @@ def spliced(lab: EngineLab) -> None:
     """What was loaded is a row's as soon as it may be."""
     under_way(lab)
     (load,) = lab.engine.loads
-    lab.tick()
     r = load.restoration
+    end = time.monotonic() + 0.5
+    while OPEN in load.poll.local and time.monotonic() < end:
+        time.sleep(0.001)  # the mover's thread marks pages, and may be late
+    lab.tick()
     r.front = 6
     if lab.engine.trusted(r, Span(6, 8)):
         lab.rig.forward("the chunk behind the jump", lab.engine.splice(r, Span(6, 8)).tolist())

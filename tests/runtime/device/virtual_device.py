@@ -88,6 +88,8 @@ class VirtualDevice:
         self.now_ms = 0.0
         self.host: Clock = {}
         self.streams: list[Stream] = []
+        self.events: dict[int, Event] = {}
+        """By the number that a driver knows them by."""
         self._threads = threading.local()
         self._maker = threading.current_thread()
         self.default = Stream(self)
@@ -268,6 +270,7 @@ class Event:
         self.clock: Clock = {}
         self.records = self.come = 0
         self.at_ms = 0.0
+        self.cuda_event = 0
 
     def record(self, stream: Stream | None = None) -> None:
         """Marks what the stream holds now."""
@@ -276,6 +279,9 @@ class Event:
             if stream is None and device.index != INDEX:
                 raise RuntimeError("recorded on a stream of another device")
             stream = device.current if stream is None else stream
+            if not self.cuda_event:  # torch makes an event when it is recorded first
+                self.cuda_event = len(device.events) + 1
+                device.events[self.cuda_event] = self
             self.clock = stream.tick()
             self.records += 1
             number = self.records
@@ -334,4 +340,7 @@ def _module(device: VirtualDevice) -> Any:
         current_device=lambda: device.index,
         set_device=set_device,
         is_available=lambda: True,
+        synchronize=lambda *_: device.wait(
+            lambda: not any(stream.todo for stream in device.streams)
+        ),
     )

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from sgl_kvtier.policy.messages import Mode
-from sgl_kvtier.runtime.ranks.polls import LANDED, Poll
 from sgl_kvtier.runtime.sglang.host_tier import Pin
 from sgl_kvtier.runtime.sglang.types import Req
+from sgl_kvtier.runtime.step.polls import LANDED, Poll
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 
@@ -117,6 +117,10 @@ class Restoration:
     """How long it had been parked when its latest chunk was added."""
     offered_at: float = field(default_factory=time.monotonic)
     closed: bool = False
+    to_look_at_again: Any = None
+    """A page that was compared when it was loaded, and will be once more (`proof/pages.py`). Set by
+    the thread that lands pages, before that page lands.
+    """
 
     def __post_init__(self) -> None:
         self.front = self.resident

@@ -19,14 +19,23 @@ LANDED = 100
 before landed.
 """
 
-LOST = {
-    ReadOutcome.CANCELLED: 1,
-    ReadOutcome.MISS: 2,
-    ReadOutcome.CORRUPT: 3,
-    ReadOutcome.FAILED: 4,
-    ReadOutcome.LATE: 5,
-}
-REASON = {code: outcome.value for outcome, code in LOST.items()}
+_MOST_SERIOUS_FIRST = (
+    ReadOutcome.CORRUPT,
+    ReadOutcome.FAILED,
+    ReadOutcome.MISS,
+    ReadOutcome.LATE,
+    ReadOutcome.CANCELLED,
+)
+DIFFERS = 1
+"""The state of a page that is on the device and does not equal what it was loaded from. The
+smallest of the lost: every rank sees it in the same step, whatever else was lost on others.
+"""
+LOST = {outcome: code for code, outcome in enumerate(_MOST_SERIOUS_FIRST, start=DIFFERS + 1)}
+"""The state of a page that was lost, by its outcome. Where a page is lost on several ranks for
+different reasons, the smallest code is the one that all of them count and report. So a page that is
+damaged on one rank is reported as damaged, and not as the cancelled read of another rank.
+"""
+REASON = {DIFFERS: "differs", **{code: outcome.value for outcome, code in LOST.items()}}
 
 
 class Poll:

@@ -1,0 +1,1 @@
+"""A server's proof, on its own device, that what it restores is right."""

@@ -1,0 +1,591 @@
+"""Pages on the device compared with the host pages that they were loaded from, after their copy has
+ended and before anything may read them.
+
+A copy's device pages are read back by another way than they went: torch's own indexing of each
+layer on a stream of its own, then over the bus into pinned memory. They are compared in C, without
+the interpreter, with the load's host pages, which the store has just verified and which are the
+load's until its pages have ended. A page that differs is lost, so the front computes it and no
+token was emitted from it.
+
+All pages are compared of the first loads, then a few (`Sampling`). While all are, one page of a
+request is looked at a second time when its prefill has ended (`SecondLook`): that sees a write over
+pages that had landed. It comes too late for that answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sgl_kvtier.runtime.backend.host_pages import PAGE_AXES, bytes_of, device_buffers
+from sgl_kvtier.runtime.cpu.platform import works_at_once
+from sgl_kvtier.runtime.cuda.card_memory import CardMemory
+from sgl_kvtier.runtime.cuda.fences import sleeping_event
+from sgl_kvtier.runtime.proof import record
+from sgl_kvtier.runtime.proof.record import Difference, Proof, State
+from sgl_kvtier.runtime.step.restoration import Load
+
+_differing: Any
+try:
+    from sgl_kvtier.runtime.cuda._native import differing as _differing  # type: ignore[no-redef, import-not-found, unused-ignore]
+except ImportError:
+    _differing = None
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 16 << 20
+"""Most bytes that are read back at once. There are two such pieces on the device and two in pinned
+memory: one is compared while the next is on the bus. This is smaller on a device whose pages are
+those of a real one at scale.
+"""
+THIN_BYTES = 64 << 30
+"""Bytes of loads after which still fewer pages are compared."""
+_MOST_KEPT = 8
+"""Host pages that are copied for a second look at a time."""
+_CLOSE_S = 10.0
+EVERY, THIN_EVERY = 64, 1024
+"""Of as many pages one is compared, once all of the first were equal, and from `THIN_BYTES` on."""
+
+
+class Sampling:
+    """Which pages are compared: all of the first loads, then some. Counted, not drawn, so that the
+    same loads have the same pages compared. One thread.
+    """
+
+    def __init__(self, *, every_page: bool, proven: bool) -> None:
+        """`every_page`: always all of them. `proven`: an earlier server has compared the first."""
+        self._every_page, self._proven = every_page, proven
+        self._loads = self._newest = self._pages = self._nbytes = 0
+
+    def take(self, load: int, pages: int, page_bytes: int) -> list[int]:
+        """Of a copy of `pages` pages of a load, known by its number, those to be compared."""
+        if load > self._newest:  # numbers grow: a load that is counted late is looked at longer
+            self._newest, self._loads = load, self._loads + 1
+        every = 1 if self.looks_again else EVERY if self._nbytes < THIN_BYTES else THIN_EVERY
+        first, self._pages = self._pages, self._pages + pages
+        self._nbytes += pages * page_bytes
+        return list(range(-first % every, pages, every))
+
+    @property
+    def looks_again(self) -> bool:
+        """Whether all pages are compared: then one of a request is looked at a second time, too."""
+        few = self._loads <= record.FIRST_LOADS or self._nbytes < record.FIRST_BYTES
+        return self._every_page or (few and not self._proven)
+
+
+class _Part(NamedTuple):
+    """What is read back at once: K or V of pages [first, stop) in layers [low, high)."""
+
+    half: int
+    first: int
+    stop: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Half:
+    """K, V or the latents. `layers`: bytes [slot, row] of each on the device. `steps`: in host
+    memory, from one layer, token, head to the next.
+    """
+
+    layers: list[torch.Tensor]
+    row_bytes: int
+    head_bytes: int
+    steps: dict[str, int]
+    every: int = 1
+    """`layers` are one of as many of the model's."""
+
+    def thinned(self, every: int) -> _Half:
+        """One layer of `every`."""
+        steps = {**self.steps, "layer": self.steps["layer"] * every}
+        return replace(self, layers=self.layers[::every], steps=steps, every=every)
+
+    def axes(self, layers: int, tokens: int, page: int) -> tuple[tuple[Any, ...], int]:
+        """Axes for `differing`, of `tokens` that were read back in `layers`, and the bytes that lie
+        together in both.
+        """
+        row, head, steps = self.row_bytes, self.head_bytes, self.steps
+        found = [
+            (layers, steps["layer"], tokens * row),
+            (page, steps["token"], row),
+            (row // head, steps["head"], head),
+        ]
+        run = head
+        for inner in (2, 1):  # heads of a token, then tokens of a layer, where they lie together
+            count, in_host, read_back = found[inner]
+            if count > 1 and (in_host, read_back) != (run, run):
+                break
+            found[inner], run = (1, 0, 0), run * count
+        return tuple(found), run
+
+
+class _Piece:
+    """Device memory and pinned memory of what is read back at once."""
+
+    def __init__(self, nbytes: int, device: Any, memory: CardMemory | None) -> None:
+        self.raw: torch.Tensor | None = None
+        """None where the device's memory is the host's."""
+        self.event: Any = None
+        if works_at_once(device):
+            self.pinned = torch.empty(nbytes, dtype=torch.uint8)
+        elif memory is not None:
+            self.raw = memory.raw(nbytes)
+            self.pinned = memory.pinned(-(-nbytes // 8)).view(torch.uint8)
+        else:
+            self.raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self.pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class ReadBack:
+    """Reads pages of a HiCache controller's device pool back and compares them with its host pool.
+    Built on the scheduler's thread, used by one thread.
+    """
+
+    def __init__(self, controller: Any, page_tokens: int, memory: CardMemory | None) -> None:
+        """Raises ValueError, which says why, where its pages cannot be compared. Raises
+        torch.OutOfMemoryError.
+        """
+        if _differing is None:
+            raise ValueError("sgl_kvtier.runtime.cuda._native is not compiled")
+        self.page = page_tokens
+        transfer = _only_transfer(controller, page_tokens)
+        self._pool, whole = transfer.host_pool, transfer.host_pool.kv_buffer
+        self._flat = whole.view(-1).view(torch.uint8)
+        self._base, self._host = whole.data_ptr(), bytes_of(self._flat)
+        self.halves = _halves(transfer, page_tokens)
+        self.page_bytes = sum(
+            len(half.layers) * page_tokens * half.row_bytes for half in self.halves
+        )
+        self._at_once = works_at_once(controller.device)
+        self._module = torch.get_device_module(controller.device)
+        self._stream = None if self._at_once else self._module.Stream()
+        self.index = None if self._at_once else self._module.current_device()
+        self._memory = memory
+        row = max(half.row_bytes for half in self.halves)
+        nbytes = max(min(PIECE_BYTES, len(self._host)), row * page_tokens)
+        self._pieces = [_Piece(nbytes, controller.device, memory) for _ in range(2)]
+        self._nbytes = nbytes
+
+    def differing(
+        self, host_slots: torch.Tensor, device_slots: torch.Tensor
+    ) -> dict[int, tuple[str, int]]:
+        """Of these pages those that differ, by their place among them: whether in keys, values or
+        latents, and the first layer. Blocks its thread, without the interpreter while it waits and
+        compares. Nothing may write the pages meanwhile.
+        """
+        starts = self._starts(host_slots)
+        parts = list(self._parts(len(starts)))
+        found: dict[int, tuple[str, int]] = {}
+        for number, part in enumerate(parts):
+            self._begin(part, self._pieces[number % 2], device_slots)
+            if number:
+                self._end(parts[number - 1], self._pieces[1 - number % 2], starts, found)
+        if parts:
+            self._end(parts[-1], self._pieces[1 - len(parts) % 2], starts, found)
+        return found
+
+    def host_page(self, host_slots: torch.Tensor, offset: int) -> list[torch.Tensor]:
+        """A copy of one of these host pages: the bytes of K and of V."""
+        slots = host_slots[offset * self.page : (offset + 1) * self.page]
+        addresses, sizes = self._pool.get_page_buffer_meta(slots)
+        starts = [address - self._base for address in addresses]
+        return [
+            self._flat[start : start + n].clone() for start, n in zip(starts, sizes, strict=True)
+        ]
+
+    def _starts(self, host_slots: torch.Tensor) -> np.ndarray:
+        """Where each page's halves begin in host memory, int64 [page, half]: as the store is told
+        where it reads them to.
+        """
+        addresses, _ = self._pool.get_page_buffer_meta(host_slots)
+        return (np.array(addresses, dtype=np.int64) - self._base).reshape(-1, len(self.halves))
+
+    def _parts(self, pages: int) -> Iterator[_Part]:
+        """All of these pages, in parts that fit a piece: whole pages, or layers of one."""
+        for number, half in enumerate(self.halves):
+            layer_bytes, layers = half.row_bytes * self.page, len(half.layers)
+            at_once = max(1, self._nbytes // (layer_bytes * layers))
+            deep = layers if at_once > 1 else max(1, min(layers, self._nbytes // layer_bytes))
+            for first in range(0, pages, at_once):
+                for low in range(0, layers, deep):
+                    stop = min(pages, first + at_once)
+                    yield _Part(number, first, stop, low, min(layers, low + deep))
+
+    def _begin(self, part: _Part, piece: _Piece, device_slots: torch.Tensor) -> None:
+        half = self.halves[part.half]
+        slots = device_slots[part.first * self.page : part.stop * self.page]
+        shape = (part.high - part.low, len(slots), half.row_bytes)
+        nbytes = shape[0] * shape[1] * shape[2]
+        if self._at_once:
+            _gather(half.layers[part.low : part.high], slots, piece.pinned[:nbytes].view(shape))
+            return
+        assert piece.raw is not None
+        with self._module.stream(self._stream):
+            _gather(half.layers[part.low : part.high], slots, piece.raw[:nbytes].view(shape))
+            self.copy_back(piece.pinned[:nbytes], piece.raw[:nbytes])
+            piece.event = sleeping_event(self._module)
+            piece.event.record(self._stream)
+
+    def copy_back(self, pinned: torch.Tensor, raw: torch.Tensor) -> None:
+        """Device memory over the bus into pinned memory, on the current stream."""
+        if self._memory is None:
+            pinned.copy_(raw, non_blocking=True)
+        else:
+            self._memory.copy_back(pinned, raw)
+
+    def _end(
+        self, part: _Part, piece: _Piece, starts: np.ndarray, found: dict[int, tuple[str, int]]
+    ) -> None:
+        half, pages = self.halves[part.half], part.stop - part.first
+        if piece.event is not None:
+            piece.event.synchronize()
+        tokens, layers = pages * self.page, part.high - part.low
+        axes, run = half.axes(layers, tokens, self.page)
+        begin = starts[part.first : part.stop, part.half] + part.low * half.steps["layer"]
+        read_back = piece.pinned[: layers * tokens * half.row_bytes].numpy()
+        page_step = self.page * half.row_bytes
+        first = compare(read_back, self._host, np.ascontiguousarray(begin), page_step, axes, run)
+        for place, layer in enumerate(first):
+            if layer >= 0:
+                name = _NAMES[len(self.halves)][part.half]
+                found.setdefault(part.first + place, (name, part.low + layer))
+
+
+_NAMES = {1: ("latents",), 2: ("keys", "values")}
+
+
+def compare(
+    found: Any, host: Any, starts: Any, page_step: int, axes: tuple[Any, ...], run: int
+) -> list[int]:
+    """Of each page the first layer that differs, or -1; see `differing` in native/pages.c."""
+    layers: list[int] = _differing(found, host, starts, page_step, axes, run)
+    return layers
+
+
+def _gather(layers: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Tensor) -> None:
+    """Rows of these slots in each layer, on the current stream: [layer, token, byte]."""
+    for layer, into in zip(layers, out, strict=True):
+        torch.index_select(layer, 0, slots, out=into)
+
+
+def _only_transfer(controller: Any, page_tokens: int) -> Any:
+    """How SGLang describes a load to this controller's device. Raises ValueError."""
+    some = torch.zeros(page_tokens, dtype=torch.int64)  # of none, SGLang describes no transfer
+    transfers = controller._l2_load_transfers(some, some)
+    if len(transfers) != 1 or transfers[0].is_draft:
+        kinds = ", ".join(type(transfer.host_pool).__name__ for transfer in transfers)
+        raise ValueError(f"pages of several pools ({kinds})")
+    host, device = transfers[0].host_pool, transfers[0].device_pool
+    if host.layout not in PAGE_AXES or not isinstance(
+        getattr(host, "kv_buffer", None), torch.Tensor
+    ):
+        raise ValueError(f"host pages of layout {host.layout} in {type(host).__name__}")
+    if getattr(device, "host_transfer_translate", None) is not None:
+        raise ValueError("device slots with other numbers than the pool's")
+    return transfers[0]
+
+
+def _halves(transfer: Any, page: int) -> list[_Half]:
+    """K and V, or the latents, of a pool's pages. Raises ValueError where rows on the device are
+    not those of the host's pages.
+    """
+    host, halves = transfer.host_pool, []
+    _, sizes = host.get_page_buffer_meta(torch.arange(page))
+    buffers = device_buffers(transfer.device_pool)
+    if len(sizes) != len(buffers) or len(buffers) not in _NAMES:
+        raise ValueError(f"{len(sizes)} pieces of a page in {type(host).__name__}")
+    for layers, nbytes in zip(buffers, sizes, strict=True):
+        try:
+            rows = [layer.view(torch.uint8).view(len(layer), -1) for layer in layers]
+        except RuntimeError:
+            raise ValueError("device rows that lie apart") from None
+        row, heads = rows[0].shape[1], layers[0].shape[1] if layers[0].dim() > 2 else 1
+        if len(rows) * page * row != nbytes or row % heads:
+            raise ValueError(f"host pages of {nbytes} bytes, of {len(rows)} layers of {row} bytes")
+        count, steps, step = {"layer": len(rows), "token": page, "head": heads}, {}, row // heads
+        for axis in reversed(PAGE_AXES[host.layout]):
+            steps[axis], step = step, step * count[axis]
+        halves.append(_Half(rows, row, row // heads, steps))
+    return halves
+
+
+class PageCheck:
+    """What the mover asks of every copy that has ended. One thread: the copies', or on a CPU the
+    mover's.
+    """
+
+    def __init__(
+        self, back: ReadBack, sampling: Sampling, proof: Proof, again: SecondLook | None = None
+    ) -> None:
+        self._back, self._sampling, self._proof, self._again = back, sampling, proof, again
+
+    def look(self, load: Load, first: int, stop: int) -> list[int]:
+        """Of the pages [first, stop) of a load, whose copy has ended, those that must not land.
+
+        After a difference was found anywhere on this rank no page lands any more: so the other
+        ranks, and the engine, learn of it with the next page that ends. Never raises: what cannot
+        be compared counts as skipped.
+        """
+        if self._proof.difference is not None:
+            return list(range(first, stop))
+        taken = self._sampling.take(load.poll.number, stop - first, self._back.page_bytes)
+        try:
+            return self._look(load, [first + place for place in taken]) if taken else []
+        except Exception as error:
+            # Whatever a driver or a pool raises: the copy itself has ended well.
+            self._skip(len(taken), error)
+            return []
+
+    def _look(self, load: Load, pages: list[int]) -> list[int]:
+        back, proof = self._back, self._proof
+        wrong: dict[int, tuple[str, int]] = {}
+        for low, high in _neighbours(pages):
+            tokens = slice(low * back.page, high * back.page)
+            found = back.differing(load.host_slots[tokens], load.device_slots[tokens])
+            wrong |= {low + place: where for place, where in found.items()}
+        equal = len(pages) - len(wrong)
+        proof.note_pages("equal", equal, equal * back.page_bytes)
+        if not wrong:
+            if self._again is not None and self._sampling.looks_again:
+                self._again.keep(load, pages[-1])
+            return []
+        proof.note_pages("differs", len(wrong))
+        page, (half, layer) = min(wrong.items())
+        rid, number = load.restoration.rid, load.span.start + page
+        what = f"{len(wrong)} of {len(pages)} pages, the first one page {number} of request {rid}, "
+        proof.differs(Difference("page", f"{what}in the {half} of layer {layer}"))
+        return sorted(wrong)
+
+    def _skip(self, pages: int, error: Exception) -> None:
+        if not self._proof.pages["skipped"]:
+            logger.warning("kvtier: restored pages are not compared", exc_info=error)
+        self._proof.note_pages("skipped", pages)
+
+
+class Kept:
+    """A page of a request as it was in host memory when it was loaded, to be compared again."""
+
+    def __init__(self, page: int, halves: list[torch.Tensor]) -> None:
+        """`page`: its number in the request's prompt. `halves`: its bytes, K and V."""
+        self.page, self.halves = page, halves
+
+
+class _Taken(NamedTuple):
+    """Rows on their way to a second comparison. `slots` are those that the page was loaded into,
+    `row` those that the request had for it at the end.
+    """
+
+    rid: str
+    kept: Kept
+    slots: torch.Tensor
+    row: torch.Tensor
+    event: Any
+
+
+class SecondLook:
+    """Compares one page of a request again when its prefill has ended, with a copy of the host page
+    that was made at the first look.
+
+    The scheduler's thread (`attached`, `look`) only launches: it gathers the rows on the stream
+    that every later writer of these slots comes behind, a forward or, by its fence, a load. So
+    whoever owns the slots afterwards does no harm. A thread of its own waits and compares. A page
+    whose slots are not those that it was loaded into any more, since the tree had it already, is
+    left out.
+    """
+
+    def __init__(
+        self, controller: Any, rows: torch.Tensor, back: ReadBack, proof: Proof,
+        memory: CardMemory | None,
+    ) -> None:  # fmt: skip
+        """`rows`: SGLang's slots by request and token. Scheduler's thread."""
+        self._controller, self._rows, self._proof, self._memory = controller, rows, proof, memory
+        self._back, self._at_once = back, works_at_once(controller.device)
+        every = -(-back.page_bytes // PIECE_BYTES)  # of a page that fits no piece some layers
+        self._halves = [half.thinned(every) for half in back.halves]
+        nbytes = sum(len(half.layers) * half.row_bytes for half in self._halves) * back.page
+        self._piece = _Piece(nbytes, controller.device, memory)
+        self._numbers = _Piece(2 * 8 * back.page, controller.device, memory)
+        self._module = torch.get_device_module(controller.device)
+        self._stream = None if self._at_once else self._module.Stream()
+        self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self._attached: dict[str, tuple[Kept, torch.Tensor]] = {}
+        self._free = threading.Event()
+        self._free.set()
+        self._taken: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvtier-proof", daemon=True)
+        self._thread.start()
+
+    def keep(self, load: Load, offset: int) -> None:
+        """A page of a load was compared and is equal: the first of its request is kept. Thread of
+        the first look.
+        """
+        r = load.restoration
+        if r.to_look_at_again is None and len(self._kept) < _MOST_KEPT:
+            halves = self._back.host_page(load.host_slots, offset)
+            r.to_look_at_again = kept = Kept(load.span.start + offset, halves)
+            self._kept.add(kept)
+
+    def attached(self, rid: str, kept: Kept, slots: torch.Tensor) -> None:
+        """The kept page was attached to its request: from now on its row has these slots."""
+        self._attached[rid] = kept, slots
+
+    @property
+    def waits(self) -> bool:
+        """Whether a page is to be looked at again."""
+        return bool(self._attached)
+
+    def forget(self, rid: str) -> None:
+        """The request is gone."""
+        self._attached.pop(rid, None)
+
+    def prefilled(self, req: Any) -> None:
+        """A result of this request was processed: it may have been that of its last chunk. Its row
+        is still its own.
+        """
+        if req.rid in self._attached and len(req.output_ids):
+            self.look(req)
+
+    def look(self, req: Any) -> None:
+        """Takes the rows of a request that is about to give back its row. Never raises, and never
+        waits for the device; one at a time, others are left out.
+        """
+        found = self._attached.pop(req.rid, None)
+        if found is None or not self._free.is_set() or req.kv.req_pool_idx is None:
+            return
+        try:
+            self._free.clear()
+            self._taken.put(self._take(req, *found))
+        except Exception as error:
+            self._leave_out(error)
+
+    def close(self) -> None:
+        """Ends the thread after what it was given. Idempotent."""
+        self._taken.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _take(self, req: Any, kept: Kept, slots: torch.Tensor) -> _Taken:
+        first = kept.page * self._back.page
+        # SGLang rewrites rows on this thread's stream.
+        row = self._rows[req.kv.req_pool_idx, first : first + self._back.page].to(
+            torch.int64, copy=True
+        )
+        if self._at_once:
+            self._gather(self._piece.pinned, slots)
+            return _Taken(req.rid, kept, slots, row, None)
+        module, current = self._module, self._module.current_stream()
+        stream = self._controller.load_fence_stream or current
+        if stream != current:
+            stream.wait_stream(current)
+        assert self._piece.raw is not None
+        with module.stream(stream):
+            self._gather(self._piece.raw, slots)
+            event = sleeping_event(module)
+            event.record(stream)
+        return _Taken(req.rid, kept, slots, row, event)
+
+    def _gather(self, target: torch.Tensor, slots: torch.Tensor) -> None:
+        for half, nbytes, at in self._places():
+            shape = (len(half.layers), self._back.page, half.row_bytes)
+            _gather(half.layers, slots, target[at : at + nbytes].view(shape))
+
+    def _places(self) -> Iterator[tuple[_Half, int, int]]:
+        """K and V, their bytes, and where they begin in what is read back."""
+        at = 0
+        for half in self._halves:
+            nbytes = len(half.layers) * self._back.page * half.row_bytes
+            yield half, nbytes, at
+            at += nbytes
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)
+        if not self._at_once:
+            self._module.set_device(self._back.index)
+        while (taken := self._taken.get()) is not None:
+            try:
+                self._compare(taken)
+            except Exception as error:
+                self._leave_out(error)
+            self._free.set()
+
+    def _compare(self, taken: _Taken) -> None:
+        if taken.event is not None:
+            taken.event.synchronize()
+        row, slots = self._numbers_of(taken)
+        if not torch.equal(row, slots):
+            return
+        page = self._back.page
+        for kept, (half, nbytes, at) in zip(taken.kept.halves, self._places(), strict=True):
+            axes, run = half.axes(len(half.layers), page, page)
+            read_back = self._piece.pinned[at : at + nbytes].numpy()
+            layer = compare(read_back, kept.numpy(), np.zeros(1, np.int64), 0, axes, run)[0]
+            if layer >= 0:
+                self._proof.note_pages("differs", 1)
+                where = f"page {taken.kept.page} of request {taken.rid}, layer {layer * half.every}"
+                self._proof.differs(Difference("second look", f"{where}, when its prefill ended"))
+                return
+
+    def _numbers_of(self, taken: _Taken) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two lists of slots in host memory; the rows have come there as well."""
+        if self._at_once:
+            return taken.row, taken.slots
+        page, piece, module = 8 * self._back.page, self._numbers, self._module
+        assert self._piece.raw is not None
+        with module.stream(self._stream):
+            self._back.copy_back(self._piece.pinned, self._piece.raw)
+            for place, numbers in enumerate((taken.row, taken.slots)):
+                target = piece.pinned[place * page : (place + 1) * page].view(torch.int64)
+                target.copy_(numbers, non_blocking=True)
+            event = sleeping_event(module)
+            event.record(self._stream)
+        event.synchronize()
+        both = piece.pinned.view(torch.int64)
+        return both[: self._back.page], both[self._back.page :]
+
+    def _leave_out(self, error: Exception) -> None:
+        logger.warning("kvtier: a page could not be looked at a second time", exc_info=error)
+        self._free.set()
+
+
+def checks_of(
+    controller: Any,
+    rows: torch.Tensor,
+    page_tokens: int,
+    proof: Proof,
+    memory: CardMemory | None,
+    *,
+    every_page: bool,
+) -> tuple[PageCheck, SecondLook] | None:
+    """What compares the pages of this HiCache controller, or None, and a line in the log, where
+    they cannot be compared. `rows` as for `SecondLook`. A server whose `proof` begins as proven
+    compares fewer. Scheduler's thread.
+    """
+    try:
+        back = ReadBack(controller, page_tokens, memory)
+        again = SecondLook(controller, rows, back, proof, memory)
+    except Exception as error:
+        # Whatever a pool of another kind or a driver raises: the server serves all the same.
+        logger.warning("kvtier: restored pages are not compared: %s", error)
+        return None
+    proof.looks = True
+    sampling = Sampling(every_page=every_page, proven=proof.state is State.PROVEN)
+    return PageCheck(back, sampling, proof, again), again
+
+
+def _neighbours(pages: list[int]) -> list[tuple[int, int]]:
+    """Ascending pages as runs [low, high)."""
+    runs: list[tuple[int, int]] = []
+    for page in pages:
+        if runs and runs[-1][1] == page:
+            runs[-1] = runs[-1][0], page + 1
+        else:
+            runs.append((page, page + 1))
+    return runs

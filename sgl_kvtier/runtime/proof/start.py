@@ -1,0 +1,601 @@
+"""The check at start: pages of the real pools are copied to the device beside a forward, before any
+answer depends on a copy.
+
+All pages are free then. Host pages get a pattern of their own bytes, their device pages and the
+neighbours of these another one. A forward stream is kept busy, then reads the device pages and
+writes over them; the copy is begun at once and placed when its fence has come. So the forward must
+have read the old bytes, which proves the fence, and afterwards the pages must hold the host's,
+which proves the copy. They are read back by torch's own indexing. Then pages alone, through every
+room of staging twice, and a load that is cut in two. In the end everything is zero again.
+
+Where copies go over the bus, it also measures how long SGLang's own small copies wait beside a
+load, and bounds what a load may queue there (`bus_window`).
+
+Scheduler's thread, with one helper thread in the mover's place; blocks until the device is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from sgl_kvtier.runtime.backend.host_pages import device_buffers
+from sgl_kvtier.runtime.cuda.bus_window import CHOICES, Trial, window_for
+from sgl_kvtier.runtime.cuda.card_memory import registration_borders
+from sgl_kvtier.runtime.cuda.page_shape import host_pool_of
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_MOST_PAGES, _MOST_BYTES = 8, 32 << 20
+"""Of the load that is compared as a whole; never fewer than `_FEWEST_PAGES`."""
+_FEWEST_PAGES = 4
+_BUSY_S, _MOST_BUSY_S = 0.02, 1.0
+"""How long a stream is kept busy: longer than a copy beside it takes, on a host that is not busy
+itself.
+"""
+_BUSY_WAITS = 20
+"""Busy for as many waits for the device, on a host where a wait takes long."""
+_LOOK_S = 5e-4
+"""Between two looks at a fence."""
+_EARLY = "a fence came before the forward {} the scheduler's stream"
+_CYCLES_PER_S = 2e9
+"""More than a GPU's clock has, so that a sleep is never shorter than asked for."""
+_OLD, _SCRIBBLE = 0x5A, 0xC3
+"""Bytes of pages before a copy, and of what a forward writes over them."""
+_CODE = 2654435761
+"""Odd, so that rows of different numbers get different codes of 32 bits."""
+_STEP = 0x01030507
+"""From a word of a row to the next one."""
+_BURST_BYTES = 64 << 20
+_SMALL_NUMBERS = 512
+"""Of int64: 4 KiB, as SGLang uploads for a batch."""
+
+
+class StartDiffers(Exception):
+    """What was copied is not right. The text says where."""
+
+
+@dataclass(frozen=True)
+class StartResult:
+    """What the check has shown of one way of copying."""
+
+    pages: int
+    """That were copied and equal."""
+    gbytes_per_s: float | None
+    """Of a load on its link; None where its time is not known."""
+    small_copy_us: float | None
+    """How long a copy of 4 KiB takes beside a load; None where that was not measured."""
+    window_bytes: int | None
+    """Bytes that a load may have queued on the bus; None: all of them."""
+    seconds: float
+    """That the check took."""
+
+    @property
+    def line(self) -> str:
+        """In words, for a log or a terminal."""
+        parts = [f"{self.pages} pages equal"]
+        if self.gbytes_per_s is not None:
+            parts.append(f"{self.gbytes_per_s:.1f} GB/s")
+        if self.small_copy_us is not None:
+            parts.append(f"small copies take {self.small_copy_us:.0f} µs beside a load")
+        if self.window_bytes is not None:
+            parts.append(f"{self.window_bytes / 2**20:g} MiB in flight")
+        return ", ".join([*parts, f"checked in {self.seconds:.2f} s"])
+
+
+def check(copies: Any, controller: Any, rows: Rows | None = None) -> StartResult:
+    """Checks one way of copying, a `CopyDevice` of this HiCache controller, and bounds its use of
+    the bus. Raises StartDiffers where something is not right, and whatever a driver raises.
+
+    `rows`: the pools, where they are not to be found in the controller.
+    """
+    began = time.monotonic()
+    scene = _Scene(copies, controller, rows or Rows.of(controller))
+    try:
+        scene.prepare()
+        seconds = None
+        for overlap in (True, False):
+            scene.fence_beside_a_forward(overlap=overlap)
+            took = scene.load_beside_a_forward(overlap=overlap)
+            seconds = took if overlap else seconds
+        scene.load_cut_in_two()
+        scene.load_page_by_page()
+    finally:
+        scene.clean_up()
+    trials = measure(copies, controller)
+    if trials:
+        copies.bound_bus(window_for(trials))
+    used = next((t for t in trials if t.window_bytes == copies.window_bytes), None)
+    rate = used.gbytes_per_s if used else scene.nbytes / seconds / 1e9 if seconds else None
+    return StartResult(
+        pages=scene.compared,
+        gbytes_per_s=rate,
+        small_copy_us=used.small_copy_s * 1e6 if used else None,
+        window_bytes=getattr(copies, "window_bytes", None),
+        seconds=time.monotonic() - began,
+    )
+
+
+class Rows:
+    """A host pool and a device pool as rows of bytes by half (K and V, or latents alone), layer,
+    page and token. Device work goes to the calling thread's current stream.
+    """
+
+    def __init__(self, module: Any, host: Any, device_halves: Sequence[Sequence[torch.Tensor]]):
+        """`host`: a host pool of SGLang's; `device_halves`: per half a tensor [slot, ...] for every
+        layer.
+        """
+        self.module = module
+        self.page = int(host.page_size)
+        self.device = device_halves
+        self.layers = len(device_halves[0])
+        self.buffer: torch.Tensor = host.kv_buffer
+        pieces = list(self.buffer) if len(device_halves) == 2 else [self.buffer]
+        layers = range(self.layers)
+        self.host = [
+            [_host_rows(host.layout, piece.view(torch.uint8), n, self.page) for n in layers]
+            for piece in pieces
+        ]
+        self.host_pages = len(self.host[0][0])
+        self.device_pages = len(device_halves[0][0]) // self.page
+        self.row_bytes = self.host[0][0][0, 0].numel()
+        if any(layer[0].nbytes != self.row_bytes for half in device_halves for layer in half):
+            raise StartDiffers("device rows that lie apart cannot be read back")
+
+    @classmethod
+    def of(cls, controller: Any) -> Rows:
+        """Those that this controller's loads go between. Raises StartDiffers where loads go between
+        several pools, or pools whose rows are not known.
+        """
+        some = torch.zeros(1, dtype=torch.int64)  # of none, SGLang describes no transfer
+        transfers = [one for one in controller._l2_load_transfers(some, some) if not one.is_draft]
+        if len(transfers) != 1 or not isinstance(
+            getattr(transfers[0].host_pool, "kv_buffer", None), torch.Tensor
+        ):
+            kinds = ", ".join(type(transfer.host_pool).__name__ for transfer in transfers)
+            raise StartDiffers(f"pages of {kinds} cannot be read back")
+        host, device = transfers[0].host_pool, transfers[0].device_pool
+        return cls(torch.get_device_module(controller.device), host, device_buffers(device))
+
+    @property
+    def page_bytes(self) -> int:
+        """Of all halves and layers."""
+        return len(self.device) * self.layers * self.page * self.row_bytes
+
+    def slots(self, pages: Sequence[int], *, on_device: bool) -> torch.Tensor:
+        """The token slots (int64) of these pages."""
+        slots = (torch.tensor(pages)[:, None] * self.page + torch.arange(self.page)).flatten()
+        return slots.to(self.device[0][0].device) if on_device else slots
+
+    def fill(self, slots: torch.Tensor, byte: int) -> None:
+        """All bytes of these device slots."""
+        for half in self.device:
+            for layer in half:
+                layer.view(torch.uint8)[slots] = byte
+
+    def read(self, half: int, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """What these device slots hold when the current stream comes to it, on the device."""
+        return self.device[half][layer].view(torch.uint8)[slots].flatten(1)
+
+    def all_are(self, half: int, layer: int, slots: torch.Tensor, byte: int) -> torch.Tensor:
+        """Whether all bytes of these device slots are this one when the current stream comes to
+        it: a bool on the device.
+        """
+        return (self.device[half][layer].view(torch.uint8)[slots] == byte).all()
+
+    def fetch(self, rows: torch.Tensor) -> torch.Tensor:
+        """What was read, in host memory. Waits for the current stream."""
+        return rows.cpu()
+
+    def busy(self, seconds: float) -> None:
+        """Keeps the current stream busy for at least about so long."""
+        sleep = getattr(self.module, "_sleep", None)
+        if sleep is not None:
+            sleep(int(seconds * _CYCLES_PER_S))
+            return
+        some = torch.zeros(4 << 20, device=self.device[0][0].device)
+        for _ in range(int(seconds / 25e-6)):
+            some.add_(1)
+
+
+def _host_rows(layout: str, piece: torch.Tensor, layer: int, page: int) -> torch.Tensor:
+    """A layer of K, V or latents in host memory: a view [page, token, head, byte]."""
+    if layout == "page_first":  # slot, layer, head, byte
+        return piece[:, layer].unflatten(0, (-1, page))
+    if layout == "page_first_direct":  # page, layer, token, head, byte
+        return piece[:, layer]
+    if layout == "page_head":  # page, head, token, layer, byte
+        return piece[:, :, :, layer].transpose(1, 2)
+    if layout == "layer_first":  # layer, slot, head, byte
+        return piece[layer].unflatten(0, (-1, page))
+    raise StartDiffers(f"host pages of layout {layout} cannot be read back")
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Pages that the check uses."""
+
+    host: list[int]
+    targets: list[int]
+    """As many device pages as host pages."""
+    neighbours: list[int]
+    """Device pages beside the targets, and page 0, to which SGLang's padding goes."""
+    singles: list[int]
+    """Device pages for pages that are copied alone."""
+
+
+def _choose(rows: Rows, singles: int) -> _Chosen:
+    """First, middle and last device pages; the first host pages, both sides of registration
+    borders, and the last one.
+    """
+    most = max(_FEWEST_PAGES, min(_MOST_PAGES, _MOST_BYTES // rows.page_bytes))
+    last = rows.device_pages - 1
+    room = max(1, (last + 1) // 2)  # a neighbour that is no target for each
+    host = _host_pages(rows, min(most, room))
+    targets = _spread(1, last, len(host))
+    beside = {page + step for page in targets for step in (-1, 1)} - set(targets)
+    neighbours = [0, *sorted(page for page in beside if 0 < page <= last)[: 2 * _FEWEST_PAGES]]
+    return _Chosen(host, targets, neighbours, _spread(1, last, min(singles, room)))
+
+
+def _host_pages(rows: Rows, most: int) -> list[int]:
+    last, first = rows.host_pages - 1, rows.buffer.data_ptr()
+    half_bytes = rows.page * rows.layers * rows.row_bytes
+    beside: list[int] = []
+    for border in registration_borders(rows.buffer):
+        at = (border - first) // half_bytes % rows.host_pages
+        beside += [max(0, at - 1), at]
+    wanted = dict.fromkeys([0, last, *beside[:4], *beside[-2:], 1, last // 2, 2])
+    return sorted([page for page in wanted if page <= last][:most])
+
+
+def _spread(first: int, last: int, count: int) -> list[int]:
+    if count < 2:
+        return [last]
+    return [first + (last - first) * n // (count - 1) for n in range(count)]
+
+
+class _Scene:
+    """Copies between the pages of one check."""
+
+    def __init__(self, copies: Any, controller: Any, rows: Rows) -> None:
+        self._copies, self._controller, self._rows = copies, controller, rows
+        self._module = rows.module
+        self._rooms = int(getattr(copies, "rooms", 2))
+        self._pages = _choose(rows, 2 * self._rooms)
+        self._fence_stream = controller.load_fence_stream
+        some = (0, rows.layers // 2, rows.layers - 1)
+        self._some = [(half, n) for half in range(len(rows.device)) for n in dict.fromkeys(some)]
+        """Halves and layers that are looked at where not all are."""
+        self._all = [(half, n) for half in range(len(rows.device)) for n in range(rows.layers)]
+        self._zero: list[torch.Tensor] = []
+        self.compared = 0
+        self._busy_s = _BUSY_S
+        self.nbytes = len(self._pages.host) * rows.page_bytes
+
+    # --- the pools ------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Writes the pattern into host pages, reads page 0, and sees how long a wait for the device
+        takes.
+        """
+        zero = self._rows.slots([0], on_device=True)
+        self._zero = [self._rows.fetch(self._rows.read(*one, zero)) for one in self._all]
+        event, began = self._module.Event(), time.monotonic()
+        event.record()
+        event.synchronize()
+        waited_s = time.monotonic() - began
+        self._busy_s = min(_MOST_BUSY_S, max(_BUSY_S, _BUSY_WAITS * waited_s))
+        for half, layer in self._all:
+            view, pages = self._rows.host[half][layer], self._pages.host
+            wanted = self._wanted(half, layer, pages)
+            view[pages] = wanted.reshape(len(pages), *view.shape[1:])
+
+    def clean_up(self) -> None:
+        """Everything that was written is zero again. Never raises: a device that fails here fails
+        its next user as well.
+        """
+        self._controller.load_fence_stream = self._fence_stream
+        try:
+            self._module.synchronize()  # a forward that failed the check may still write
+            touched = {*self._pages.targets, *self._pages.neighbours, *self._pages.singles} - {0}
+            self._rows.fill(self._rows.slots(sorted(touched), on_device=True), 0)
+            for half, layer in self._all:
+                self._rows.host[half][layer][self._pages.host] = 0
+            self._module.current_stream().synchronize()
+        except Exception:
+            logger.exception("kvtier: the pages of the check at start could not be cleaned")
+
+    def _wanted(self, half: int, layer: int, pages: Sequence[int]) -> torch.Tensor:
+        """The pattern of these host pages: bytes [token of a page, byte of a row]."""
+        rows = self._rows
+        first = (half * rows.layers + layer) * rows.host_pages
+        number = (torch.tensor(pages)[:, None] + first) * rows.page + torch.arange(rows.page)
+        code = ((number.flatten() + 1) * _CODE).to(torch.int32)
+        words = torch.arange(-(-rows.row_bytes // 4), dtype=torch.int32) * _STEP
+        return (code[:, None] + words).view(torch.uint8)[:, : rows.row_bytes]
+
+    def _make_old(self, pages: Sequence[int]) -> None:
+        """Puts the old bytes into these device pages and those beside them."""
+        rows = self._rows
+        written = [*pages, *(page for page in self._pages.neighbours if page)]
+        rows.fill(rows.slots(written, on_device=True), _OLD)
+        self._module.current_stream().synchronize()
+
+    # --- checks ---------------------------------------------------------------------------------
+
+    def fence_beside_a_forward(self, *, overlap: bool) -> None:
+        """A fence that is watched while a forward launched before it should be running: it must not
+        come before that one's end. `overlap` as below.
+        """
+        module = self._module
+        current, other = module.current_stream(), module.Stream()
+        self._controller.load_fence_stream = other
+        forward = other if overlap else current
+        with module.stream(forward):
+            self._rows.busy(self._busy_s)
+            behind = module.Event()
+            behind.record()
+        fence, end = self._copies.fence(), time.monotonic() + 2 * self._busy_s
+        while fence is not None and not behind.query() and time.monotonic() < end:
+            if fence.query() and not behind.query():
+                raise StartDiffers(_EARLY.format("beside" if overlap else "on"))
+            time.sleep(_LOOK_S)
+        behind.synchronize()
+
+    def load_beside_a_forward(self, *, overlap: bool) -> float | None:
+        """All pages in one load while a forward still uses their slots. `overlap`: the forward is
+        on a stream of its own, as with SGLang's overlapped loop. Returns the seconds on the link.
+        """
+        rows, pages, module = self._rows, self._pages, self._module
+        host = rows.slots(pages.host, on_device=False)
+        targets = rows.slots(pages.targets, on_device=True)
+        self._make_old(pages.targets)
+        current, other = module.current_stream(), module.Stream()
+        self._controller.load_fence_stream = other
+        forward = other if overlap else current
+        forward.wait_stream(current)
+        with module.stream(forward):
+            rows.busy(self._busy_s)
+            read = [rows.read(half, layer, targets) for half, layer in self._some]
+            rows.fill(targets, _SCRIBBLE)
+            behind = module.Event()
+            behind.record()
+        fence = self._copies.fence()
+
+        def load() -> float | None:
+            parts = self._parts(host, targets)
+            begun = [self._begun(*part, fence) for part in parts[:2]]
+            if fence is not None:
+                fence.synchronize()
+            if not behind.query():
+                raise StartDiffers(_EARLY.format(how))
+            self._ended([*begun], fence)
+            for part in parts[2:]:
+                more = self._begun(*part, fence)
+                self._ended([more], fence)
+                begun.append(more)
+            self._compare(pages.host, targets, self._all if overlap else self._some)
+            seconds = [copy.seconds for copy in begun]
+            return None if None in seconds else sum(seconds)
+
+        how = "beside" if overlap else "on"
+        took = _on_thread(self._copies, load)
+        forward.synchronize()
+        with module.stream(forward):
+            old = all(bool((rows.fetch(one) == _OLD).all()) for one in read)
+        if not old:
+            raise StartDiffers(
+                f"a copy wrote over pages that a forward {how} the scheduler's stream still read"
+            )
+        self._compare(pages.host, targets, self._some)
+        self._look_beside(some=not overlap)
+        self.compared += len(pages.host)
+        return took
+
+    def load_cut_in_two(self) -> None:
+        """Two parts of one load, both begun before the later one is placed, and then the first."""
+        rows, pages = self._rows, self._pages
+        host = rows.slots(pages.host, on_device=False)
+        targets = rows.slots(pages.targets, on_device=True)
+        self._make_old(pages.targets)
+        fence = self._copies.fence()
+        cut = (len(pages.host) + 1) // 2 * rows.page
+
+        def load() -> None:
+            most = getattr(self._copies, "most_tokens", None) or len(host)
+            first, stop = max(0, cut - most), min(len(host), cut + most)
+            parts = [(host[first:cut], targets[first:cut]), (host[cut:stop], targets[cut:stop])]
+            begun = [self._begun(*part, fence) for part in parts if len(part[0])]
+            self._ended(begun[::-1], fence)
+            copied = pages.host[first // rows.page : stop // rows.page]
+            self._compare(copied, targets[first:stop], self._some)
+
+        _on_thread(self._copies, load)
+        self._look_beside(some=True)
+        self.compared += len(pages.host)
+
+    def load_page_by_page(self) -> None:
+        """Pages alone, one right behind the other, through every room twice. Where they leave a
+        room by a stream of its own, that one is kept busy first, so that the bus could run ahead.
+        """
+        rows, pages = self._rows, self._pages
+        count = 2 * self._rooms
+        into = [pages.singles[n % len(pages.singles)] for n in range(count)]
+        sources = [pages.host[n % len(pages.host)] for n in range(count)]
+        self._make_old(pages.singles)
+        fence, slots_stream = self._copies.fence(), getattr(self._copies, "slots_stream", None)
+        if slots_stream is not None:
+            with self._module.stream(slots_stream):
+                rows.busy(self._busy_s)
+
+        def load() -> None:
+            begun = []
+            for source, target in zip(sources, into, strict=True):
+                slots = rows.slots([source], on_device=False)
+                begun.append(self._begun(slots, rows.slots([target], on_device=True), fence))
+                if fence is not None:
+                    fence.synchronize()
+                begun[-1].place()
+            for copy in begun:
+                _wait(copy)
+            last = dict(zip(into, sources, strict=True))
+            slots = rows.slots(list(last), on_device=True)
+            self._compare(list(last.values()), slots, self._some)
+
+        _on_thread(self._copies, load)
+        self._look_beside(some=True, but=set(into))
+        self.compared += count
+
+    # --- their parts ----------------------------------------------------------------------------
+
+    def _parts(
+        self, host: torch.Tensor, device: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A load as the mover cuts it: no copy has more tokens than the way of copying takes."""
+        most = getattr(self._copies, "most_tokens", None) or len(host)
+        return list(zip(host.split(most), device.split(most), strict=True))
+
+    def _begun(self, host: torch.Tensor, device: torch.Tensor, fence: Any) -> Any:
+        copy = self._copies.begin(host, device, fence)
+        if copy is None and fence is not None:  # staging is full of pages that wait for it
+            fence.synchronize()
+            copy = self._copies.begin(host, device, fence)
+        if copy is None:
+            raise StartDiffers("there is no room of staging for a page")
+        return copy
+
+    def _ended(self, begun: Sequence[Any], fence: Any) -> None:
+        if fence is not None:
+            fence.synchronize()
+        for copy in begun:
+            copy.place()
+        for copy in begun:
+            _wait(copy)
+
+    def _compare(
+        self, pages: Sequence[int], slots: torch.Tensor, layers: Sequence[tuple[int, int]]
+    ) -> None:
+        """Whether these device slots hold those host pages. The last layer first: it comes last."""
+        for half, layer in reversed(layers):
+            found = self._rows.fetch(self._rows.read(half, layer, slots))
+            wanted = self._wanted(half, layer, pages)
+            if not torch.equal(found, wanted):
+                wrong = (found != wanted).any(1).nonzero()
+                page, token = divmod(int(wrong[0]), self._rows.page)
+                name = ("K", "V")[half] if len(self._rows.device) == 2 else "latents"
+                raise StartDiffers(
+                    f"{name} of layer {layer} of host page {pages[page]} is not what is on the "
+                    f"device, from token {token} on ({len(wrong)} of {len(found)} tokens)"
+                )
+
+    def _look_beside(self, *, some: bool = False, but: set[int] | None = None) -> None:
+        """Whether the neighbours and page 0 are as they were."""
+        rows = self._rows
+        pages = [page for page in self._pages.neighbours if page and page not in (but or ())]
+        slots, zero = rows.slots(pages, on_device=True), rows.slots([0], on_device=True)
+        for number, (half, layer) in enumerate(self._all):
+            if some and (half, layer) not in self._some:
+                continue
+            if pages and not bool(rows.fetch(rows.all_are(half, layer, slots, _OLD))):
+                raise StartDiffers(f"a copy wrote into a page beside its own, in layer {layer}")
+            if not torch.equal(rows.fetch(rows.read(half, layer, zero)), self._zero[number]):
+                raise StartDiffers(f"a copy wrote into page 0, SGLang's padding, in layer {layer}")
+
+
+def _wait(copy: Any) -> None:
+    copy.wait()
+    if not copy.done():
+        raise StartDiffers("a copy that was waited for has not ended")
+
+
+def _on_thread(copies: Any, work: Callable[[], _T]) -> _T:
+    """What `work` returns on a thread that is as the mover's; raises what it raises."""
+    found: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            torch.set_grad_enabled(False)
+            copies.enter()
+            found.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="kvtier-start")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+# --- the bus --------------------------------------------------------------------------------------
+
+
+def measure(copies: Any, controller: Any, windows: Sequence[int] = CHOICES) -> list[Trial]:
+    """What each window of bytes in flight costs and yields; of no windows where these copies queue
+    nothing on the bus. The pages that are sent stay in staging.
+    """
+    if getattr(copies, "window_bytes", None) is None:
+        return []
+    _trial(copies, controller, windows[-1])  # what is slow once is slow here
+    return [_trial(copies, controller, window) for window in windows]
+
+
+def _trial(copies: Any, controller: Any, window: int) -> Trial:
+    copies.bound_bus(window)
+    module = torch.get_device_module(controller.device)
+    page = int(host_pool_of(controller).page_size)
+    pages = min(copies.most_tokens // page, copies.host_pages)
+    nbytes = pages * copies.page_bytes
+    count = max(1, min(copies.rooms - 1, _BURST_BYTES // nbytes))
+    host = torch.arange(pages * page)
+    ready = copies.fence()
+    ready.synchronize()
+    taken: list[float] = []
+
+    def burst() -> None:
+        begun = [copies.begin(host, host, ready) for _ in range(count)]
+        for copy in begun:
+            copy.drop()  # waits for the bus
+        taken.extend(copy.seconds for copy in begun)
+
+    over = threading.Event()
+    thread = threading.Thread(
+        target=lambda: _then(over, lambda: _on_thread(copies, burst)), name="kvtier-burst"
+    )
+    stream, memory = module.Stream(), copies.memory
+    source, target = memory.pinned(_SMALL_NUMBERS), memory.indices(_SMALL_NUMBERS)
+    waits: list[float] = []
+    thread.start()
+    while not over.is_set() or not waits:
+        before, after = (module.Event(enable_timing=True) for _ in range(2))
+        with module.stream(stream):
+            before.record()
+            memory.copy(target, source)
+            after.record()
+        after.synchronize()
+        waits.append(before.elapsed_time(after) / 1e3)
+    thread.join()
+    if len(taken) != count:
+        raise StartDiffers("a load in the largest pieces failed")
+    return Trial(window, count * nbytes / max(sum(taken), 1e-9) / 1e9, statistics.median(waits))
+
+
+def _then(over: threading.Event, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception:
+        logger.exception("kvtier: a load of the check at start failed")
+    finally:
+        over.set()

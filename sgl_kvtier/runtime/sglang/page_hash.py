@@ -1,0 +1,64 @@
+"""SGLang's page hash, loaded in this process: compiled where it never was.
+
+Ranks that compile at the same time wait for one another (SGLang takes a lock that the kernel
+releases when its holder dies).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+
+from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.page_hash import LIMIT_S, find_ninja, is_compiled, refusal
+
+logger = logging.getLogger(__name__)
+
+
+def load(limit_s: float = LIMIT_S) -> None:
+    """Loads it as SGLang does at the first prompt; fast where it was compiled before. Raises
+    ConfigError, in one line with what to install, where it cannot be compiled.
+    """
+    find_ninja()
+    if not is_compiled():
+        logger.warning("kvtier: compiling SGLang's page hash, once on this machine")
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            from sglang.srt.mem_cache.cpp_utils import native_hash
+
+            native_hash._load_native_hash_module()
+        except BaseException as error:
+            failed.append(error)
+
+    # In a thread, because another process that holds the lock and stands still has no end.
+    loading = threading.Thread(target=work, name="kvtier-page-hash", daemon=True)
+    loading.start()
+    loading.join(limit_s)
+    if loading.is_alive():
+        raise ConfigError(
+            f"SGLang's page hash was not compiled within {limit_s:.0f} s: another process may be "
+            "compiling it and stand still. End that process, or set TORCH_EXTENSIONS_DIR to "
+            "another folder"
+        )
+    if failed:
+        raise ConfigError(refusal(_said(failed[0])))
+
+
+def _said(error: BaseException) -> str:
+    """What an error and its causes say, the first cause first."""
+    said: list[str] = []
+    one: BaseException | None = error
+    while one is not None and len(said) < 20:
+        said.insert(0, str(one))
+        one = one.__cause__ or one.__context__
+    return "\n".join(said)
+
+
+if __name__ == "__main__":
+    try:
+        load()
+    except ConfigError as error:
+        sys.exit(str(error))

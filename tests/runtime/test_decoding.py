@@ -1,0 +1,249 @@
+"""The guard against slower decoding: which gaps it compares, what it takes for slower, and that all
+ranks pause in the same step. Time is the test's.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kvtier.policy.messages import StepPlan
+from sgl_kvtier.runtime.proof.decoding import PAUSE_S, SLOWER, SURE, WINDOW, DecodeGuard, p99
+from sgl_kvtier.runtime.ranks.agreement import Agreement
+from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+from sgl_kvtier.runtime.step.context import StepContext
+from sgl_kvtier.runtime.step.polls import LANDED
+
+GAP_S = 0.010
+
+
+class Lab:
+    """A guard, a clock, and whether a load is in flight."""
+
+    def __init__(self) -> None:
+        self.now, self.in_flight = 0.0, False
+        self.guard = DecodeGuard(1, lambda: self.in_flight, lambda: self.now)
+
+    def step(self, seconds: float = GAP_S, kind: str = "decode", **batch: int) -> None:
+        """A batch that is launched and processed at once, as with overlap off."""
+        self.launch(kind)
+        self.now += seconds
+        self.process(kind, **batch)
+
+    def launch(self, kind: str) -> None:
+        self.guard.launching(batch_of(kind))
+
+    def process(self, kind: str, **batch: int) -> None:
+        self.guard.processed(batch_of(kind, **batch))
+
+    def gaps(self, count: int, seconds: float = GAP_S, **batch: int) -> None:
+        """So many gaps of one length, and a step before that begins them."""
+        self.step(kind="extend")
+        for _ in range(count + 1):
+            self.step(seconds, **batch)
+
+    @property
+    def asks(self) -> bool:
+        return self.guard.poll.local[0] != LANDED
+
+
+def batch_of(kind: str, requests: int = 4, tokens: int = 1000) -> Any:
+    lengths = torch.full((requests,), tokens, dtype=torch.int64)
+    mode = SimpleNamespace(is_decode=lambda: kind == "decode")
+    return SimpleNamespace(forward_mode=mode, reqs=[None] * requests, seq_lens_cpu=lengths)
+
+
+@pytest.fixture
+def lab() -> Lab:
+    return Lab()
+
+
+def quiet_then_loading(lab: Lab, slow: int, seconds: float, **batch: int) -> None:
+    """A window of gaps without loads, then one with loads, of which some are longer."""
+    lab.gaps(WINDOW, **batch)
+    lab.in_flight = True
+    lab.gaps(WINDOW - slow, **batch)
+    lab.gaps(slow, seconds, **batch)
+
+
+def test_equal_gaps_ask_for_nothing(lab: Lab) -> None:
+    quiet_then_loading(lab, SURE, GAP_S)
+    assert not lab.asks
+
+
+@pytest.mark.parametrize(
+    ("slow", "seconds", "asks"),
+    [
+        (SURE, 1.26 * GAP_S, True),
+        (SURE - 1, 10 * GAP_S, False),
+        (WINDOW, 1.24 * GAP_S, False),
+        (WINDOW, 1.26 * GAP_S, True),
+    ],
+)
+def test_it_asks_where_enough_gaps_are_longer_by_more_than_a_quarter(
+    lab: Lab, slow: int, seconds: float, asks: bool
+) -> None:
+    quiet_then_loading(lab, slow, seconds)
+    assert lab.asks is asks
+
+
+def test_it_says_nothing_before_it_has_seen_as_many_of_each_kind(lab: Lab) -> None:
+    lab.gaps(WINDOW - 1)
+    lab.in_flight = True
+    lab.gaps(2 * WINDOW, 5 * GAP_S)
+    assert not lab.asks
+    lab.in_flight = False
+    lab.gaps(1)
+    lab.in_flight = True
+    lab.gaps(WINDOW, 5 * GAP_S)
+    assert lab.asks
+
+
+def test_long_gaps_that_are_as_long_without_loads_ask_for_nothing(lab: Lab) -> None:
+    """The collector of garbage, or another process, now and then."""
+    for lab.in_flight in (False, True):
+        for _ in range(10):
+            lab.gaps(WINDOW // 10 - 2)
+            lab.gaps(2, 8 * GAP_S)
+    assert not lab.asks
+
+
+def test_a_prefill_between_two_tokens_is_not_held_against_restoration(lab: Lab) -> None:
+    lab.gaps(WINDOW)
+    lab.in_flight = True
+    for _ in range(WINDOW):
+        lab.step(20 * GAP_S, "extend")
+        lab.step(20 * GAP_S)
+        lab.step()
+    assert not lab.asks
+
+
+def test_with_overlap_a_prefill_that_is_launched_before_a_result_breaks_the_gap(lab: Lab) -> None:
+    """The next batch is launched before the last one's result is there."""
+    lab.gaps(WINDOW)
+    lab.in_flight = True
+    lab.launch("decode")
+    for _ in range(2 * WINDOW):
+        for launched, processed in (
+            ("extend", "decode"),
+            ("decode", "extend"),
+            ("decode", "decode"),
+        ):
+            lab.launch(launched)
+            lab.now += 20 * GAP_S
+            lab.process(processed)
+    assert not lab.asks
+
+
+@pytest.mark.parametrize("when", ["begins", "ends", "begins and ends"])
+def test_a_load_that_is_in_flight_for_a_part_of_a_gap_counts(lab: Lab, when: str) -> None:
+    """Most loads from host memory are shorter than a decode step."""
+    lab.gaps(WINDOW)
+    for _ in range(WINDOW):
+        lab.in_flight = when == "ends"
+        lab.step(kind="extend")
+        lab.step()
+        lab.launch("decode")
+        if when != "ends":
+            lab.guard.load_begins()
+        lab.now += 2 * GAP_S
+        lab.in_flight = when == "begins"
+        lab.process("decode")
+    assert lab.asks
+
+
+def test_a_larger_batch_is_compared_with_batches_of_its_size(lab: Lab) -> None:
+    """Longer steps of more requests, or of longer ones, are no work of the loads'."""
+    lab.gaps(WINDOW)
+    lab.in_flight = True
+    lab.gaps(2 * WINDOW, 3 * GAP_S, requests=32)
+    lab.gaps(2 * WINDOW, 3 * GAP_S, tokens=100_000)
+    assert not lab.asks
+    lab.in_flight = False
+    lab.gaps(WINDOW, GAP_S, requests=32)
+    lab.in_flight = True
+    lab.gaps(WINDOW, 3 * GAP_S, requests=32)
+    assert lab.asks
+
+
+def test_after_a_pause_it_measures_anew(lab: Lab) -> None:
+    quiet_then_loading(lab, WINDOW, 2 * GAP_S)
+    assert lab.asks and lab.guard.settle(bytes(lab.guard.poll.local))
+    assert not lab.asks and not lab.guard.settle(bytes(lab.guard.poll.local))
+    lab.gaps(WINDOW - 20, 2 * GAP_S)
+    assert not lab.asks
+    lab.gaps(20, 2 * GAP_S)
+    assert lab.asks
+
+
+def test_of_200_gaps_the_99th_percentile_is_the_third_largest() -> None:
+    assert p99(range(200)) == 197
+    assert p99([1.0]) == 1.0
+
+
+# --- all ranks ------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """One rank's tick; both reduce over `given` in turn."""
+
+    def __init__(self, alone: bool = False) -> None:
+        self.given: list[int] = []
+        self.other: Rank = self
+        host = SimpleNamespace(
+            anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(size=64)), size_per_token=4
+        )
+        tree = SimpleNamespace(
+            page_size=16,
+            token_to_kv_pool_allocator=None,
+            _all_reduce=self.reduce,
+            cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=None),
+            unlock=lambda lock: None,
+        )
+        self.context = StepContext(tree, alone=alone)  # type: ignore[arg-type]
+        self.engine = RestoreEngine(self.context, None, 0, lambda offer: None)  # type: ignore[arg-type]
+        self.lab = Lab()
+        self.engine.guard = self.lab.guard
+        planner = SimpleNamespace(observe=lambda fact: None, step=lambda view: StepPlan())
+        agreement = Agreement(tree, 1 if alone else 2, first=True)  # type: ignore[arg-type]
+        self.tick = RestoreTick(self.engine, planner, agreement, None, None)  # type: ignore[arg-type]
+
+    def reduce(self, data: torch.Tensor, op: Any) -> None:
+        """As if the other rank had given the same times."""
+        data[-1] = min(int(data[-1]), *self.other.lab.guard.poll.local)
+
+
+def test_all_ranks_pause_in_the_same_step_until_an_agreed_time() -> None:
+    ranks = Rank(), Rank()
+    ranks[0].other, ranks[1].other = ranks[1], ranks[0]
+    quiet_then_loading(ranks[1].lab, WINDOW, 2 * GAP_S)
+    asked = ranks[1].lab.guard.poll.local[0]
+    assert asked != LANDED
+    ranks[0].tick.report_facts()
+    ranks[1].tick.report_facts()
+    for rank in ranks:
+        assert not rank.engine.taking and rank.engine.counters.paused == {SLOWER: 1}
+        assert rank.engine.offers.paused_until == rank.context.now + PAUSE_S
+        # The clock of a server that restores nothing has to go on all the same.
+        assert rank.engine.busy
+        rank.context.now += PAUSE_S - 1
+        assert not rank.engine.taking
+        rank.context.now += 1
+        assert rank.engine.taking and not rank.engine.busy
+
+
+def test_a_rank_alone_pauses_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(alone=True)
+    now = [100.0]
+    monkeypatch.setattr(rank.context, "moment", lambda: now[0])
+    quiet_then_loading(rank.lab, WINDOW, 2 * GAP_S)
+    rank.tick._observe(100.0)
+    assert not rank.engine.taking and not rank.engine.busy
+    now[0] += PAUSE_S
+    assert rank.engine.taking
+    rank.engine.offers.taking = False  # an operator's word stays in force
+    assert not rank.engine.taking

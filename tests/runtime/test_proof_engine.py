@@ -1,0 +1,219 @@
+"""What follows from a page that differs: on all ranks in the same step restoring and looking ahead
+end, the pages are computed, and nothing is turned on again.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_lookahead_ranks import Ahead
+from test_restore_ends import PAGE, engine_with, load, settle
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.messages import PagesLost, RequestFinished, StepPlan
+from sgl_kvtier.runtime.proof import record
+from sgl_kvtier.runtime.proof.record import Difference, Proof, State
+from sgl_kvtier.runtime.ranks.agreement import Agreement
+from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
+from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+from sgl_kvtier.runtime.step.polls import DIFFERS, LANDED, LOST, OPEN
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.types import Span
+
+CORRUPT = LOST[ReadOutcome.CORRUPT]
+
+
+class Least:
+    """Reductions by MIN over ranks that are threads here."""
+
+    def __init__(self, ranks: int) -> None:
+        self._given: list[torch.Tensor] = []
+        self._least: torch.Tensor | None = None
+        self._all_gave = threading.Barrier(ranks, self._reduce, timeout=20)
+        self._all_took = threading.Barrier(ranks, timeout=20)
+
+    def _reduce(self) -> None:
+        assert len({len(data) for data in self._given}) == 1, "ranks that came apart would hang"
+        self._least = torch.stack(self._given).amin(0)
+        self._given = []
+
+    def all_reduce(self, data: torch.Tensor, _op: Any) -> None:
+        self._given.append(data)
+        self._all_gave.wait()
+        assert self._least is not None
+        data.copy_(self._least)
+        self._all_took.wait()
+
+
+class Rank:
+    """One rank's engine and tick, with one restoration of eight pages that is being loaded."""
+
+    def __init__(self, number: int, ranks: int, least: Least | None, ahead: bool) -> None:
+        self.engine, self.r, _ = engine_with()
+        context = self.engine.context
+        context.alone = ranks == 1
+        tree = context.tree
+        tree._all_reduce = least.all_reduce if least is not None else None
+        tree._all_reduce_attn_groups = lambda data, op: None
+        self.told: list[Any] = []
+        planner = SimpleNamespace(observe=self.told.append, step=lambda view: StepPlan())
+        self.agreement = Agreement(tree, ranks, first=number == 0)
+        turns = SimpleNamespace(look=lambda scheduler: None)
+        views = SimpleNamespace(of=lambda scheduler, now: None)
+        self.ahead = Ahead() if ahead else None
+        self.tick = RestoreTick(
+            self.engine, planner, self.agreement, turns, views, self.ahead  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.tick._unblock = lambda scheduler, tried: None  # type: ignore[method-assign]
+        self.load = load(self.engine, Span(0, 8))
+        self.load.due = math.inf  # the ticks have the real clock
+
+    def mark(self, **pages: int) -> None:
+        """All pages have landed here, but for those given by number."""
+        for page in range(8):
+            self.load.poll.mark(page, pages.get(f"page{page}", LANDED), 1.0)
+
+    @property
+    def is_off(self) -> bool:
+        looks = self.tick.ahead is not None
+        taking = self.engine.offers.taking or self.engine.restorations
+        return self.engine.proof.state is State.REFUTED and not taking and not looks
+
+    def lost(self) -> dict[str, list[Span]]:
+        found: dict[str, list[Span]] = {}
+        for fact in self.told:
+            if isinstance(fact, PagesLost):
+                found.setdefault(fact.reason, []).append(fact.span)
+        return found
+
+
+def step(*ranks: Rank) -> None:
+    """One tick of all ranks."""
+    if ranks[0].tick.shares_reduction:
+        asked = [rank.tick.reduction_input() for rank in ranks]
+        agreed = [min(values) for values in zip(*asked, strict=True)]
+        for rank in ranks:
+            rank.tick.take_result(agreed)
+    failed: list[BaseException] = []
+
+    def run(rank: Rank) -> None:
+        try:
+            rank.tick.run(SimpleNamespace())
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failed
+    assert not any(rank.engine.counters.planner_failures for rank in ranks)
+
+
+def ranks_of(count: int, ahead: bool) -> list[Rank]:
+    least = Least(count) if count > 1 else None
+    return [Rank(number, count, least, ahead) for number in range(count)]
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["looks ahead", "restores only"])
+@pytest.mark.parametrize("finder", [0, 1])
+def test_a_difference_on_one_rank_ends_restoring_on_both_in_the_same_step(
+    finder: int, ahead: bool
+) -> None:
+    ranks = ranks_of(2, ahead)
+    for rank in ranks:
+        rank.load.poll.mark(7, LANDED, 1.0)
+    step(*ranks)
+    assert not any(rank.is_off for rank in ranks)
+    ranks[finder].mark(page3=DIFFERS)
+    step(*ranks)  # the other has not ended these pages: they are open on both
+    assert not any(rank.is_off for rank in ranks)
+    ranks[1 - finder].mark(page3=CORRUPT, page5=CORRUPT)
+    step(*ranks)
+    for rank in ranks:
+        assert rank.is_off
+        assert rank.lost() == {"differs": [Span(3, 4)], "corrupt": [Span(5, 6)]}
+        assert [f.rid for f in rank.told if isinstance(f, RequestFinished)] == ["r"]
+    assert ranks[0].told == ranks[1].told
+    for _ in range(2):
+        step(*ranks)
+    for rank in ranks:
+        rank.engine.context.slots.free()
+        assert not rank.engine.holds_memory and not rank.engine.busy
+        free = rank.engine.context.tree.token_to_kv_pool_allocator.available_size()
+        assert free == 64 * PAGE
+        if rank.ahead is not None:
+            assert rank.ahead.given_up
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["looks ahead", "restores only"])
+def test_a_difference_that_no_load_brought_ends_restoring_of_a_rank_alone_in_the_next_step(
+    ahead: bool,
+) -> None:
+    (rank,) = ranks_of(1, ahead)
+    step(rank)
+    assert not rank.is_off
+    rank.engine.proof.differs(Difference("second look", "overwritten"))
+    step(rank)
+    assert rank.is_off and rank.load.cancelled
+
+
+def test_without_a_difference_nothing_ends() -> None:
+    ranks = ranks_of(2, ahead=True)
+    for rank in ranks:
+        rank.mark(page2=CORRUPT)
+    step(*ranks)
+    for rank in ranks:
+        assert rank.engine.offers.taking and rank.tick.ahead is not None
+        assert rank.engine.proof.state is State.PROVING and rank.engine.restorations
+
+
+def test_ranks_become_proven_in_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "FIRST_LOADS", 1)
+    ranks = ranks_of(2, ahead=False)
+    monkeypatch.setattr(record, "FIRST_BYTES", 7 * ranks[0].engine.context.page_bytes)
+    told: list[State] = []
+    for rank in ranks:
+        rank.engine.proof = Proof(looks=True)
+        rank.engine.proof.changed = lambda proof: told.append(proof.state)
+    ranks[0].mark()
+    step(*ranks)
+    assert {rank.engine.proof.state for rank in ranks} == {State.PROVING}
+    ranks[1].mark(page0=CORRUPT)
+    step(*ranks)
+    assert told == [State.PROVEN] * 2
+    step(*ranks)
+    assert told == [State.PROVEN] * 2
+
+
+def test_pages_that_differ_are_the_fronts_and_their_slots_are_freed() -> None:
+    engine, r, _ = engine_with()
+    one = load(engine, Span(4, 8))
+    for offset, state in enumerate([LANDED, DIFFERS, LANDED, OPEN]):
+        one.poll.mark(offset, state, 0.5)
+    facts = settle(engine, 0.5)
+    assert [f.span for f in facts if isinstance(f, PagesLost)] == [Span(5, 6)]
+    assert not r.owner and r.closed and one.cancelled
+    assert engine.counters.ended == {"differs": 1} and engine.counters.lost_pages["differs"] == 1
+    one.poll.mark(3, LANDED, 0.6)
+    settle(engine, 0.6)
+    engine.context.slots.free()
+    assert not engine.holds_memory
+
+
+def test_the_settings_of_a_refuted_server_do_not_open_it_again() -> None:
+    engine, _, _ = engine_with()
+    planner = SimpleNamespace(observe=lambda fact: None, close=lambda: None)
+    notes = RestoreNotes(PolicyConfig(), engine, planner, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
+    assert "proof" not in {name for name, _, _ in notes.samples()}
+    engine.refute()
+    for restore in ("off", "both"):
+        notes.configure(PolicyConfig(restore=restore))
+        assert not engine.offers.taking
+    assert ("proof", {}, 0) in list(notes.samples())
