@@ -1,13 +1,17 @@
 """Tests of the path to a card. Their bodies run on a CPU too where torch can stand in, so that a
-mistake in them does not hide; what needs a card is marked `gpu` and says why it is skipped.
+mistake in them does not hide; what needs a card is marked `gpu` and says why it is skipped. The
+stand-in for a GPU runs these (tests/cuda_stand_in), but for what is marked `real_gpu` too.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
+from host_pools import host_pools_end
 
+__all__ = ["host_pools_end"]
 HAVE_SGLANG = importlib.util.find_spec("sglang") is not None
 collect_ignore_glob = [] if HAVE_SGLANG else ["test_*.py"]
 
@@ -18,7 +22,11 @@ def pytest_report_header() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a card, what is marked `gpu` is skipped."""
+    """Without a card, what is marked `gpu` is skipped; on the stand-in, what it cannot run."""
+    if "CUDA_STAND_IN_HOME" in os.environ:
+        for item in items:
+            if marker := item.get_closest_marker("real_gpu"):
+                item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]}"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked or _has_card():
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,12 @@ import pytest
 import torch
 
 from sgl_kvtier.runtime.restore.copy_device import copies_for
+
+if "CUDA_STAND_IN_HOME" in os.environ:
+    from sglang.srt.mem_cache.pool_host import base
+
+    # SGLang leaves 10 GiB of the host's memory alone: more than a machine without a GPU may have.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 PLACES = ("cpu", CUDA)
@@ -52,8 +59,11 @@ class Place:
         self.copies = copies_for(self.controller)
 
     def slots(self, pages: list[int]) -> torch.Tensor:
-        """Device slots of these pages."""
-        return device_pools.slots(pages, self.page, self.name)
+        """Device slots of these pages. Uploaded from pinned memory: from other memory torch would wait
+        for all that the current stream holds.
+        """
+        slots = self.host_slots(pages)
+        return slots.pin_memory().to("cuda", non_blocking=True) if self.on_card else slots
 
     def host_slots(self, pages: list[int]) -> torch.Tensor:
         """Host slots of these pages."""

@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sgl_kvtier.runtime.cuda.flashinfer_scatter import FlashInferScatter
+from sgl_kvtier.runtime.cuda.page_shape import PageShape
+from sgl_kvtier.runtime.cuda.scatter import TritonScatter
+from sgl_kvtier.runtime.cuda.staging import Room
+
 pytestmark = pytest.mark.gpu
 HEADS, DIM = 8, 128
 
@@ -19,6 +24,7 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
+@pytest.mark.slow  # nvcc compiles FlashInfer's module
 @pytest.mark.parametrize("page", [1, 16, 64])
 def test_flashinfer_appends_pages_of_a_page_first_buffer_where_an_index_copy_does(
     page: int,
@@ -42,6 +48,33 @@ def test_flashinfer_appends_pages_of_a_page_first_buffer_where_an_index_copy_doe
         assert torch.equal(cache, wanted)
 
 
+@pytest.mark.slow  # nvcc compiles FlashInfer's module
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("page", [16, 64])
+def test_flashinfers_append_puts_staged_pages_where_our_kernel_does(
+    page: int, dtype: torch.dtype
+) -> None:
+    """uint8: a pool of 8-bit floats as SGLang keeps it."""
+    pytest.importorskip("flashinfer")
+    shape, pages = PageShape(page, 3, HEADS * DIM * dtype.itemsize, layer_major=False), 6
+    room = Room(
+        torch.randint(0, 120, (2 * pages * shape.half_bytes,), dtype=torch.uint8, device="cuda"),
+        pages,
+        shape.half_bytes,
+    )
+    places = torch.randperm(20, device="cuda")[:5]
+    slots = (places[:, None] * page + torch.arange(page, device="cuda")).flatten()
+    pools = []
+    for make in (TritonScatter, FlashInferScatter):
+        pool = [torch.zeros(20 * page, HEADS, DIM, dtype=dtype, device="cuda") for _ in range(6)]
+        scatter = make(shape, pages, pool)
+        scatter.prepare()
+        scatter.launch(room, slots)
+        pools.append(torch.stack(pool).view(torch.uint8).cpu())
+    assert pools[0].count_nonzero() and torch.equal(*pools)
+
+
+@pytest.mark.real_gpu("real attention kernels")
 @pytest.mark.parametrize(("prefix", "new"), [(1000, 96), (64, 1), (4096, 512)])
 def test_attention_behind_a_jump_is_attention_over_all_of_it(prefix: int, new: int) -> None:
     """As SGLang asks for it: new tokens ragged, the restored prefix paged by token slots, merged."""

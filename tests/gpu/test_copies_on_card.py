@@ -12,9 +12,9 @@ import pytest
 import torch
 from place import LATENTS, LAYOUTS, Place, wait
 
-from sgl_kvtier.runtime.ranks.polls import LANDED, Poll
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.restore.restoration import Load
+from sgl_kvtier.runtime.step.polls import LANDED, Poll
+from sgl_kvtier.runtime.step.restoration import Load
 from sgl_kvtier.types import Link, Span
 
 SOURCE, TARGET = [3, 11, 4, 0, 7], [6, 2, 9, 1, 12]
@@ -181,6 +181,7 @@ def test_a_copy_is_not_done_while_the_forward_before_it_runs(io: str, layout: st
 
 
 @gpu
+@pytest.mark.real_gpu("a real clock")
 def test_beginning_beside_a_kernel_of_100_ms_takes_less_than_1_ms() -> None:
     """The one test here that takes a time: a card's forward does not hold it up."""
     place = Place("cuda", "kernel", device_pools.pools("cuda", "page_first"))

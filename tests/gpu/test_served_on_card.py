@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from serving import Served, config_file, flags, prompts, serving
 
-from sgl_kvtier.lab.experiment.arms import greedy_flags
+from sgl_kvtier.lab.experiment.arms import attention_flags, greedy_flags
 from sgl_kvtier.lab.outside.lab_model import write_named
-from sgl_kvtier.launch import device_flags
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
 LONG, PAGE = 6000, 64
@@ -29,7 +28,7 @@ def card_flags(**more: Any) -> list[str]:
     return [
         *flags(dtype="bfloat16", model_path=str(write_named("lab-gpu-tiny")), page_size=PAGE, max_total_tokens=32768,
                context_length=None, chunked_prefill_size=1024, sleep_on_idle=None, **more),
-        *device_flags("cuda"),
+        *attention_flags("cuda"),
         *greedy_flags("cuda"),
     ]  # fmt: skip
 

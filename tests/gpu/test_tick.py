@@ -21,10 +21,10 @@ from sgl_kvtier.policy.messages import Compute, Mode, StepPlan
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.restore.restoration import Restoration
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.step.context import StepContext
+from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -123,7 +123,7 @@ class Scene:
             "r", None, prompt, 0, PAGES, ((Span(0, PAGES), Tier.STORAGE),), keys, torch.empty(0)
         )
         self.r.mode = Mode.BOTH
-        self.engine.restorations["r"] = self.r
+        self.engine.begin(self.r)
         self.told: list[Any] = []
         self.plan = StepPlan()
         planner = SimpleNamespace(observe=self.told.append, step=lambda view: self.plan)

@@ -1,0 +1,39 @@
+"""Mistakes that are put into the project's copies on purpose: a served run on the stand-in has to see
+each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sgl_kvtier.runtime.cuda import fences, scatter, staged_copies
+
+
+def exchanged_layers() -> None:
+    """The scatter writes each layer's rows into another layer."""
+    build = scatter.TritonScatter.__init__
+
+    def exchanged(self: Any, shape: Any, room_pages: int, buffers: list[Any]) -> None:
+        layers = shape.layers
+        build(self, shape, room_pages, buffers[:layers][::-1] + buffers[layers:][::-1])
+
+    scatter.TritonScatter.__init__ = exchanged  # type: ignore[method-assign]
+
+
+def fence_without_the_forward() -> None:
+    """Slots are written once the schedule stream has come so far. That is behind the forwards unless
+    one of them is a decode graph: SGLang goes on when such a graph has read its rows.
+    """
+
+    def of_the_schedule(module: Any, controller: Any) -> Any:
+        event = fences.sleeping_event(module)
+        event.record()
+        return event
+
+    staged_copies.fence = of_the_schedule  # type: ignore[assignment]
+
+
+MISTAKES: dict[str, Callable[[], None]] = {
+    mistake.__name__: mistake for mistake in (exchanged_layers, fence_without_the_forward)
+}

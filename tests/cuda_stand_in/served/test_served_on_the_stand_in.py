@@ -1,0 +1,245 @@
+"""A served model on the CUDA stand-in: SGLang with `is_cuda()`, its overlap loop, streams, pools and
+write-back; prefixes come back, and what is answered is what transformers answers. Then mistakes are
+put into the copies, and each of them is seen.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Answer, Served, prompts
+from stand_in import unavailable
+
+from served.asking import (
+    DIRECT,
+    KERNEL,
+    PAGE,
+    UNPROVEN,
+    Wanted,
+    counted,
+    crowd,
+    log_of,
+    on_stand_in,
+    pages,
+    wanted,
+    with_shared_prefix,
+)
+
+REASON = unavailable()
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(REASON is not None, reason=f"the CUDA stand-in: {REASON}"),
+]
+AHEAD = {"prefetch": "on", "eviction": "next-use"}
+LONG = 440
+CROWD = {"max_total_tokens": 1536, "context_length": 1500}
+"""A device pool for three of six prompts: the others are evicted, and come back while it computes."""
+
+
+def restored(server: Served, asked: list[list[int]]) -> tuple[list[Answer], list[Answer]]:
+    """What a server answers to prompts that it computes, and again once they are in the store
+    alone.
+    """
+    first = [server.ask(ids) for ids in asked]
+    server.flush()
+    again = [server.ask(ids) for ids in asked]
+    server.settle()
+    return first, again
+
+
+def check_restored(server: Served, again: list[Answer], ranks: int = 1) -> None:
+    """Prefixes were restored from the store, on every rank; every page was compared and is the
+    store's.
+    """
+    assert all(answer.storage >= 4 * PAGE for answer in again), again
+    assert counted(server, "restore_ended_total", "how")["met"] >= len(again) * ranks
+    found = pages(server)
+    loaded = sum(answer.storage for answer in again) // PAGE
+    assert set(found) == {"equal"} and found["equal"] >= loaded * ranks, found
+    log = log_of(server)
+    assert "Traceback" not in log and "cuda stand-in:" not in log
+
+
+@pytest.mark.smoke
+def test_a_server_restores_and_answers_as_transformers_does(tmp_path: Path) -> None:
+    asked = prompts(3, LONG, seed=5)
+    with on_stand_in(tmp_path, graphs=(1, 2), policy=AHEAD) as server:
+        first, again = restored(server, asked)
+        check_restored(server, again)
+        assert "cuda graph: True" in log_of(server)
+        assert not server.metric("kvtier:lookahead_failures_total")
+    for right, computed, back in zip(wanted(asked), first, again, strict=True):
+        assert right.is_met(computed) and right.is_met(back)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "more"),
+    [
+        (KERNEL, {"bus_gbps": 0.05}),
+        (KERNEL, {"disable_overlap_schedule": True, "seed": 2}),
+        (DIRECT, {"disable_overlap_schedule": True, "graphs": (1, 2), "seed": 3}),
+    ],
+    ids=["kernel, a slow bus", "kernel, no overlap", "direct, no overlap, graphs"],
+)
+def test_every_way_of_copying_restores_what_transformers_computes(
+    tmp_path: Path, way: tuple[str, str], more: dict[str, Any]
+) -> None:
+    asked = prompts(2, LONG, seed=6)
+    with on_stand_in(tmp_path, way, **more) as server:
+        first, again = restored(server, asked)
+        check_restored(server, again)
+    for right, computed, back in zip(wanted(asked), first, again, strict=True):
+        assert right.is_met(computed) and right.is_met(back)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [KERNEL, DIRECT], ids=["kernel", "direct"])
+def test_bfloat16_is_restored_bit_by_bit(tmp_path: Path, way: tuple[str, str]) -> None:
+    asked = prompts(2, LONG, seed=7)
+    with on_stand_in(tmp_path, way, dtype="bfloat16", policy={"restore": "load"}) as server:
+        first, again = restored(server, asked)
+        check_restored(server, again)
+    # All but the last page was loaded, and that one is computed as it was: nothing is rounded elsewhere.
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [{}, AHEAD], ids=["restores", "looks ahead"])
+def test_two_ranks_restore_what_transformers_computes(
+    tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    asked = prompts(2, LONG, seed=8)
+    with on_stand_in(tmp_path, ranks=2, policy=policy) as server:
+        first, again = restored(server, asked)
+        check_restored(server, again, ranks=2)
+    for right, computed, back in zip(wanted(asked), first, again, strict=True):
+        assert right.is_met(computed) and right.is_met(back)
+
+
+def asked_by_a_crowd(server: Served, rounds: int) -> tuple[int, int]:
+    """Requests four at a time that evict each other from the device: answers, and how many of them
+    are transformers'.
+    """
+    asked = with_shared_prefix(6, 160, 240, seed=11)
+    right = wanted(asked)
+    got = 0
+    for number in range(rounds):
+        answers = crowd(server, asked, at_once=4, seed=number)
+        got += sum(one.is_met(answer) for one, answer in zip(right, answers, strict=True))
+        server.settle()
+    return rounds * len(asked), got
+
+
+@pytest.mark.slow
+def test_requests_that_evict_each_other_are_answered_as_transformers_does(tmp_path: Path) -> None:
+    with on_stand_in(tmp_path, KERNEL, graphs=(1, 2, 4), jitter_us=1500, **CROWD) as server:
+        answers, right = asked_by_a_crowd(server, rounds=3)
+        assert right == answers
+        assert counted(server, "restore_ended_total", "how").get("met", 0) > 0
+        assert set(pages(server)) == {"equal"}
+
+
+# --- mistakes
+
+
+@pytest.mark.slow
+def test_wrong_pages_are_seen_in_place_and_in_answers(tmp_path: Path) -> None:
+    asked = prompts(2, LONG, seed=12)
+    env = {"STAND_IN_MISTAKE": "exchanged_layers"}
+    with on_stand_in(tmp_path, policy=UNPROVEN, env=env) as server:
+        first, again = restored(server, asked)
+        assert pages(server).get("differs", 0) > 0
+    right = wanted(asked)
+    assert all(one.is_met(answer) for one, answer in zip(right, first, strict=True))
+    assert not all(one.is_met(answer) for one, answer in zip(right, again, strict=True))
+
+
+def beside_a_graph(server: Served, asked: list[list[int]]) -> list[Answer]:
+    """The answers to prompts in the store, each asked while the device pool is full, until a
+    request ends at a token that nobody foresaw. Then a decode graph runs that still writes a row of
+    the request that ended, into a page which the load takes first.
+    """
+    found = []
+    for place, ids in enumerate(asked):
+        ending, *others = prompts(3, 200, seed=40 + place)
+        (alone,) = wanted([ending], 12)
+        stop = next(n for n in range(5, 12) if alone.tokens[n] not in alone.tokens[:n])
+        with ThreadPoolExecutor(3) as pool:
+            begun = threading.Barrier(4)
+            tasks = [
+                pool.submit(streamed, server, one, begun, tokens, stops)
+                for one, tokens, stops in (
+                    (ending, 40, [alone.tokens[stop]]),
+                    *((one, 15, []) for one in others),
+                )
+            ]
+            begun.wait(120)
+            found.append(server.ask(ids))
+            assert [task.result() for task in tasks] == [stop + 1, 15, 15]
+        server.flush()
+    return found
+
+
+def streamed(
+    server: Served, ids: list[int], begun: threading.Barrier, tokens: int, stops: list[int]
+) -> int:
+    """Asks, waits with others for the first token of all, and returns how many there were."""
+    ends = {"temperature": 0, "max_new_tokens": tokens, "stop_token_ids": stops}
+    body = {"input_ids": ids, "sampling_params": ends, "stream": True}
+    request = urllib.request.Request(
+        server.server.url + "/generate",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    count = 0
+    with urllib.request.urlopen(request, timeout=300) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                if not count:
+                    begun.wait(120)
+                count = json.loads(line[6:])["meta_info"]["completion_tokens"]
+    return count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["", "fence_without_the_forward"])
+def test_slots_are_written_when_a_decode_graph_has_left_them(tmp_path: Path, mistake: str) -> None:
+    asked = prompts(4, 500, seed=21)
+    env = {"STAND_IN_DECODE_MS": "250", "STAND_IN_MISTAKE": mistake}
+    policy = {"restore": "load", **UNPROVEN}
+    pool = {"max_total_tokens": 1088, "context_length": 1000}
+    with on_stand_in(
+        tmp_path, KERNEL, graphs=(4,), jitter_us=0, read_gbps=0, policy=policy, env=env, **pool
+    ) as server:
+        for ids in asked:
+            server.ask(ids, 1)
+        server.flush()
+        answers = beside_a_graph(server, asked)
+        assert sum(answer.storage for answer in answers) > 0
+    right: list[Wanted] = wanted(asked)
+    met = [one.is_met(answer) for one, answer in zip(right, answers, strict=True)]
+    assert all(met) is (not mistake), met
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["exchanged_layers", "no_fence", "fence_without_the_forward"])
+def test_the_check_at_start_leaves_a_wrong_way_of_copying_before_a_request_comes(
+    tmp_path: Path, mistake: str
+) -> None:
+    """SGLang's own kernels are right, so prefixes are restored by these."""
+    asked = prompts(2, LONG, seed=13)
+    with on_stand_in(tmp_path, env={"STAND_IN_MISTAKE": mistake}) as server:
+        log = log_of(server)
+        assert "pages are not copied by StagedCopies by TritonScatter" in log
+        assert "copies by StreamCopies" in log
+        first, again = restored(server, asked)
+        check_restored(server, again)
+    for right, computed, back in zip(wanted(asked), first, again, strict=True):
+        assert right.is_met(computed) and right.is_met(back)
