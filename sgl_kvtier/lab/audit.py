@@ -21,10 +21,16 @@ from typing import Any, NamedTuple
 import torch
 
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.runtime.backend.host_pages import CONTIGUOUS, bytes_of, parts_of
+from sgl_kvtier.runtime.backend.host_pages import (
+    CONTIGUOUS,
+    PAGE_AXES,
+    bytes_of,
+    device_buffers,
+    parts_of,
+)
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
-from sgl_kvtier.runtime.restore.restoration import Restoration
 from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import PageKey, Span, Tier
 
@@ -170,7 +176,7 @@ def pages_of(
     host memory for each of its pieces (K and V, or latents). Waits for the device.
     """
     whole = []
-    for buffers in _buffers(device):
+    for buffers in device_buffers(device):
         # As bytes: not every number type of a KV cache can be indexed.
         rows = [
             layer.view(torch.uint8).index_select(0, slots.to(layer.device)) for layer in buffers
@@ -178,23 +184,16 @@ def pages_of(
         both = torch.stack(rows).cpu()
         layers, tokens = both.shape[:2]
         both = both.reshape(layers, tokens // page_tokens, page_tokens, -1, both.shape[-1])
-        whole.append(both.permute(*_ORDERS[host.layout]).contiguous().flatten(1))
+        whole.append(both.permute(*_order(host.layout)).contiguous().flatten(1))
     return list(zip(*(pages.unbind(0) for pages in whole), strict=True))
 
 
-_ORDERS = {
-    "page_first": (1, 2, 0, 3, 4),
-    "page_first_direct": (1, 0, 2, 3, 4),
-    "page_head": (1, 3, 2, 0, 4),
-}
-"""From layer, page, token, head, number to the order of a page in each layout."""
+_AXES = ("layer", "page", "token", "head")
 
 
-def _buffers(device: Any) -> list[Any]:
-    """A device pool's tensors per layer: K and V, or the latents."""
-    if getattr(device, "k_buffer", None) is not None:
-        return [device.k_buffer, device.v_buffer]
-    return [device.kv_buffer]
+def _order(layout: str) -> tuple[int, ...]:
+    """From layer, page, token, head, number to the order of a page in this layout."""
+    return (1, *(_AXES.index(axis) for axis in PAGE_AXES[layout]), len(_AXES))
 
 
 def _is_known(transfer: Any) -> bool:

@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, KeysView, Mapping, Sequence
 
 from sgl_kvtier.outside import refusal
-from sgl_kvtier.policy.ahead.charge import hops
+from sgl_kvtier.policy.ahead.budget import hops
 from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.policy.pages.owners import Owners
 from sgl_kvtier.policy.rules import Desk, Rules, ToCome, Waiting, Ways
@@ -72,7 +72,7 @@ class ShortestFirst(Rules):
 class CacheFlow(Cake, LongestFirst):
     """CacheFlow's: Cake's, with I/O for the longest remaining restoration first. It splits every
     prefix by tokens. The layer axis is left out, and with it the choice between the two by length:
-    in a server it is `ByLayers` for all prefixes, in simulations `papers/cacheflow/axes.py`. So are
+    in a server it is `ByLayers` for all prefixes, in simulations `papers/cacheflow.py`. So are
     stages that restore by themselves.
     """
 

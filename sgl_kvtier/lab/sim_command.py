@@ -7,12 +7,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from sgl_kvtier.arguments import above_nought, count, not_negative, positive, seed, size
+from sgl_kvtier.arguments import above_nought, not_negative, positive, seed, size
 from sgl_kvtier.config import PolicyConfig, load_config
 from sgl_kvtier.console import (
     Column,
@@ -26,20 +25,10 @@ from sgl_kvtier.console import (
     write_text,
 )
 from sgl_kvtier.errors import ConfigError, KVTierError
-from sgl_kvtier.lab import sim_batches, sim_network
 from sgl_kvtier.lab.pages.compare.tables import declined_table
 from sgl_kvtier.lab.pages.timeline import whole_lines
 from sgl_kvtier.lab.sim.arrivals import Pace
-from sgl_kvtier.lab.sim.cells import (
-    NULL,
-    Cell,
-    Fitted,
-    Tables,
-    agreement,
-    agreement_by_reading,
-    as_rows,
-    split_null,
-)
+from sgl_kvtier.lab.sim.cells import Agreement, Cell, agreement, agreement_by_reading, as_rows
 from sgl_kvtier.lab.sim.declined import by_reason, declined
 from sgl_kvtier.lab.sim.experiment import DRAWS, Load, Machine, outcome, over_draws, run_policy
 from sgl_kvtier.lab.sim.hardware import known_hardware, known_models, load_hardware
@@ -48,7 +37,8 @@ from sgl_kvtier.lab.sim.pictures import cells_table, draws_table, policies_table
 from sgl_kvtier.lab.sim.policies import AHEAD, POLICIES, policy
 from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.lab.sim.requests import SimResult
-from sgl_kvtier.lab.workload.source import GENERATED
+from sgl_kvtier.lab.workload.catalogue import FOLDER_HELP
+from sgl_kvtier.lab.workload.source import BLOCK_TOKENS, GENERATED
 
 SCHEMA_RUN = "kvtier.sim.run/1"
 SCHEMA_PAPER = "kvtier.sim.paper/1"
@@ -61,7 +51,7 @@ _QUICK_POLICIES = "stock,cake,cacheflow,kvtier,oracle"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `run`, `network`, `batches`, `paper`, `replay-log` and `list` with their options."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="{run,network,batches,paper,replay-log,list}"
+        dest="action", required=True, metavar="{run,paper,replay-log,list}"
     )
 
     running = actions.add_parser("run", help="a workload on a simulated machine, policy by policy")
@@ -90,9 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read N sessions (default: all; 20 generated)",
     )
     running.add_argument(
-        "--skip", type=count, default=0, metavar="N", help="pass over the first N sessions"
-    )
-    running.add_argument(
         "--seed", type=seed, default=0, help="of session starts and generated sessions (default 0)"
     )
     running.add_argument(
@@ -110,30 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mean seconds between session starts, drawn at random (default: as recorded)",
     )
     running.add_argument(
-        "--most-gap",
-        type=not_negative,
-        default=600.0,
-        metavar="S",
-        help="cut longer waits between two calls (default 600)",
-    )
-    running.add_argument(
-        "--most-output",
-        type=positive,
-        default=512,
-        metavar="N",
-        help="cut longer outputs (default 512 tokens)",
-    )
-    running.add_argument(
         "--most-prompt", type=positive, metavar="N", help="cut sessions before a longer prompt"
     )
     running.add_argument(
-        "--traces-dir",
-        "--traces",
-        dest="traces",
-        type=Path,
-        metavar="DIR",
-        help="folder with traces (default ../shared/traces)",
+        "--traces-dir", "--traces", dest="traces", type=Path, metavar="DIR", help=FOLDER_HELP
     )
+    running.add_argument("--block-tokens", type=positive, metavar="N", help=BLOCK_TOKENS)
     running.add_argument(
         "--json", metavar="FILE", help="write the result as JSON; - for standard output"
     )
@@ -171,15 +140,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="storage read bandwidth in Gbit/s (default: the profile's)",
     )
     machine.add_argument(
-        "--pcie-gbps",
-        type=above_nought,
-        metavar="G",
-        help="PCIe bandwidth per direction in Gbit/s (default: the profile's)",
-    )
-    machine.add_argument(
-        "--page-tokens", type=positive, default=64, metavar="N", help="default %(default)s"
-    )
-    machine.add_argument(
         "--step-tokens",
         type=positive,
         default=2048,
@@ -192,16 +152,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="steps hold prefill and decode together, as the papers' engines have it (default: one "
         "of them, as SGLang without --enable-mixed-chunk, which restoration refuses)",
     )
-
-    network = actions.add_parser(
-        "network", help="several servers that share pages over one network, by number of servers"
-    )
-    sim_network.add_arguments(network)
-
-    batches = actions.add_parser(
-        "batches", help="several stored prefixes restored at once, at the pace of a paced device"
-    )
-    sim_batches.add_arguments(batches)
 
     paper = actions.add_parser("paper", help="a paper's tables: printed, ours, deviation")
     paper.add_argument("paper", choices=PAPERS)
@@ -243,14 +193,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carries out one `kvtier sim` command; the exit status. Raises KVTierError."""
-    actions = {
-        "run": _run,
-        "network": sim_network.run,
-        "batches": sim_batches.run,
-        "paper": _paper,
-        "replay-log": _replay,
-        "list": _list,
-    }
+    actions = {"run": _run, "paper": _paper, "replay-log": _replay, "list": _list}
     return actions[args.action](args)
 
 
@@ -336,10 +279,8 @@ def _machine(args: argparse.Namespace) -> Machine:
         device_bytes=args.device_size,
         host_bytes=args.host_size,
         storage_bytes=args.storage_size,
-        page_tokens=args.page_tokens,
         step_tokens=args.step_tokens,
         storage_gbps=args.storage_gbps,
-        pcie_gbps=args.pcie_gbps,
         mixed=args.mixed,
     )
 
@@ -348,14 +289,23 @@ def _load(args: argparse.Namespace) -> Load:
     sessions = args.sessions
     if sessions is None and args.trace.startswith(GENERATED):
         sessions = 20
-    pace = Pace(args.start_every, args.most_gap, args.most_output)
-    return Load(args.trace, sessions, args.skip, args.seed, pace, args.most_prompt, args.traces)
+    return Load(
+        args.trace,
+        sessions,
+        seed=args.seed,
+        pace=Pace(args.start_every),
+        most_prompt_tokens=args.most_prompt,
+        traces=args.traces,
+        block_tokens=args.block_tokens,
+    )
 
 
 def _paper(args: argparse.Namespace) -> int:
     if args.json:
         check_target(args.json)
-    tables, fitted = paper_tables(args.paper)
+    # Imported on demand: one paper does not wait for the others.
+    paper = importlib.import_module(f"sgl_kvtier.lab.papers.{args.paper}")
+    tables, fitted = paper.TABLES, paper.FITTED
     names = args.table or list(tables)
     unknown = [name for name in names if name not in tables]
     if unknown:
@@ -368,15 +318,14 @@ def _paper(args: argparse.Namespace) -> int:
             bar.describe(name)
             cells += tables[name]()
             bar.advance()
-    planned, null = split_null(cells)
-    by_reading = agreement_by_reading(planned)
+    by_reading = agreement_by_reading(cells)
     if args.json:
         results = {
             "paper": args.paper,
             "cells": as_rows(cells),
-            "agreement": agreement(planned),
-            "agreement_by_reading": by_reading,
-            "null_model": agreement(null),
+            "agreement": agreement(cells)._asdict(),
+            "agreement_by_reading": {name: one._asdict() for name, one in by_reading.items()},
+            "null_model": {name: one._asdict() for name, one in paper.NULL_MODEL.items()},
             "fitted": asdict(fitted),
         }
         write_json(envelope(SCHEMA_PAPER, _command(), results), args.json)
@@ -384,28 +333,20 @@ def _paper(args: argparse.Namespace) -> int:
         print_table(cells_table(cells, f"{args.paper}: paper and ours"))
         for reading, measured in by_reading.items():
             # A reading of one cell alone is a remark on that cell.
-            if (measured["predicted"] or 0) > 1 or len(by_reading) == 1:
+            if measured.predicted > 1 or len(by_reading) == 1:
                 print(f"{reading}: " * bool(reading) + _in_words(measured))
-        if null:
-            print(f"{NULL} (ratios alone, no planner): {_in_words(agreement(null))}")
+        null = paper.NULL_MODEL["all"]
+        print(f"Null model (ratios alone, no planner), all tables: {_in_words(null)}")
         print(f"Fitted: {fitted.parameters} quantities to {fitted.numbers} printed numbers.")
     return 0
 
 
-def _in_words(measured: Mapping[str, float | int | None]) -> str:
+def _in_words(measured: Agreement) -> str:
     return (
-        f"{measured['predicted']} predicted cells, median absolute deviation "
-        f"{100 * (measured['median_abs_deviation'] or 0):.1f} %, "
-        f"{100 * (measured['within_15_percent'] or 0):.0f} % within 15 %."
+        f"{measured.predicted} predicted cells, median absolute deviation "
+        f"{100 * (measured.median_abs_deviation or 0):.1f} %, "
+        f"{100 * (measured.within_15_percent or 0):.0f} % within 15 %."
     )
-
-
-def paper_tables(name: str) -> tuple[Tables, Fitted]:
-    """The tables of a paper's module, and what was fitted for them. Imported on demand: one paper
-    does not wait for the others.
-    """
-    module = importlib.import_module(f"sgl_kvtier.lab.papers.{name}.command")
-    return module.TABLES, module.FITTED
 
 
 def _replay(args: argparse.Namespace) -> int:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from json_results import wrong_in
+
 SITE = Path(__file__).parent / "fake_site"
 
 
@@ -49,9 +51,13 @@ def with_files(folder: Path, words: Sequence[str]) -> list[str]:
 
 
 def result_in(folder: Path) -> dict[str, Any]:
-    """What --json wrote."""
+    """What --json wrote, as its schema says."""
     path = folder / "out.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    if not path.exists():
+        return {}
+    text = path.read_text()
+    assert wrong_in(text) == []
+    return json.loads(text)
 
 
 def child(folder: Path, *words: str) -> list[str]:

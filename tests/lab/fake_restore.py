@@ -32,15 +32,12 @@ class RestoringServer(FakeServer):
     restore: str = "auto"
     prefetch: str = "timeout"
     gbps: float = 0.0
-    fixed_split: float = -1.0
     written: int = 0
     kept: int = 0
     states: list[tuple[str, str, float]] = field(default_factory=list)
     """What was set when each request came: policy.restore, prefetch policy, bandwidth."""
     turn: float = -1.0
     """rules.place, where it was set."""
-    splits: list[float] = field(default_factory=list)
-    """rules.share when each request came."""
     changes: list[float] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
 
@@ -52,9 +49,6 @@ class RestoringServer(FakeServer):
         self.states.append((self.restore, self.prefetch, self.gbps))
         share = {"compute": 0, "auto": 2, "both": 2}.get(self.restore, 1)
         loaded = 0 if share == 0 or on_device else in_store // share // PAGE * PAGE
-        if self.fixed_split >= 0 and loaded:
-            loaded = int(in_store * (1 - self.fixed_split)) // PAGE * PAGE
-        self.splits.append(self.fixed_split)
         fresh = [page for page in pages if page not in self.stored]
         self.written += len(fresh)
         self.kept += len(pages) - len(fresh)
@@ -92,7 +86,6 @@ class RestoringServer(FakeServer):
             return web.json_response([False])
         if "kvtier.policy.restore" in values:
             self.restore = CHOICES[int(values["kvtier.policy.restore"])]
-        self.fixed_split = values.get("kvtier.rules.share", self.fixed_split)
         self.turn = values.get("kvtier.rules.place", self.turn)
         if "kvtier.throttle.read_gbps" in values:
             self.gbps = values["kvtier.throttle.read_gbps"]

@@ -18,7 +18,7 @@ from sgl_kvtier.lab import audit as audit_module
 from sgl_kvtier.lab.audit import Audit, pages_of
 from sgl_kvtier.runtime.backend.host_pages import parts_of
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
-from sgl_kvtier.runtime.restore.restoration import Restoration
+from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import PageKey, Span, Tier
 

@@ -1,1 +1,1 @@
-"""`kvtier bench copies` and `kvtier bench copy-table`."""
+"""`kvtier bench copy-table`."""

@@ -1,8 +1,10 @@
 """The table of ways to copy host pages into device slots.
 
-It has bytes per second, time to begin a load, and what a GEMM beside it loses. A way is anything
-that has the interface of `CopyDevice`. The bytes on the device are compared with the host's before
-a way is timed. One that copies wrongly has `wrong` in its row and no figures.
+It has bytes per second, time to begin a load, what a GEMM beside it loses, and how long a small
+copy of SGLang's takes beside it. A way is anything that has the interface of `CopyDevice`. The
+bytes on the device are compared with the host's before a way is timed. One that copies wrongly has
+`wrong` in its row and no figures. On an emulated GPU a way is a number of bytes in flight, and only
+times are modelled (`bus_model`).
 
 A row is appended to the log at once, and says what it was measured on: the device by its name, the
 shape, torch. Rows of anything else in a log are not known. Nor are those that failed: a later run
@@ -24,7 +26,9 @@ import torch
 
 from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, write_json
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.audit import pages_of
+from sgl_kvtier.lab.copies import bus_model
 from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.gpu.pools import CPU_WAYS, WAYS, controller, pools
 from sgl_kvtier.runtime.backend.host_pages import bytes_of, parts_of
@@ -33,11 +37,14 @@ from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.flashinfer_scatter import FlashInferScatter
 from sgl_kvtier.runtime.cuda.page_shape import LAYOUTS, host_pool_of, unfit
 from sgl_kvtier.runtime.cuda.scatter import TritonScatter
+from sgl_kvtier.runtime.proof.start import measure
 from sgl_kvtier.runtime.restore.copy_device import MakeScatter, StreamCopies, copies_for, staged_by
+from sgl_kvtier.types import PACED
 
 SCHEMA = "kvtier.copy-table/1"
 _GEMM = 8192
 _GEMMS = 40
+_FIGURES = ("gbps", "begin_us", "gemm_slower", "small_copy_us", "gap_p50_ms", "gap_p99_ms")
 CEILING = "one copy of as many bytes (ceiling)"
 _Name: TypeAlias = tuple[str, int, int]
 """Of a row: way, tokens of a page, MiB of a load."""
@@ -102,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.json)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BenchError("torch sees no CUDA device. --device cpu shows the machinery alone")
+    if args.device.startswith(PACED):
+        return _model(args)
     measured_on, log = _measured_on(args), _Rows.open(args.log, {"schema": SCHEMA})
     until = time.monotonic() + args.seconds
     for row in _measured(args, log.of(measured_on), until):
@@ -120,7 +129,11 @@ def _report(
     shown = sys.stderr if args.json == "-" else sys.stdout
     columns = [
         Column(name, name.replace("_", " "))
-        for name in ("way", "page", "mib", "gbps", "begin_us", "gemm_slower", "note")
+        for name in (
+            *("way", "page", "mib", "gbps", "begin_us", "gemm_slower", "small_copy_us"),
+            *(("gap_p50_ms", "gap_p99_ms") if args.device.startswith(PACED) else ()),
+            "note",
+        )
     ]
     print_table(Table("Copies from host pages", tuple(columns), rows), shown)
     if missing:
@@ -132,6 +145,22 @@ def _report(
         found = {"settings": {**measured_on, "rounds": args.rounds}, "rows": rows}
         command = ["kvtier", *sys.argv[1:]]
         write_json(envelope(SCHEMA, command, {**found, "missing": missing}), args.json)
+
+
+def _model(args: argparse.Namespace) -> int:
+    """Rows of an emulated GPU: loads with some bytes in flight, both event loops."""
+    found, rows = profile.read(args.device.removeprefix(PACED)), []
+    for loop in ("overlap", "no overlap"):
+        for mib in (0, *args.in_flight):
+            one = bus_model.run(found, mib << 20, overlap=loop == "overlap")
+            way = f"{mib} MiB in flight, {loop}" if mib else f"no loads, {loop}"
+            figures = {name: round(value, 2) for name, value in vars(one).items()}
+            rate = figures.pop("gbytes_per_s")
+            figures["gbps"] = rate if mib else None
+            shape = {"page": None, "mib": mib, "device": args.device, "torch": torch.__version__}
+            rows.append({"way": way, **_row(**figures), **shape})
+    _report(args, rows, 0, {"device": args.device, "torch": torch.__version__})
+    return 0
 
 
 def _measured_on(args: argparse.Namespace) -> dict[str, Any]:
@@ -224,7 +253,7 @@ class _Bench:
         found = controller(self._device, self._host, way.io, forward)
         if self._card:
             found.device = "cuda"
-        self._copies, self._forward = way.make(found), forward
+        self._copies, self._forward, self._controller = way.make(found), forward, found
         order = torch.randperm(2 * tokens // page, generator=torch.Generator().manual_seed(1)) + 1
         self._order = order.tolist()
 
@@ -240,6 +269,7 @@ class _Bench:
                 return _row(note="wrong")
             times = [self._once(host, device) for _ in range(self._rounds)]
             slower = self._gemm_slower(host, device) if self._card else None
+            small = self._small_copy_us() if self._card else None
         except Exception as error:  # whatever a kernel raises is the row's
             return _failed(error)
         nbytes = count * self._page * self._per_token
@@ -247,7 +277,18 @@ class _Bench:
             gbps=round(nbytes / statistics.median(whole for whole, _ in times) / 1e9, 2),
             begin_us=round(statistics.median(begun for _, begun in times) * 1e6, 1),
             gemm_slower=slower,
+            small_copy_us=small,
         )
+
+    def _small_copy_us(self) -> float | None:
+        """Of a copy of 4 KiB beside loads with the bytes in flight that a server begins with; None
+        for ways that have no use for the copy engine.
+        """
+        window = getattr(self._copies, "window_bytes", None)
+        if window is None:
+            return None
+        [trial] = measure(self._copies, self._controller, (window,))
+        return round(trial.small_copy_s * 1e6, 1)
 
     def _slots(self, pages: Any) -> torch.Tensor:
         return (
@@ -317,13 +358,9 @@ def _ceiling(device: str, mib: int, rounds: int) -> dict[str, Any]:
     return _row(gbps=round((mib << 20) / statistics.median(times[1:]) / 1e9, 2))
 
 
-def _row(
-    gbps: float | None = None,
-    begin_us: float | None = None,
-    gemm_slower: float | None = None,
-    note: str = "",
-) -> dict[str, Any]:
-    return {"gbps": gbps, "begin_us": begin_us, "gemm_slower": gemm_slower, "note": note}
+def _row(**figures: float | str | None) -> dict[str, Any]:
+    """Those of `_FIGURES` that were measured, None for others, and a note."""
+    return {**dict.fromkeys(_FIGURES), "note": "", **figures}
 
 
 def _failed(error: Exception) -> dict[str, Any]:

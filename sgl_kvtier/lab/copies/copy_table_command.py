@@ -7,13 +7,27 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sgl_kvtier.arguments import positive
+from sgl_kvtier.arguments import any_device, positive
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.extras import how_to_install
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kvtier bench copy-table`."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default cuda")
+    parser.add_argument(
+        "--device",
+        type=any_device,
+        default="cuda",
+        metavar="DEVICE",
+        help="cuda (default), cpu, or paced:PROFILE: what bytes in flight cost on an emulated GPU",
+    )
+    parser.add_argument(
+        "--in-flight",
+        type=_sizes,
+        default=[1, 2, 4, 8, 16, 128],
+        metavar="N,N",
+        help="MiB of a load in flight, with paced:PROFILE (default 1,2,4,8,16,128)",
+    )
     parser.add_argument("--layers", type=positive, default=32, help="default 32")
     parser.add_argument(
         "--heads", type=positive, default=8, help="KV heads (default 8; 1 as on a rank of 8)"
@@ -60,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         from sgl_kvtier.lab.copies import copy_table
     except ImportError as error:
         raise BenchError(
-            f"this benchmark needs SGLang: pip install 'sgl-kvtier[sglang]' ({error})"
+            f"this benchmark needs SGLang ({error}): {how_to_install('sglang')}"
         ) from error
     return copy_table.run(args)
 

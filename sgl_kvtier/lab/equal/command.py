@@ -22,8 +22,9 @@ from typing import Any
 from sgl_kvtier.arguments import positive, seed, size
 from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, write_json
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.lab.equal.judge import WRONG, Answer, Floor, floor_of, judge
-from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup, prepare
+from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, WITHOUT_LOOKAHEAD, Setup, prepare
 from sgl_kvtier.lab.experiment.frame import work_folder
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.outside.lab_model import write_named
@@ -90,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.json)
     if missing_packages():
         raise BenchError(
-            f"SGLang is not installed for {sys.executable}. Install it with: pip install "
-            "'sgl-kvtier[sglang]'"
+            f"SGLang is not installed for {sys.executable}. Install it with: "
+            f"{how_to_install('sglang')}"
         )
     setup, chunks = make_setup(args)
     asked = prompts(args.prompts, args.tokens, args.seed)
@@ -138,7 +139,10 @@ def make_setup(args: argparse.Namespace) -> tuple[Setup, tuple[int, int]]:
         max_running=8 if cpu else None,
         seed=args.seed,
         extra=tuple(args.server_arg),
-        sections={"policy": {"restore": "both", "min_restore_tokens": page}, "lab": lab},
+        sections={
+            "policy": {"restore": "both", "min_restore_tokens": page, **WITHOUT_LOOKAHEAD},
+            "lab": lab,
+        },
     )
     return setup, chunks
 

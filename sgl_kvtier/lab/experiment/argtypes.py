@@ -29,11 +29,14 @@ from sgl_kvtier.arguments import (
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import Setup
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions
+from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.outside.lab_model import write_named
 from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, serving_dtype
 from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import FEEDBACK, ReplayOptions
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced, parse
+from sgl_kvtier.lab.workload.catalogue import FOLDER_HELP
+from sgl_kvtier.lab.workload.source import BLOCK_TOKENS
 from sgl_kvtier.launch import detect_device, host_of
 from sgl_kvtier.outside import shown
 
@@ -146,30 +149,28 @@ class Shape:
     dtype: str
 
 
-def shape_of(args: argparse.Namespace, model: str | None = None) -> Shape:
+def shape_of(args: Options, model: str | None = None) -> Shape:
     """The shape given by the options; an option not given follows the machine and the model.
 
     Without `model` that is the lab model of the options, if it is one of ours.
     """
-    given = vars(args)
-    device = given.get("device") or detect_device()
+    device = args.device or detect_device()
     page, chunk = (16, 512) if device == "cpu" else (64, CHUNK_TOKENS if is_paced(device) else 4096)
     if model is None:
-        model = "" if given.get("model_path") else given.get("lab_model") or ""
+        model = "" if args.model_path else args.lab_model or ""
     return Shape(
         device,
-        given.get("page_size") or page,
-        given.get("chunk") or chunk,
-        given.get("dtype") or serving_dtype(host_of(device), model),
+        args.page_size or page,
+        args.chunk or chunk,
+        args.dtype or serving_dtype(host_of(device), model),
     )
 
 
-def setup_of(args: argparse.Namespace, shape: Shape, model: str | Path, **more: Any) -> Setup:
+def setup_of(args: Options, shape: Shape, model: str | Path, **more: Any) -> Setup:
     """The servers' common settings; `more` are those that the command decides itself. Raises
     BenchError where the storage is too small.
     """
-    given = vars(args)
-    storage = more.pop("storage_bytes", None) or given.get("storage_size") or 4 << 30
+    storage = more.pop("storage_bytes", None) or args.storage_size or 4 << 30
     if storage < 1 << 26:
         raise BenchError(f"--storage-size {storage}: must be at least 64MiB")
     return Setup(
@@ -181,10 +182,10 @@ def setup_of(args: argparse.Namespace, shape: Shape, model: str | Path, **more: 
         dtype=shape.dtype,
         storage_bytes=storage,
         seed=args.seed,
-        threads=given.get("threads") or max((os.cpu_count() or 2) // 2, 1),
-        tp=given.get("tp") or 1,
-        dilation=given.get("dilation") or 1.0,
-        **{"extra": tuple(given.get("server_arg") or ()), **more},
+        threads=args.threads or max((os.cpu_count() or 2) // 2, 1),
+        tp=args.tp or 1,
+        dilation=args.dilation or 1.0,
+        **{"extra": tuple(args.server_arg), **more},
     )
 
 
@@ -198,20 +199,20 @@ def thresholds(chosen: Load, page: int) -> dict[str, Any]:
     return {"prefetch_threshold": least, "sections": {"policy": {"min_restore_tokens": least}}}
 
 
-def model_of(args: argparse.Namespace, device: str = "") -> str:
+def model_of(args: Options, device: str = "") -> str:
     """The model's folder or name; a lab model is written first. Raises BenchError where a paced
     device is given another than its own.
     """
     if is_paced(device):
         if args.model_path is not None:
             raise BenchError(f"--model-path: {device} brings a model of its own")
-        return str(parse(device, args.dilation).model())
+        return str(parse(device, args.dilation or 1.0).model())
     if args.model_path is not None:
         return str(args.model_path)
-    return str(write_named(args.lab_model, seed=args.seed))
+    return str(write_named(args.lab_model or "lab-mha", seed=args.seed))
 
 
-def deadline_of(args: argparse.Namespace) -> float | None:
+def deadline_of(args: Options) -> float | None:
     """When --minutes are over, in seconds of the monotonic clock; None without a limit."""
     return None if args.minutes is None else time.monotonic() + 60 * args.minutes
 
@@ -254,12 +255,7 @@ def add_load_arguments(
         help="a trace file, a trace's short name, or generated:PRESET (default: swe_mini_deepseek if found, else "
         "generated:swe-mini; `kvtier trace list` shows what there is)",
     )
-    group.add_argument(
-        "--traces-dir",
-        type=Path,
-        metavar="DIR",
-        help="where traces are (default: ../shared/traces)",
-    )
+    group.add_argument("--traces-dir", type=Path, metavar="DIR", help=FOLDER_HELP)
     group.add_argument(
         "--skip", type=count, default=0, metavar="N", help="pass over the trace's first N sessions"
     )
@@ -272,6 +268,7 @@ def add_load_arguments(
             f"lab models: divide all token counts by D, keep the structure {default('divisor')}",
         ),
         ("max-prompt-tokens", "N", "cut sessions before a longer prompt"),
+        ("block-tokens", "N", BLOCK_TOKENS),
     ):
         group.add_argument(f"--{name}", type=positive, metavar=letter, help=about)
     group.add_argument(
@@ -323,7 +320,7 @@ def _default(
     return f"(default {'; '.join(texts)})"
 
 
-def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions:
+def load_options(args: Options, defaults: LoadOptions) -> LoadOptions:
     """The options that `add_load_arguments` parsed; `defaults` fill those not given."""
     most, least = args.max_output_tokens, args.min_prompt_tokens
     return LoadOptions(
@@ -338,6 +335,7 @@ def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions
         most_output_tokens=defaults.most_output_tokens if most is None else most or None,
         seed=args.seed,
         begin=defaults.begin if args.begin is None else args.begin,
+        block_tokens=args.block_tokens,
     )
 
 
@@ -409,7 +407,7 @@ def add_session_arguments(
 
 
 def replay_options(
-    args: argparse.Namespace, defaults: ReplayOptions, most_output_tokens: int | None = None
+    args: Options, defaults: ReplayOptions, most_output_tokens: int | None = None
 ) -> ReplayOptions:
     """The options that `add_replay_arguments` parsed; `defaults` fill those not given. The load
     says how many tokens are generated. Raises BenchError.

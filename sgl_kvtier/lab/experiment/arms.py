@@ -14,6 +14,7 @@ from typing import Any
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside import peers
+from sgl_kvtier.lab.outside.model_shapes import names_attention
 from sgl_kvtier.lab.outside.server import Launch
 from sgl_kvtier.lab.paced.launching import LAYERS, LOG, MOONCAKE_WAITS, Paced, is_paced, parse
 from sgl_kvtier.launch import HOST, cache_flags, device_flags, storage_flags
@@ -24,6 +25,7 @@ NIXL = "hicache-nixl"
 MOONCAKE = "hicache-mooncake"
 NOT_RESTORED = "kvtier-off"
 NOT_AHEAD = "kvtier-restore"
+NOT_PROVEN = "kvtier-unproven"
 ORACLE = "oracle"
 """An arm that `oracle` makes, not one of `ARMS`."""
 ARMS = {
@@ -34,11 +36,14 @@ ARMS = {
     MOONCAKE: "HiCache with its host pool and SGLang's own Mooncake backend as storage: a master and an owner of memory on this host",
     NOT_RESTORED: "HiCache with its host pool and kvtier as storage, read back as SGLang does it: policy.restore is off",
     NOT_AHEAD: "HiCache with its host pool and kvtier as storage, without looking ahead",
+    NOT_PROVEN: "HiCache with its host pool and kvtier as storage, without the proof of what is restored: policy.proof is off",
     OURS: "HiCache with its host pool and kvtier as storage",
 }
 """Every arm and what it is. The order is the one results are shown in."""
 
-DEFAULT_ARMS = tuple(arm for arm in ARMS if arm not in (NIXL, MOONCAKE, NOT_RESTORED, NOT_AHEAD))
+DEFAULT_ARMS = tuple(
+    arm for arm in ARMS if arm not in (NIXL, MOONCAKE, NOT_RESTORED, NOT_AHEAD, NOT_PROVEN)
+)
 """Those compared unless others are named."""
 
 DECISIONS = "decisions.jsonl"
@@ -48,13 +53,16 @@ _STORED_AS = {
     MOONCAKE: "mooncake",
     NOT_RESTORED: "kvtier",
     NOT_AHEAD: "kvtier",
+    NOT_PROVEN: "kvtier",
     OURS: "kvtier",
 }
 STORAGE_ARMS = tuple(_STORED_AS)
-_NOT_AHEAD = {"prefetch": "off", "eviction": "lru"}
+WITHOUT_LOOKAHEAD = {"prefetch": "off", "eviction": "lru"}
+"""Of the policy section, whatever the device's default is."""
 _POLICY: Mapping[str, Mapping[str, Any]] = {
-    NOT_RESTORED: {"restore": "off", **_NOT_AHEAD},
-    NOT_AHEAD: _NOT_AHEAD,
+    NOT_RESTORED: {"restore": "off", **WITHOUT_LOOKAHEAD},
+    NOT_AHEAD: WITHOUT_LOOKAHEAD,
+    NOT_PROVEN: {"proof": "off"},
 }
 
 
@@ -162,7 +170,7 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
         storage = storage_folder(folder)
         settings = folder / "storage.json"
         settings.write_text(json.dumps(_storage_settings(arm, setup, storage), indent=1) + "\n")
-        flags += storage_flags(_STORED_AS[arm], settings)
+        flags += storage_flags(_STORED_AS[arm], f"@{settings}")
         if setup.stock_reads is not None and _STORED_AS[arm] != OURS:
             flags += ("--hicache-storage-prefetch-policy", setup.stock_reads)
         if arm == "hicache-file":
@@ -214,12 +222,35 @@ def check_names(arms: Sequence[str], known: Sequence[str]) -> None:
 
 def check_dtype(setup: Setup) -> None:
     """Raises BenchError for numbers that the attention on an accelerator does not have."""
-    flashinfer = setup.host != "cpu" and "--attention-backend" not in setup.extra
+    flashinfer = setup.host != "cpu" and not names_attention(setup.extra)
     if flashinfer and setup.dtype == "float32":
         raise BenchError(
             "--dtype float32: FlashInfer has no kernels for it. Give --dtype bfloat16, or "
             "--server-arg=--attention-backend --server-arg=triton"
         )
+
+
+_OF_THE_MODEL = (
+    "--attention-backend",
+    "--prefill-attention-backend",
+    "--decode-attention-backend",
+    "--sampling-backend",
+    "--kv-cache-dtype",
+    "--cuda-graph-backend-decode",
+    "--cuda-graph-backend-prefill",
+)
+
+
+def model_arguments(words: Sequence[str]) -> tuple[str, ...]:
+    """Of a server's further arguments those on which its numbers depend: the kernels that it
+    computes with. Another server with them, and without the others, gives the same answers. A flag
+    and its value are one word (`--flag=value`) or two.
+    """
+    found: list[str] = []
+    for place, word in enumerate(words):
+        if word.partition("=")[0] in _OF_THE_MODEL:
+            found += words[place : place + (1 if "=" in word else 2)]
+    return tuple(found)
 
 
 def base_flags(setup: Setup) -> list[str]:
@@ -238,8 +269,16 @@ def base_flags(setup: Setup) -> list[str]:
         flags += ["--context-length", str(setup.context_tokens)]
     if setup.max_running is not None:
         flags += ["--max-running-requests", str(setup.max_running)]
-    flags += [*device_flags(setup.host), *greedy_flags(setup.host)]
+    flags += [*device_flags(setup.host), *attention_flags(setup.host), *greedy_flags(setup.host)]
     return [*flags, "--enable-metrics", "--enable-cache-report"]
+
+
+def attention_flags(device: str) -> list[str]:
+    """All measurements on an accelerator are with one attention backend, so that they can be
+    compared: FlashInfer, which scripts/gpu-pack brings compiled. A user's own server has what
+    SGLang chooses.
+    """
+    return [] if device == "cpu" else ["--attention-backend", "flashinfer"]
 
 
 def greedy_flags(device: str) -> list[str]:

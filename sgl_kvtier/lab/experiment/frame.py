@@ -6,13 +6,12 @@ interrupts a report.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ from sgl_kvtier.console import (
 )
 from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.extras import how_to_install
+from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.outside.server import end_on_signals
 from sgl_kvtier.launch import missing_packages, paced_device
 
@@ -41,7 +42,7 @@ class Experiment:
     are notes of every such result: they are in the result and on its page, and not printed.
     """
 
-    args: argparse.Namespace
+    args: Options
     schema: str
     measure: Callable[[], None]
     results: Callable[[], dict[str, Any]]
@@ -60,7 +61,7 @@ class Experiment:
         """
         interrupted, failure = False, None
         with end_on_signals():
-            if not vars(self.args).get("url"):  # that server's is not known here
+            if not self.args.url:  # that server's is not known here
                 print(f"The planner runs as: {planner_build()}", file=sys.stderr)
             try:
                 self.measure()
@@ -83,7 +84,7 @@ class Experiment:
         return 0 if self.sound(result) else 1
 
     def _report(self, result: dict[str, Any], said: Sequence[str]) -> None:
-        page = getattr(self.args, "html", None)
+        page = self.args.html
         shown = sys.stderr if "-" in (self.args.json, page) else sys.stdout
         if self.sentence is not None:
             print_statement(*self.sentence(result), shown)
@@ -103,31 +104,30 @@ class Experiment:
                 print(f"The {what} is in {target}", file=shown)
 
 
-def check(args: argparse.Namespace, *, starts_servers: bool = True) -> None:
+def check(args: Options, *, starts_servers: bool = True) -> None:
     """Checks a command before anything is done.
 
     Raises KVTierError where a result cannot be written, or a server cannot be started on this
     device.
     """
-    given = vars(args)
-    paced = paced_device(given.get("device") or "", given.get("dilation") or 1.0)
+    paced = paced_device(args.device or "", args.dilation or 1.0)
     if paced is not None:
-        paced.refuse_others(_server_words(given))
-    for target in (args.json, getattr(args, "html", None)):
+        paced.refuse_others(_server_words(args))
+    for target in (args.json, args.html):
         if target is not None:
             check_target(target)
     if starts_servers and missing_packages():
         raise BenchError(
-            f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]' "
+            f"SGLang is not installed for {sys.executable}. Install it with: {how_to_install('sglang')} "
             "(about 10 GB), or run scripts/compare, which does that in an environment of its own"
         )
 
 
-def _server_words(given: Mapping[str, Any]) -> list[str]:
+def _server_words(args: Options) -> list[str]:
     """The options that say what a server is like, as arguments."""
-    asked = {name: given.get(name) for name in ("dtype", "tp", "page_size", "threads")}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items() if value]
-    return [*words, *given.get("server_arg", ())]
+    asked = {"dtype": args.dtype, "tp": args.tp, "page-size": args.page_size}
+    asked["threads"] = args.threads
+    return [*(f"--{name}={value}" for name, value in asked.items() if value), *args.server_arg]
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ class LoadOptions:
     seed: int = 0
     begin: float = 0.0
     """Sessions are entered after this share of their calls."""
+    block_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def load(options: LoadOptions, encoder: Encoder) -> Load:
         max_calls=None if options.begin else options.turns,
         max_prompt_tokens=options.most_prompt_tokens,
         min_prompt_tokens=options.least_prompt_tokens,
+        block_tokens=options.block_tokens,
     )
     sessions: Sequence[Session] = result.sessions
     if options.begin:

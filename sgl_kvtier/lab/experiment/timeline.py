@@ -94,7 +94,7 @@ async def watch_first(client: Client, one: Round, page_tokens: int) -> None:
 
 
 def timelines(rounds: Iterable[Round]) -> list[dict[str, Any]]:
-    """The first complete round of each arm over time, `timeline` of docs/manual/json.md."""
+    """The first complete round of each arm over time, `timeline` of kvtier.compare/1."""
     first: dict[str, Round] = {}
     for one in rounds:
         if one.complete and one.samples:

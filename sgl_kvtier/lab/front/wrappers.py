@@ -116,8 +116,13 @@ class Throttled(_InFront):
         return self._link.submit(pages, priority, deadline, on_page)
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
+        return self._slowed(pages, lambda: self._store.put(pages))
+
+    def _slowed(
+        self, pages: Sequence[PageWrite], put: Callable[[], list[PutOutcome]]
+    ) -> list[PutOutcome]:
         started = time.monotonic()
-        outcomes = self._store.put(pages)
+        outcomes = put()
         nbytes = sum(
             sum(part.nbytes for part in page.data)
             for page, outcome in zip(pages, outcomes, strict=True)
@@ -155,8 +160,29 @@ class ThrottledRemote(Throttled):
     def usable(self) -> bool:
         return self._store.usable
 
+    @property
+    def calls_late(self) -> int:
+        return self._store.calls_late
+
+    @property
+    def removals_waiting(self) -> int:
+        return self._store.removals_waiting
+
     def ask(self, keys: Sequence[PageKey], pool: str = KV, timeout_s: float = 0.0) -> bool:
         return self._store.ask(keys, pool, timeout_s)
+
+    def put(
+        self, pages: Sequence[PageWrite], wanted: Callable[[], bool] | None = None
+    ) -> list[PutOutcome]:
+        return self._slowed(pages, lambda: self._store.put(pages, wanted))
+
+    def delete(
+        self, keys: Sequence[PageKey], pool: str = KV, first: Callable[[], None] | None = None
+    ) -> int:
+        return self._store.delete(keys, pool, first)
+
+    def clear(self, first: Callable[[], None] | None = None) -> int:
+        return self._store.clear(first)
 
     def __getattr__(self, name: str) -> Any:
         """What only the store behind has, such as its condition."""

@@ -25,10 +25,11 @@ from sgl_kvtier.lab.experiment.argtypes import (
     add_options,
     load_options,
 )
-from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup
+from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup, model_arguments
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.lab.experiment.machine import made_with
+from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.fuzz.chaos import Chaos, parse_kinds
 from sgl_kvtier.lab.fuzz.log import MUST_BE_ZERO, Attempt, FuzzLog, counts
 from sgl_kvtier.lab.fuzz.remote import NAMES, Menace, fuzz_two, halves
@@ -206,7 +207,7 @@ def run(args: argparse.Namespace) -> int:
     """Fuzzes and reports. The exit status: 0, 1 when something was found, 130 after Ctrl-C. Raises
     KVTierError; where the bench could not go on, after what had been tried is reported.
     """
-    check(args)
+    check(Options.of(args))
     chaos = Chaos(
         parse_kinds(args.chaos, ahead=args.lookahead), seed=args.seed, kill_every=args.kill_every
     )
@@ -222,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
     if paced is not None and scenes:
         raise BenchError(f"--scene: {args.device} has none; leave --scene or --device out")
     model = write_named(fuzzed_model(args)) if paced is None else paced.model()
-    wanted = load_options(args, _LOAD if paced is None else _PACED)
+    wanted = load_options(Options.of(args), _LOAD if paced is None else _PACED)
     chosen = load(wanted, choose_encoder(model, wanted.divisor))
     sessions = calls_of(chosen, wanted.most_output_tokens)
     setup = make_setup(args, model, chosen)
@@ -232,7 +233,7 @@ def run(args: argparse.Namespace) -> int:
     one = Fuzzing(args, chaos, setup, chosen, sessions, log, scenes)
     with work_folder(args.folder, lambda: not one.is_sound()) as folder:
         return Experiment(
-            args,
+            Options.of(args),
             SCHEMA,
             measure=lambda: one.measure(folder),
             results=one.results,
@@ -288,7 +289,7 @@ class Fuzzing:
         play(self.scenes, options, self.setup, ahead, self.sessions, log, folder, self.played)
 
     def results(self) -> dict[str, Any]:
-        """The trials and findings, schema kvtier.restore-fuzz/1 (docs/manual/json.md)."""
+        """The trials and findings, schema kvtier.restore-fuzz/1."""
         args = self.args
         paced = self.setup.paced
         return {
@@ -359,14 +360,20 @@ def tables(result: dict[str, Any]) -> list[Table]:
     return [marked(table, result) for table in found]
 
 
+def only_computing(setup: Setup) -> Setup:
+    """The setup of the server that computes the answers to compare with: the same model with the
+    same kernels, on one rank, without what is fuzzed.
+    """
+    return replace(setup, tp=1, extra=model_arguments(setup.extra), sections={})
+
+
 def _reference(
     setup: Setup, sessions: Sequence[Sequence[Asked]], log: FuzzLog, folder: Path
 ) -> None:
     missing = sum(asked.name not in log.references for session in sessions for asked in session)
     if not missing:
         return
-    plain = Setup(**{**vars(setup), "tp": 1, "extra": (), "sections": {}})
-    server = FuzzServer(BASELINE, plain, folder / "computed", log, {})
+    server = FuzzServer(BASELINE, only_computing(setup), folder / "computed", log, {})
 
     async def take() -> None:
         with progress("computing the answers to compare with", missing, "prompts") as shown:

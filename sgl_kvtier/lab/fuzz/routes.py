@@ -95,6 +95,7 @@ def state_requests() -> list[Request]:
         "rules.",
         "throttle.read_gbps",
         "lookahead.check",
+        "requests.log",
         "policy.",
         "",
         "policy.restore.x",

@@ -20,8 +20,9 @@ import psutil
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import setup_of, shape_of
-from sgl_kvtier.lab.experiment.arms import Setup, prepare
+from sgl_kvtier.lab.experiment.arms import WITHOUT_LOOKAHEAD, Setup, prepare
 from sgl_kvtier.lab.experiment.load import Load
+from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.restore.server import STRICT
 from sgl_kvtier.lab.fuzz.chaos import Chaos, parse_kinds
 from sgl_kvtier.lab.fuzz.log import FuzzLog, suspicious
@@ -54,13 +55,13 @@ _DRAIN_S = 60.0
 
 def fuzzed_model(args: argparse.Namespace) -> str:
     """The name of the model that is fuzzed. Raises BenchError for one the device cannot serve."""
-    device = shape_of(args, "").device
+    device = shape_of(Options.of(args), "").device
     if is_paced(device):
         if args.lab_model is not None:
             raise BenchError(f"--lab-model: {device} brings a model of its own")
         return ""
     name: str = args.lab_model or ("tiny-qwen3" if device == "cpu" else "lab-gpu-tiny")
-    check_heads(device, name)
+    check_heads(device, name, args.server_arg)
     return name
 
 
@@ -68,7 +69,7 @@ def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
     """The server's setup, with small pools. The clients' prompts evict each other from the device,
     and from the host pool into the store.
     """
-    shape, paced = shape_of(args, fuzzed_model(args)), is_paced(args.device)
+    shape, paced = shape_of(Options.of(args), fuzzed_model(args)), is_paced(args.device)
     page = shape.page if paced else 16
     shape = replace(shape, page=page, chunk=args.chunk or (PACED_CHUNK if paced else CHUNK))
     longest = chosen.longest_tokens + _SETTLED_TOKENS
@@ -82,7 +83,7 @@ def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
     flags: tuple[str, ...] = () if args.overlap == "on" else ("--disable-overlap-schedule",)
     flags += _PRIORITIES if "priority" in parse_kinds(args.chaos) else ()
     return setup_of(
-        args,
+        Options.of(args),
         shape,
         model,
         device_tokens=tokens,
@@ -107,7 +108,7 @@ def sections(setup: Setup, chaos: Chaos, args: argparse.Namespace) -> dict[str, 
         "load_deadline_s": 0.1 * setup.dilation,
         "load_tokens": few,
     }
-    policy |= AHEAD if args.lookahead else {}
+    policy |= AHEAD if args.lookahead else WITHOUT_LOOKAHEAD
     lab: dict[str, Any] = {"throttle": {"read_gbps": 1.0}}
     if setup.paced is not None:
         lab = setup.paced.sections()["lab"]

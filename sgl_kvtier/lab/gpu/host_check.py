@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
+from sgl_kvtier.runtime.tools import gpu_probe
 
 _REGISTERED_BYTES = 1 << 30
 
@@ -84,6 +85,10 @@ def _driver_copy() -> str:
     return "pages arrive by the driver's own copy"
 
 
+def _copies() -> str:
+    return gpu_probe.try_out().result.line
+
+
 def _attention() -> str:
     import flashinfer
 
@@ -110,6 +115,7 @@ PARTS: tuple[tuple[str, Callable[[], str]], ...] = (
     ("card", _card),
     ("host memory", _pinned),
     ("driver's copy", _driver_copy),
+    ("copies", _copies),
     ("sgl_kernel", _rmsnorm),
     ("attention", _attention),
     ("copy kernels", _copy_kernels),

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvtier.runtime.cpu import hicache
 
@@ -64,38 +63,6 @@ def pools(
         device_capacity_tokens=tokens,
         start_layer=0,
         end_layer=layers,
-        host_token_capacity=2 * tokens,
-    )
-    random_bytes(host.kv_buffer)
-    return on_device, host
-
-
-def latent_pools(
-    device: str, layout: str, *, page: int = 16, tokens: int = 1024
-) -> tuple[Any, Any]:
-    """The same of MLA latents."""
-    if device == "cpu":
-        hicache.install()
-    on_device = MLATokenToKVPool(
-        size=tokens,
-        page_size=page,
-        dtype=torch.bfloat16,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        layer_num=LAYERS,
-        device=device,
-        enable_memory_saver=False,
-    )
-    host = MLATokenToKVPoolHost(
-        on_device.get_device_pool_infos()[0].buffer_info,
-        2.0,
-        0,
-        page,
-        layout,
-        device_capacity_tokens=tokens,
-        start_layer=0,
-        end_layer=LAYERS,
-        target_layer_num=LAYERS,
         host_token_capacity=2 * tokens,
     )
     random_bytes(host.kv_buffer)

@@ -28,8 +28,8 @@ from sgl_kvtier.lab.layers.job import Job, best_cut
 from sgl_kvtier.runtime.backend.host_pages import parts_of
 from sgl_kvtier.runtime.cpu.platform import works_at_once
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
-from sgl_kvtier.runtime.restore.restoration import Restoration
 from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.store.base import PageRead
 from sgl_kvtier.types import Link, Span, Tier
 

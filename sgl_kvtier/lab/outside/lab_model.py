@@ -23,6 +23,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.lab.outside.model_shapes import (
     BYTES,
     DRAWN,
@@ -82,7 +83,7 @@ def write_drawn(name: str, *, seed: int = 0, folder: Path | None = None) -> Path
         from sgl_kvtier.lab.gpu import drawn  # imports torch, which nothing else here needs
     except ImportError as error:
         raise BenchError(
-            f"{name} is drawn by torch, which is not installed: pip install 'sgl-kvtier[sglang]'"
+            f"{name} is drawn by torch, which is not installed: {how_to_install('sglang')}"
         ) from error
     shape = DRAWN[name]
     parent = folder if folder is not None else drawn_dir(2 * shape.parameters)

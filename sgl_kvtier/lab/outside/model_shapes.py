@@ -5,7 +5,7 @@ to draw.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sgl_kvtier.errors import BenchError
@@ -201,14 +201,23 @@ def serving_dtype(device: str, model: str) -> str:
     return "bfloat16" if is_ours(model) else "auto"
 
 
-def check_heads(device: str, model: str) -> None:
-    """Raises BenchError for a model of ours that FlashInfer has no kernels for."""
+def check_heads(device: str, model: str, arguments: Sequence[str] = ()) -> None:
+    """Raises BenchError for a model of ours that FlashInfer has no kernels for, unless a server's
+    `arguments` name another attention backend.
+    """
     shape = shape_of(model)
-    if device != "cpu" and shape is not None and shape.head_dim not in _FLASHINFER_HEADS:
+    if device == "cpu" or shape is None or names_attention(arguments):
+        return
+    if shape.head_dim not in _FLASHINFER_HEADS:
         raise BenchError(
             f"{model} has heads of {shape.head_dim}, and FlashInfer has kernels for "
             f"{_FLASHINFER_HEADS}. On an accelerator take one of {', '.join([*DRAWN, *UNWEIGHTED])}"
         )
+
+
+def names_attention(arguments: Sequence[str]) -> bool:
+    """Whether a server's arguments name its attention backend."""
+    return any(word.partition("=")[0] == "--attention-backend" for word in arguments)
 
 
 def kv_bytes(model: str, dtype: str) -> int | None:

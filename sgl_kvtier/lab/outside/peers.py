@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.remote.servers import missing_engine
 
 NIXL_FOLDER = "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"
@@ -35,8 +36,9 @@ def missing_nixl(python: str = sys.executable) -> str | None:
 
 def missing_mooncake(python: str = sys.executable) -> str | None:
     """The same of Mooncake, and why this host cannot run its master and an owner of memory."""
-    advice = "pip install 'sgl-kvtier[remote]'"
-    return missing_engine() or _cannot("import mooncake.store", "Mooncake", advice, python)
+    return missing_engine() or _cannot(
+        "import mooncake.store", "Mooncake", how_to_install("remote"), python
+    )
 
 
 def _cannot(program: str, name: str, advice: str, python: str) -> str | None:

@@ -27,8 +27,8 @@ from typing import NoReturn
 import psutil
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.outside.page_hash import compile_page_hash
 from sgl_kvtier.launch import refuse_taken_port
+from sgl_kvtier.page_hash import compile_page_hash
 
 HOST = "127.0.0.1"
 TERMINATE_S = 10.0
@@ -100,7 +100,9 @@ class Server:
         never was. Raises BenchError when the port is taken or nothing can be started.
         """
         refuse_taken_port(self.port)
-        compile_page_hash()
+        refused = compile_page_hash()
+        if refused:
+            print(refused, file=sys.stderr)
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             # A session of its own: the terminal's Ctrl-C does not reach it, and its group can be

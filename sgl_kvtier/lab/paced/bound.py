@@ -122,7 +122,7 @@ def both_ends(compute_s: float, tokens: float, token_s: float, link_s: float) ->
 
 
 def bound(order: Sequence[Asked], machine: Machine) -> dict[str, Any]:
-    """The bound of requests in the order they were sent (docs/manual/json.md, `bound`)."""
+    """The bound of requests in the order they were sent (`bound` of kvtier.compare/1)."""
     kept = reused(order, machine.page)
     gone = [missing(order, kept, size // machine.page) for size in _sizes(machine)]
     alone = [_prefill_s(machine, one, have) for one, have in zip(order, kept, strict=True)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvtier.lab.paced.clock import Disk, Link, current_stream, stream_of
+from sgl_kvtier.lab.paced.clock import Disk, Link, current_stream, now, sleep_until, stream_of
 from sgl_kvtier.runtime.cuda import card_memory
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.page_shape import PageShape
@@ -131,7 +131,7 @@ class Copies:
 
     def card(self, pool: Any) -> tuple[CardMemory, Callable[..., Scatter]]:
         """What staged copies from a host pool ask of a card."""
-        memory = Memory(pool, self._to_device, self._scale, self._copied)
+        memory = Memory(pool, (self._to_device, self._to_host), self._scale, self._copied)
 
         def scatter(shape: PageShape, room_pages: int, buffers: list[torch.Tensor]) -> Scatter:
             del room_pages  # every room says its own
@@ -184,16 +184,20 @@ class Memory(CardMemory):
     cannot call it. Mover's thread.
     """
 
+    shares_bus = False  # the link itself knows what small copies wait for
+
     def __init__(
         self,
         pool: Any,
-        link: Link,
+        links: tuple[Link, Link],
         bytes_scale: float,
         copied: Callable[[str, float, float, int], None],
     ) -> None:
+        """`links`: to the device and back."""
         super().__init__(0)
         self._device = torch.device("cpu")
-        self._pool, self._link, self._scale, self._told = pool, link, bytes_scale, copied
+        self._pool, self._scale, self._told = pool, bytes_scale, copied
+        self._link, self._link_back = links
         self._driver = _DRIVER_COPY(self._driver_copied)
         self._sources: dict[int, tuple[int, int, float, float]] = {}
         """By the address of a piece of a room: whence its bytes came, how many, and when."""
@@ -215,6 +219,15 @@ class Memory(CardMemory):
         """Moves the bytes now; the current stream has them when its link does."""
         target.copy_(source)
         self._took(target.data_ptr(), source.data_ptr(), source.nbytes, current_stream())
+
+    def copy_back(self, pinned: torch.Tensor, source: torch.Tensor) -> None:
+        """Moves the bytes now; the host has them when the link back does. They were gathered before
+        on the device, which takes what a scatter takes.
+        """
+        pinned.copy_(source)
+        seconds = self._link_back.seconds_of(pinned.nbytes * self._scale)
+        current_stream().launch(seconds * _SCATTER_SHARE)
+        self._link_back.copy(current_stream(), pinned.nbytes * self._scale)
 
     def driver_copy(self) -> int | None:
         """The same as a driver's function."""
@@ -299,6 +312,22 @@ class Scatter:
         if shape.layer_major:
             return piece.view(pages, shape.layers, shape.tokens, shape.row_bytes)
         return piece.view(pages, shape.tokens, shape.layers, shape.row_bytes).transpose(1, 2)
+
+
+def compared(
+    compare: Callable[..., list[int]], seconds_per_byte: float
+) -> Callable[..., list[int]]:
+    """Around the comparison of pages that were read back: it takes the time of as many bytes as the
+    modelled pages have. `seconds_per_byte`: of those at hand.
+    """
+
+    def took(found: Any, *rest: Any) -> list[int]:
+        end = now() + len(found) * seconds_per_byte
+        layers = compare(found, *rest)
+        sleep_until(end)
+        return layers
+
+    return took
 
 
 def _row_bytes(buffer: torch.Tensor) -> int:

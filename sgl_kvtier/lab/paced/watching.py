@@ -16,8 +16,8 @@ from sgl_kvtier.types import Link
 
 if TYPE_CHECKING:
     from sgl_kvtier.runtime.restore.engine import RestoreEngine
-    from sgl_kvtier.runtime.restore.restoration import Load
     from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+    from sgl_kvtier.runtime.step.restoration import Load
 
 _CONTROLLER = "sglang.srt.managers.cache_controller"
 _ENGINE = "sgl_kvtier.runtime.restore.engine"

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 
 from sgl_kvtier.console.document import write_text
 from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.extras import how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-HOW_TO_GET_PLOTS = "pip install 'sgl-kvtier[lab]'"
 
 SIZE_IN = (4.8, 3.3)
 """Width and height in inches: 460 CSS pixels. So two fit beside each other and one fits a telephone
@@ -92,7 +91,7 @@ def new_figure(height_in: float = SIZE_IN[1]) -> tuple[Figure, Axes]:
     installed.
     """
     if not plots_available():
-        raise KVTierError(f"plots need matplotlib: {HOW_TO_GET_PLOTS}")
+        raise KVTierError(f"plots need matplotlib: {how_to_install('lab')}")
     # Imported here: matplotlib is optional, and slow to import for commands that draw nothing. No
     # pyplot, whose global state is not for threads.
     from matplotlib.figure import Figure

@@ -16,7 +16,8 @@ from importlib import resources
 from typing import Any
 
 from sgl_kvtier.console.table import MISSING, Table, format_share, format_value, is_missing
-from sgl_kvtier.lab.pages.figure import HOW_TO_GET_PLOTS, colours, plots_available
+from sgl_kvtier.extras import how_to_install
+from sgl_kvtier.lab.pages.figure import colours, plots_available
 from sgl_kvtier.sizes import format_bytes
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -197,7 +198,7 @@ def no_plots_html() -> str:
     """The line that stands where plots would be, when matplotlib is not installed."""
     return (
         '<p class="missing-plots">The plots need matplotlib, which is not installed here. Install it with '
-        f"<code>{escape(HOW_TO_GET_PLOTS)}</code> and run the command again.</p>"
+        f"<code>{escape(how_to_install('lab'))}</code> and run the command again.</p>"
     )
 
 

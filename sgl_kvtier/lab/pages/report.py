@@ -13,13 +13,11 @@ from typing import Any
 from sgl_kvtier.console import Column, Table, check_target, print_statement, print_table, write_text
 from sgl_kvtier.console.table import format_value
 from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.lab.pages import html, lookahead, plots, remote, sweep
+from sgl_kvtier.lab.pages import html, kinds, plots
 from sgl_kvtier.lab.pages.compare.page import compare_page
 from sgl_kvtier.lab.pages.compare.result import SCHEMA as COMPARE
 from sgl_kvtier.lab.pages.compare.sentence import sentence
 from sgl_kvtier.lab.pages.compare.tables import compare_tables
-from sgl_kvtier.lab.pages.restore import batches
-from sgl_kvtier.lab.pages.restore import grid as one_restoration
 from sgl_kvtier.outside import parse_json
 
 GRIDS = "grids"
@@ -76,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def grid_tables(data: dict[str, Any]) -> list[Table]:
-    """Each grid of a page's data, but those that a command writes into the page."""
+    """Each grid of a page's data."""
     return [
         Table(
             name,
@@ -85,7 +83,6 @@ def grid_tables(data: dict[str, Any]) -> list[Table]:
             notes=tuple(filter(None, (grid.get("about"), grid.get("command")))),
         )
         for name, grid in data["grids"].items()
-        if "columns" in grid
     ]
 
 
@@ -148,7 +145,7 @@ def read_result(path: Path) -> dict[str, Any]:
     known = isinstance(result, dict)
     schema = result.get("schema") if known else None
     if known and schema is None and isinstance(result.get("page"), str) and "grids" in result:
-        return {**result, "schema": GRIDS, "grids": _found(path, result["grids"])}
+        return {**result, "schema": GRIDS}
     if not isinstance(schema, str) or schema not in KINDS or schema == GRIDS:
         there = ", ".join(name for name in KINDS if name != GRIDS)
         raise KVTierError(
@@ -157,24 +154,9 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
-def _found(path: Path, grids: Any) -> Any:
-    """The grids, those of other pages' data taken from there."""
-    found = {}
-    for name, grid in grids.items() if isinstance(grids, dict) else ():
-        source = grid.get("same_as") if isinstance(grid, dict) else None
-        if source:
-            grid = read_result(path.with_name(source[0]))["grids"].get(source[1], grid)
-        found[name] = grid
-    return found
-
-
 KINDS = {
     COMPARE: (compare_tables, compare_page),
-    lookahead.SCHEMA: (lookahead.lookahead_tables, lookahead.lookahead_page),
-    sweep.SCHEMA: (sweep.sweep_tables, sweep.sweep_page),
-    remote.SCHEMA: (remote.remote_tables, remote.remote_page),
-    one_restoration.SCHEMA: (one_restoration.restore_tables, one_restoration.restore_page),
-    batches.SCHEMA: (batches.batch_tables, batches.batch_page),
+    **{schema: (kind.tables, kind.page) for schema, kind in kinds.KINDS.items()},
     GRIDS: (grid_tables, grids_page),
 }
 """How the result of each schema is shown."""

@@ -2,8 +2,7 @@
 
 `python -m sgl_kvtier.lab.papers.traces_page docs/results [SCENE ...]` runs each scene under all
 policies, in `_SEEDS` draws of session starts. It replaces the text between the scene's markers on
-the page, and writes a plot of the distributions. The text around them is written by hand; its
-figures are checked against the tables by a test. A scene whose trace is missing fails.
+the page. The text around them is written by hand. A scene whose trace is missing fails.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.console import progress, to_markdown, write_text
 from sgl_kvtier.errors import TraceError
-from sgl_kvtier.lab.pages.plots import cdf
 from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, over_draws, run_policy
 from sgl_kvtier.lab.sim.pictures import draws_table
@@ -90,26 +88,18 @@ SCENES: Mapping[str, Scene] = {
 }
 
 
-def scene_markdown(name: str, on_finish: Callable[[SimRequest], None]) -> tuple[str, str]:
-    """The table of a scene over all draws, and its plot as SVG."""
+def scene_markdown(name: str, on_finish: Callable[[SimRequest], None]) -> str:
+    """The table of a scene over all draws."""
     scene, description, calls = SCENES[name], "", 0
     outcomes: list[dict[str, Any]] = []
-    ttfts: dict[str, list[float]] = {}
     for seed in _SEEDS:
         description, requests = scene.load(seed).requests(scene.machine.page_tokens)
         calls = len(requests)
         for row, (policy, config) in scene.arms().items():
             result = run_policy(policy, scene.machine, requests, config, on_finish=on_finish)
             outcomes.append(outcome(row, result))
-            ttfts.setdefault(row, []).extend(1e3 * value for value in result.ttfts())
     title = f"{description.split('.: ')[0]}: {calls} requests, {len(_SEEDS)} draws"
-    shown = ("recompute", "stock", "cake", "kvtier", "restore", "unbounded")
-    plot = cdf(
-        {row: ttfts[row] for row in shown if row in ttfts},
-        f"Time to first token: {name}, {len(_SEEDS)} draws",
-        "milliseconds",
-    )
-    return to_markdown(draws_table(over_draws(outcomes), title)), plot
+    return to_markdown(draws_table(over_draws(outcomes), title))
 
 
 def put(page: str, name: str, text: str) -> str:
@@ -124,13 +114,12 @@ def put(page: str, name: str, text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the scenes named (all when none is) and writes their tables and plots."""
+    """Runs the scenes named (all when none is) and writes their tables."""
     folder, names = Path(arguments[0]), list(arguments[1:]) or list(SCENES)
     target = folder / "simulator.md"
     for name in names:
         with progress(name, SCENES[name].total(), "requests") as bar:
-            table, plot = scene_markdown(name, lambda _: bar.advance())
-        write_text(plot, str(folder / f"simulator-{name}.svg"))
+            table = scene_markdown(name, lambda _: bar.advance())
         write_text(put(target.read_text("utf-8"), name, table), str(target))
     return 0
 

@@ -15,8 +15,6 @@ _UP = {
     (Tier.STORAGE, Tier.HOST): Link.STORAGE_TO_HOST,
     (Tier.HOST, Tier.DEVICE): Link.HOST_TO_DEVICE,
     (Tier.STORAGE, Tier.DEVICE): Link.STORAGE_TO_DEVICE,
-    (Tier.REMOTE, Tier.HOST): Link.REMOTE_TO_HOST,
-    (Tier.REMOTE, Tier.DEVICE): Link.REMOTE_TO_DEVICE,
     (Tier.DEVICE, Tier.HOST): Link.DEVICE_TO_HOST,
     (Tier.HOST, Tier.STORAGE): Link.HOST_TO_STORAGE,
 }
@@ -36,13 +34,8 @@ class Caches:
         page_bytes: int,
         tell: Callable[[Fact], None],
         now: Callable[[], float],
-        shared: TierMemory | None = None,
     ) -> None:
-        """`shared`: pages in the storage of any server, where several share them."""
         self.tiers = {tier: TierMemory(tier, pages) for tier, pages in capacities.items()}
-        self._shared = shared
-        if shared is not None:
-            self.tiers[Tier.REMOTE] = shared
         self._below = tuple(tier for tier in self.tiers if tier > Tier.DEVICE)
         self.device, self.host, self.storage = (
             self.tiers[tier] for tier in (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
@@ -98,15 +91,8 @@ class Caches:
             keys,
             Tier.DEVICE,
             Tier.HOST,
-            lambda done: self._copy(done, Tier.HOST, Tier.STORAGE, self._share),
+            lambda done: self._copy(done, Tier.HOST, Tier.STORAGE, None),
         )
-
-    def _share(self, keys: Sequence[PageKey]) -> None:
-        """Other servers find these from now on."""
-        if self._shared is not None:
-            fresh = [key for key in keys if key not in self._shared]
-            self._shared.pin(fresh)
-            self._shared.unpin(fresh)
 
     def carry_out(self, move: Move) -> None:
         """A plan's move."""
@@ -158,9 +144,7 @@ class Caches:
             nbytes = len(keys) * self._page_bytes
             # Under no request's name: a restoration of the same pages has loads of its own, which
             # have not ended by this.
-            # A server takes its own reads over the network for the whole way to the device.
-            told = Link.REMOTE_TO_DEVICE if link is Link.REMOTE_TO_HOST else link
-            self._tell(TransferDone("", told, _NO_SPAN, nbytes, seconds, self._now()))
+            self._tell(TransferDone("", link, _NO_SPAN, nbytes, seconds, self._now()))
             self.place(fresh, target)
             if then is not None:
                 then(keys)

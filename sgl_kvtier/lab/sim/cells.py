@@ -4,9 +4,9 @@ that computes its cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,6 @@ class Cell:
         return self.ours / self.published - 1
 
 
-NULL = "null model"
-"""The reading of cells that no planner has part in, at its end. They are Eq. 1, loading times
-computing over their sum, on the ratio of two baselines; TierKV's are printed ratios of stalls. What
-it reaches, agreement does not prove of a planner.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """How many quantities were solved from how many printed numbers."""
@@ -52,7 +45,7 @@ class Fitted:
     numbers: int
 
 
-Tables: TypeAlias = Mapping[str, Callable[[], Sequence[Cell]]]
+Tables: TypeAlias = Mapping[str, Callable[[], Iterable[Cell]]]
 """The `TABLES` of a paper module, e.g. {"3": table_3, "fig4": figure_4}. Each call computes anew,
 deterministically.
 """
@@ -63,31 +56,29 @@ def as_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     return [{**asdict(cell), "deviation": cell.deviation} for cell in cells]
 
 
-def agreement(cells: Sequence[Cell]) -> dict[str, float | int | None]:
+class Agreement(NamedTuple):
     """How well predicted cells agree: how many, the median absolute deviation, and the share within
     15 %.
     """
+
+    predicted: int
+    median_abs_deviation: float | None
+    within_15_percent: float | None
+
+
+def agreement(cells: Sequence[Cell]) -> Agreement:
+    """That of the cells which are neither fitted nor unprinted."""
     off = sorted(
         abs(cell.deviation) for cell in cells if cell.deviation is not None and not cell.fitted
     )
     if not off:
-        return {"predicted": 0, "median_abs_deviation": None, "within_15_percent": None}
+        return Agreement(0, None, None)
     middle = len(off) // 2
     median = off[middle] if len(off) % 2 else (off[middle - 1] + off[middle]) / 2
-    return {
-        "predicted": len(off),
-        "median_abs_deviation": median,
-        "within_15_percent": sum(value <= 0.15 for value in off) / len(off),
-    }
+    return Agreement(len(off), median, sum(value <= 0.15 for value in off) / len(off))
 
 
-def split_null(cells: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
-    """The cells of planners, and those of the null model."""
-    null = [cell for cell in cells if cell.reading.endswith(NULL)]
-    return [cell for cell in cells if not cell.reading.endswith(NULL)], null
-
-
-def agreement_by_reading(cells: Sequence[Cell]) -> dict[str, dict[str, float | int | None]]:
+def agreement_by_reading(cells: Sequence[Cell]) -> dict[str, Agreement]:
     """The same for each reading by itself. A reading may be there to show that it does not give the
     printed numbers.
     """

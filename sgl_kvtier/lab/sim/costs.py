@@ -100,20 +100,6 @@ class MeasuredCost:
 
 
 @dataclass(frozen=True, slots=True)
-class ConstantCost:
-    """A step that takes the same time whatever it holds, as TierKV's appendix A has it per
-    model.
-    """
-
-    step_s: float
-
-    def seconds(self, batch: Batch) -> float:
-        """The constant."""
-        del batch
-        return self.step_s
-
-
-@dataclass(frozen=True, slots=True)
 class Speed:
     """The share of the machine a step gets, over time. Pairs are (from this second on, share),
     ascending; 1 before the first.

@@ -45,7 +45,7 @@ SGLang.
 class Machine:
     """The simulated machine: names from the profiles, token budget and page. Sizes of the tiers are
     in bytes. None: the device is as large as the weights leave, the others have no limit.
-    `storage_gbps` and `pcie_gbps` replace the profile's, in gigabits per second. `mixed`: a step
+    `storage_gbps` replaces the profile's, in gigabits per second. `mixed`: a step
     holds prefill and decode, which SGLang does only with --enable-mixed-chunk.
     """
 
@@ -58,7 +58,6 @@ class Machine:
     step_tokens: int = 2048
     slots: int = 1
     storage_gbps: float | None = None
-    pcie_gbps: float | None = None
     mixed: bool = False
 
     def parts(self) -> tuple[Hardware, ModelShape, ServerSpec]:
@@ -67,9 +66,8 @@ class Machine:
         """
         model = load_model(self.model)
         hardware = with_measured_links(load_hardware(self.hardware), model)
-        for names, gbps in ((("ssd_read",), self.storage_gbps), (("h2d", "d2h"), self.pcie_gbps)):
-            for name in names if gbps is not None else ():
-                hardware = hardware.with_pipe(name, bytes_per_s=(gbps or 0) * 1e9 / 8)
+        if self.storage_gbps is not None:
+            hardware = hardware.with_pipe("ssd_read", bytes_per_s=self.storage_gbps * 1e9 / 8)
         device_bytes = self.device_bytes
         if device_bytes is None:
             device_bytes = int(hardware.hbm_bytes * _USABLE_HBM - model.weight_bytes)
@@ -103,11 +101,11 @@ class Load:
 
     trace: str
     sessions: int | None = None
-    skip: int = 0
     seed: int = 0
     pace: Pace = field(default_factory=Pace)
     most_prompt_tokens: int | None = None
     traces: Path | None = None
+    block_tokens: int | None = None
 
     def requests(self, page_tokens: int) -> tuple[str, list[SimRequest]]:
         """The workload in words, and its requests. Raises TraceError and ConfigError as the trace
@@ -117,11 +115,11 @@ class Load:
         loaded = load_sessions(
             self.trace,
             limit=self.sessions,
-            skip=self.skip,
             seed=self.seed,
             traces_dir=self.traces,
             encoder=encoder,
             max_prompt_tokens=self.most_prompt_tokens,
+            block_tokens=self.block_tokens,
         )
         return loaded.description, from_sessions(
             loaded.sessions, page_tokens, self.pace, self.seed, encoder

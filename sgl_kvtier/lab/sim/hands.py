@@ -10,10 +10,9 @@ import simpy
 
 from sgl_kvtier.lab.sim.caches import Caches
 from sgl_kvtier.lab.sim.live import Live, Restoring
-from sgl_kvtier.lab.sim.memory import TierMemory
 from sgl_kvtier.lab.sim.transfers import Transfer, Transfers
 from sgl_kvtier.policy.messages import Fact, Load, PagesLost, StepPlan, TransferDone
-from sgl_kvtier.policy.restore.modes import LINK_OF
+from sgl_kvtier.policy.restore.restorations import LINK_OF
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 
@@ -30,7 +29,6 @@ class Hands:
         *,
         staged: bool,
         write_down: bool,
-        shared: TierMemory | None = None,
     ) -> None:
         self._env = env
         self._transfers = transfers
@@ -39,7 +37,7 @@ class Hands:
         self._staged = staged
         self._write_down = write_down
         self._facts: list[Fact] = []
-        self.caches = Caches(capacities, transfers, page_bytes, self.tell, lambda: env.now, shared)
+        self.caches = Caches(capacities, transfers, page_bytes, self.tell, lambda: env.now)
         self.loading = 0
         """Loads asked for and not ended."""
         self.wake: Callable[[], None] = lambda: None

@@ -36,13 +36,10 @@ class Pipe:
 
 @dataclass(slots=True)
 class Usage:
-    """The use of one pipe. `busy_s`: seconds with at least one stream on it; `full_s`: those times
-    the share of bandwidth used.
-    """
+    """The use of one pipe. `busy_s`: seconds with at least one stream on it."""
 
     nbytes: float = 0.0
     busy_s: float = 0.0
-    full_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -82,11 +79,6 @@ class Network:
         for name, pipe in pipes.items():
             for at, rate in pipe.trace:
                 self._later(max(0.0, at - env.now), self._change_rate(name, rate))
-
-    @property
-    def active(self) -> int:
-        """Streams that move bytes at this moment."""
-        return len(self._streams)
 
     def usage(self) -> dict[str, Usage]:
         """The use of each pipe up to now."""
@@ -141,7 +133,6 @@ class Network:
             if state.streams:
                 state.usage.nbytes += moved[name]
                 state.usage.busy_s += elapsed
-                state.usage.full_s += moved[name] / state.rate if state.rate else 0.0
 
     def _retime(self) -> None:
         """New rates for all, and one timer for whichever stream ends next."""

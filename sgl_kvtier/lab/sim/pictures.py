@@ -5,7 +5,6 @@ and what tiers hold.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from sgl_kvtier.console import Column, Table, format_bytes
@@ -67,65 +66,6 @@ def draws_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     draws = rows[0]["n"] if rows else 0
     note = f"Each number is the median of {draws} draws; the range is that of their means."
     return Table(title, columns, shown, (note, _RESTORED))
-
-
-def network_table(outcomes: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Several servers on one network (`fleet.run_fleet`): one row per policy and number of servers,
-    columns per share of moved turns. Medians over draws, and the range of their means.
-    """
-    shares = list(dict.fromkeys(one["moved"] for one in outcomes))
-    columns = [Column("policy", "policy"), Column("servers", "servers")]
-    for share in shares:
-        columns.append(Column(f"ttft {share}", f"TTFT, {share:.0%} moved", "s", 2))
-        columns.append(Column(f"range {share}", "least to most", "s"))
-        columns.append(Column(f"full {share}", "network", "%", 0))
-    rows = []
-    for name, servers in dict.fromkeys((one["policy"], one["servers"]) for one in outcomes):
-        row: dict[str, Any] = {"policy": name, "servers": servers}
-        for one in _grouped(outcomes, ("policy", "servers", "moved")):
-            if (one[0]["policy"], one[0]["servers"]) == (name, servers):
-                share = one[0]["moved"]
-                means = [each["moved_ttft_s"]["mean"] for each in one]
-                row[f"ttft {share}"] = median(means)
-                row[f"range {share}"] = f"{min(means):.2f} to {max(means):.2f}"
-                row[f"full {share}"] = 100 * median(each["network_full"] for each in one)
-        rows.append(row)
-    return Table(
-        title,
-        columns,
-        rows,
-        ("TTFT: the mean of moved turns. Network: the share of its bandwidth that is used.",),
-    )
-
-
-def network_svg(outcomes: Sequence[Mapping[str, Any]], gbps: float) -> str:
-    """Mean time to first token of moved turns over the number of servers: the median of the draws,
-    and a band from the least to the most.
-    """
-    curves: dict[str, Series] = {}
-    for group in _grouped(outcomes, ("policy", "moved")):
-        by_servers = _grouped(group, ("servers",))
-        means = [[one["moved_ttft_s"]["mean"] for one in each] for each in by_servers]
-        name = f"{group[0]['policy']}, {group[0]['moved']:.0%} moved"
-        curves[name] = Series(
-            name,
-            [each[0]["servers"] for each in by_servers],
-            [median(each) for each in means],
-            [min(each) for each in means],
-            [max(each) for each in means],
-        )
-    title = f"Time to first token of moved turns: one network of {gbps:g} Gbit/s"
-    return lines(list(curves.values()), title, "servers", "seconds", log_x=True, log_y=True)
-
-
-def _grouped(
-    outcomes: Sequence[Mapping[str, Any]], keys: Sequence[str]
-) -> list[list[Mapping[str, Any]]]:
-    """Outcomes that are equal in these, in the order in which they come."""
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for one in outcomes:
-        groups.setdefault(tuple(one[key] for key in keys), []).append(one)
-    return list(groups.values())
 
 
 def cells_table(cells: Sequence[Cell], title: str) -> Table:

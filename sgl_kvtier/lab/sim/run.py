@@ -5,7 +5,7 @@ to the bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import simpy
 
@@ -14,10 +14,9 @@ from sgl_kvtier.lab.sim.costs import Cost, Speed
 from sgl_kvtier.lab.sim.hands import Hands
 from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, step_cost
 from sgl_kvtier.lab.sim.links import Network
-from sgl_kvtier.lab.sim.memory import TierMemory
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult, Timeline
 from sgl_kvtier.lab.sim.server import Server, ServerSpec
-from sgl_kvtier.lab.sim.transfers import Transfers, Wires
+from sgl_kvtier.lab.sim.transfers import Transfers
 from sgl_kvtier.policy.messages import Planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Tier
@@ -46,61 +45,6 @@ def simulate(
     _check_fits(requests, spec)
     env = Kernel()
     network = Network(env, hardware.pipes)
-    timeline = Timeline()
-    one = built(
-        env,
-        network,
-        planner,
-        hardware,
-        model,
-        spec,
-        cost=cost,
-        speed=speed,
-        timeline=timeline if record else None,
-    )
-    engine = one.server
-    done = env.event()
-    Arrivals(env, [engine], lambda _: engine, requests, done, on_finish).start()
-    env.process(engine.run())
-    if requests:
-        env.run(until=done)
-    one.hands.caches.finish()
-    return SimResult(
-        requests=engine.results,
-        links=one.transfers.results,
-        pipes={name: (usage.nbytes, usage.busy_s) for name, usage in network.usage().items()},
-        timeline=timeline,
-        finished_s=env.now,
-        compute_busy_s=engine.compute_busy_s,
-        steps=engine.steps,
-        events=env.events,
-    )
-
-
-class Built(NamedTuple):
-    """A server and what it stands on."""
-
-    server: Server
-    hands: Hands
-    transfers: Transfers
-
-
-def built(
-    env: simpy.Environment,
-    network: Wires,
-    planner: Planner,
-    hardware: Hardware,
-    model: ModelShape,
-    spec: ServerSpec,
-    *,
-    cost: Cost | None = None,
-    speed: Speed | None = None,
-    timeline: Timeline | None = None,
-    shared: TierMemory | None = None,
-) -> Built:
-    """A server in virtual time. `shared`: what the storage of all servers has, which they reach
-    over a network.
-    """
     page_bytes = spec.page_tokens * model.kv_bytes_per_token
     transfers = Transfers(env, network, hardware.routes, page_bytes)
     capacities = {
@@ -116,11 +60,28 @@ def built(
         page_bytes,
         staged=spec.staged,
         write_down=spec.write_down,
-        shared=shared,
     )
+    timeline = Timeline()
     truth = cost or step_cost(hardware, model)
-    server = Server(env, planner, spec, truth, speed or Speed(), hands, timeline)
-    return Built(server, hands, transfers)
+    engine = Server(
+        env, planner, spec, truth, speed or Speed(), hands, timeline if record else None
+    )
+    done = env.event()
+    Arrivals(env, engine, requests, done, on_finish).start()
+    env.process(engine.run())
+    if requests:
+        env.run(until=done)
+    hands.caches.finish()
+    return SimResult(
+        requests=engine.results,
+        links=transfers.results,
+        pipes={name: (usage.nbytes, usage.busy_s) for name, usage in network.usage().items()},
+        timeline=timeline,
+        finished_s=env.now,
+        compute_busy_s=engine.compute_busy_s,
+        steps=engine.steps,
+        events=env.events,
+    )
 
 
 def engine_shape(server: ServerSpec, model: ModelShape) -> EngineShape:
@@ -162,26 +123,24 @@ class Kernel(simpy.Environment):
 
 
 class Arrivals:
-    """Gives requests to their servers when their time has come."""
+    """Gives requests to the server when their time has come."""
 
     def __init__(
         self,
         env: simpy.Environment,
-        engines: Sequence[Server],
-        engine_of: Callable[[SimRequest], Server],
+        engine: Server,
         requests: Sequence[SimRequest],
         done: simpy.Event,
         on_finish: Callable[[SimRequest], None] | None,
     ) -> None:
         self._env = env
-        self._engine_of = engine_of
+        self._engine = engine
         self._requests = requests
         self._followers: dict[str, list[SimRequest]] = {}
         self._left = len(requests)
         self._done = done
         self._on_finish = on_finish
-        for engine in engines:
-            engine.on_finish = self._finished
+        engine.on_finish = self._finished
 
     def start(self) -> None:
         """Puts everything on the clock that does not wait for another request."""
@@ -199,7 +158,7 @@ class Arrivals:
 
     def _at(self, request: SimRequest) -> None:
         def arrive(_: Any) -> None:
-            self._engine_of(request).submit(request)
+            self._engine.submit(request)
 
         timer = self._env.timeout(request.arrival_s)
         assert timer.callbacks is not None

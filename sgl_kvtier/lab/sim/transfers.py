@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import simpy
 
 from sgl_kvtier.lab.sim.hardware import Route
+from sgl_kvtier.lab.sim.links import Network
 from sgl_kvtier.lab.sim.requests import LinkResult
 from sgl_kvtier.policy.messages import CANCELLED
 from sgl_kvtier.types import Link, Span
@@ -33,15 +33,6 @@ class Transfer:
     """When it is given up unless it has begun, on the kernel's clock."""
     page_bytes: float | None = None
     """Of each of its pages, where that is not the model's."""
-
-
-class Wires(Protocol):
-    """What carries bytes (`links.Network`)."""
-
-    def open(
-        self, pipes: tuple[str, ...], nbytes: int, done: Callable[..., object], latency_s: float
-    ) -> object:
-        """Begins a transfer; `done` is called once."""
 
 
 class _Share:
@@ -69,7 +60,11 @@ class Transfers:
     """The queues of all links. Calls back inside events of the kernel."""
 
     def __init__(
-        self, env: simpy.Environment, network: Wires, routes: Mapping[Link, Route], page_bytes: int
+        self,
+        env: simpy.Environment,
+        network: Network,
+        routes: Mapping[Link, Route],
+        page_bytes: int,
     ) -> None:
         self._env = env
         self._network = network

@@ -1,14 +1,16 @@
-"""A store with everything under way at once, closed in the midst of it: `scripts/sanitize` watches
-it from inside.
+"""A store with everything under way at once, closed in the midst of it, in one life of three with
+calls that fail: `scripts/sanitize` watches it from inside.
 
     python -m sgl_kvtier.lab.torture.busy FOLDER SECONDS [SEED]
 
-prints one line of JSON; 1 when a page was wrong, or when the I/O threads are not the compiled ones.
+prints one line of JSON; 1 when a page was wrong, or when the I/O threads are not the compiled ones
+or cannot be made to fail.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -20,14 +22,22 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 
+from sgl_kvtier.lab.torture.faults import BUILT, Call, FaultyEnv, Planned, What, arm, counts
 from sgl_kvtier.lab.torture.oracle import NAMES, buffers, content, open_at, page_key
 from sgl_kvtier.store.base import PageRead, PageWrite, ReadOutcome
+from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.io.native_threads import NATIVE
 
 _THREADS = 8
 _LIFE_S = 0.8
 _KINDS = (("io_uring", "auto"), ("threads", "auto"), ("threads", "off"), ("io_uring", "on"))
+_PERIOD = 97
+_TROUBLES = (
+    (What.FAIL, (errno.EIO, errno.ENOSPC, errno.EINTR, errno.EAGAIN)),
+    (What.SHORT, (0, 512, 4096, -512)),
+    (What.DELAY, (100, 2000)),
+)
 
 
 @dataclass(slots=True)
@@ -37,7 +47,8 @@ class Busy:
     compared: int = 0
     wrong: int = 0
     strange: int = 0
-    """Pages damaged or failed, and threads that did not end."""
+    """Pages damaged or failed while no call was made to fail, and threads that did not end."""
+    faults: int = 0
     stores: int = 0
     io: dict[str, int] = field(default_factory=dict)
 
@@ -50,12 +61,17 @@ def busy(root: str, seconds: float, seed: int) -> Busy:
     until = time.monotonic() + seconds
     for life in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):
         io, direct = _KINDS[life % len(_KINDS)]
+        chance = random.Random(seed * 1000 + life)
+        failing = BUILT and life % 3 == 1
+        if failing:
+            arm(_plan(chance), _PERIOD)
         folder = os.path.join(
             root, f"{life % 2}"
         )  # every other store opens what the one before last left
         try:
             store = open_at(
                 folder,
+                FaultyEnv() if failing else Env(),
                 io=io,
                 direct_io=direct,
                 capacity_bytes=(768 << 10) << life % 3,
@@ -68,11 +84,21 @@ def busy(root: str, seconds: float, seed: int) -> Busy:
             continue
         result.stores += 1
         result.io[store.io] = result.io.get(store.io, 0) + 1
-        _one_life(store, random.Random(seed * 1000 + life), result)
+        _one_life(store, chance, result, failing)
+        result.faults += counts().faults[Call.ANY] if failing else 0
     return result
 
 
-def _one_life(store: DiskStore, chance: random.Random, result: Busy) -> None:
+def _plan(chance: random.Random) -> list[Planned]:
+    """One call in three of the I/O threads fails, is cut short or comes late."""
+    plan = []
+    for number in range(0, _PERIOD, 3):
+        what, amounts = chance.choice(_TROUBLES)
+        plan.append(Planned(Call.ANY, number, number, what, chance.choice(amounts)))
+    return plan
+
+
+def _one_life(store: DiskStore, chance: random.Random, result: Busy, failing: bool) -> None:
     closed = threading.Event()
     seen: list[tuple[int, int, int]] = []
     works = [
@@ -90,9 +116,8 @@ def _one_life(store: DiskStore, chance: random.Random, result: Busy) -> None:
         thread.join(60)
     result.compared += sum(compared for compared, _, _ in seen)
     result.wrong += sum(wrong for _, wrong, _ in seen)
-    result.strange += sum(strange for _, _, strange in seen) + sum(
-        thread.is_alive() for thread in threads
-    )
+    result.strange += sum(thread.is_alive() for thread in threads)
+    result.strange += 0 if failing else sum(strange for _, _, strange in seen)
 
 
 def _work(store: DiskStore, closed: threading.Event, seed: int) -> tuple[int, int, int]:
@@ -160,7 +185,8 @@ def main(folder: str, seconds: str, seed: str = "1") -> int:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(root)
     print(json.dumps(asdict(result)))
-    return 1 if result.wrong or result.strange or not result.compared or not NATIVE else 0
+    nothing_tried = not result.compared or not result.faults or not NATIVE
+    return 1 if result.wrong or result.strange or nothing_tried else 0
 
 
 if __name__ == "__main__":

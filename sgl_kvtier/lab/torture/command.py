@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,12 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.torture.crowd import crowd, stall
 from sgl_kvtier.lab.torture.damage import torture_bytes
 from sgl_kvtier.lab.torture.deletes import AMPLE, EVICTING, Deleting
+from sgl_kvtier.lab.torture.faults import arm, engines
 from sgl_kvtier.lab.torture.kills import POINTS, Killing
 from sgl_kvtier.lab.torture.oracle import Verdict
 from sgl_kvtier.lab.torture.power import torture_power
 from sgl_kvtier.lab.torture.sweep import sweep
-from sgl_kvtier.lab.torture.together import AMPLE as ROOM_FOR_ALL
-from sgl_kvtier.lab.torture.together import together
+from sgl_kvtier.lab.torture.together import Pace, Together
 
 SCHEMA = "kvtier.torture/1"
 
@@ -53,21 +53,34 @@ class Amounts:
     clean_reads: int
     crowd_operations: int
     stalls: int
-    together_kills: int
+    together: Pace
 
 
-FULL = Amounts(1000, 100, 1000, 1, 10_000, 100_000, 1_000_000, 1_000_000, 20, 200)
-QUICK = Amounts(25, 1, 20, 61, 100, 2_000, 20_000, 8_000, 3, 20)
+FULL = Amounts(1000, 100, 1000, 1, 10_000, 100_000, 1_000_000, 1_000_000, 20, Pace(1000, 0.8, 20.0))
+QUICK = Amounts(25, 1, 20, 183, 100, 2_000, 20_000, 8_000, 3, Pace(20, 0.1, 1.0))
 Points = tuple[tuple[str, str], ...]
+FAILING = ("points", "deletes", "sweep", "stall")
+"""Parts that need the I/O threads with faults."""
 PARTS = ("kills", "points", "deletes", "sweep", "power", "damage", "crowd", "stall", "together")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kvtier bench torture`."""
+    parser.epilog = (
+        "example: kvtier bench torture --only together --seed 1 --json shared.json    "
+        "(1,000 kills and stops of processes that share a folder, about 25 minutes; exit status 1 "
+        "when a page was wrong, lost or came back, an open failed, or a call raised)"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="a short run of everything, about half a minute"
     )
-    parser.add_argument("--only", choices=PARTS, action="append", help="only this kind; repeatable")
+    parser.add_argument(
+        "--only",
+        choices=PARTS,
+        action="append",
+        help="only this kind; repeatable. together: processes that share one folder, killed, "
+        "stopped, suspended for up to 20 seconds, and troubled",
+    )
     parser.add_argument(
         "--points",
         metavar="NAMES",
@@ -92,6 +105,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         check_target(args.json)
     points = chosen_points(args.points)
+    parts = tuple(args.only or PARTS)
+    if not set(parts).isdisjoint(FAILING):
+        arm()
     try:
         root = tempfile.mkdtemp(prefix="kvtier-torture-", dir=args.dir)
     except OSError as error:
@@ -100,9 +116,7 @@ def run(args: argparse.Namespace) -> int:
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # every warning here is caused on purpose
     try:
-        result = torture(
-            root, QUICK if args.quick else FULL, args.seed, tuple(args.only or PARTS), points
-        )
+        result = torture(root, QUICK if args.quick else FULL, args.seed, parts, points)
     finally:
         logger.setLevel(level)
         shutil.rmtree(root, ignore_errors=True)
@@ -111,6 +125,10 @@ def run(args: argparse.Namespace) -> int:
             {"what": name.replace("_", " "), "value": value}
             for name, value in result.items()
             if not isinstance(value, dict)
+        ]
+        rows += [
+            {"what": f"I/O threads of {part}", "value": ", ".join(kinds)}
+            for part, kinds in result["engine"].items()
         ]
         print_table(
             Table(
@@ -136,6 +154,8 @@ def bad(result: dict[str, Any]) -> int:
         "over_cap_bytes",
         "canary_touched",
         "lost_pages",
+        "stats_raised",
+        "followers_stopped",
     )
     return sum(int(result[name]) for name in names)
 
@@ -163,6 +183,7 @@ def torture(
         "seed": seed,
         "points": killed_at,
         "damage_by_kind": {},
+        "engine": {},
     }
     for part in parts:
         folder = os.path.join(root, part)
@@ -184,7 +205,7 @@ def _kills(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> No
         while killing.kills < amounts.kills:
             killing.blackbox()
             shown.advance()
-    _add_killing(killing, result)
+    _add_killing(killing, "kills", result)
 
 
 def _points(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
@@ -199,7 +220,7 @@ def _points(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> N
             while killing.kills < amounts.per_point and tries < 20 * amounts.per_point + 20:
                 tries += 1
                 shown.advance(float(killing.whitebox(point)), " ".join(point))
-            _add_killing(killing, result)
+            _add_killing(killing, "points", result)
             shutil.rmtree(killing.root, ignore_errors=True)
 
 
@@ -215,6 +236,7 @@ def _deletes(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> 
         result["deletes"] += deleting.oracle.answered
         result["recent"] += deleting.sure
         result["recent_found"] += deleting.sure_found
+        _add_engines("deletes", deleting.engines, result)
         _add_verdict(deleting.verdict, result)
 
 
@@ -224,7 +246,13 @@ def _add_verdict(verdict: Verdict, result: dict[str, Any]) -> None:
     result["pages_checked"] += verdict.right + verdict.wrong + verdict.resurrected
 
 
-def _add_killing(killing: Killing, result: dict[str, Any]) -> None:
+def _add_engines(part: str, kinds: Iterable[str], result: dict[str, Any]) -> None:
+    """Which I/O threads the stores of a part had, as `DiskStore.io` calls them."""
+    result["engine"][part] = sorted({*result["engine"].get(part, ()), *kinds})
+
+
+def _add_killing(killing: Killing, part: str, result: dict[str, Any]) -> None:
+    _add_engines(part, killing.engines, result)
     result["kills"] += killing.kills
     result["failed_opens"] += killing.failed_opens
     result["deletes"] += killing.deletes
@@ -239,6 +267,9 @@ def _sweep(root: str, amounts: Amounts, _: int, result: dict[str, Any]) -> None:
         found = sweep(root, amounts.sweep_stride, _advance(shown))
     result["io_faults"] += found.io_faults
     result["io_calls"] = found.calls
+    result["io_faults_by_kind"] = dict(found.by_kind)
+    result["io_faults_by_engine"] = {name: dict(by) for name, by in found.by_engine.items()}
+    _add_engines("sweep", found.by_engine, result)
     result["exceptions"] += len(found.exceptions)
     result["exception_texts"] = {str(i): text for i, text in enumerate(found.exceptions[:20])}
     result["deletes"] += found.deletes
@@ -254,6 +285,7 @@ def _power(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> No
     _add_verdict(found.verdict, result)
     result["synced"] += found.synced
     result["synced_found"] += found.synced_found
+    _add_engines("power", found.engines, result)
 
 
 def _damage(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
@@ -264,6 +296,7 @@ def _damage(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> N
     for name in ("corruptions", "undetected", "clean_reads", "false_alarms"):
         result[name] += getattr(found, name)
     result["damage_by_kind"] = dict(found.by_kind)
+    _add_engines("damage", [found.engine], result)
 
 
 def _crowd(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
@@ -274,6 +307,7 @@ def _crowd(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> No
     result["wrong_pages"] += found.wrong
     result["exceptions"] += found.failures
     result["over_cap_bytes"] += found.over_cap_bytes
+    _add_engines("crowd", [found.engine], result)
 
 
 def _stall(root: str, amounts: Amounts, _: int, result: dict[str, Any]) -> None:
@@ -281,25 +315,37 @@ def _stall(root: str, amounts: Amounts, _: int, result: dict[str, Any]) -> None:
         found = stall(root, amounts.stalls)
         shown.advance()
     result["canary_touched"] += found.canary_touched
-    result["stall"] = dataclasses.asdict(found)
+    _add_engines("stall", found.engines, result)
+    result["stall"] = {
+        name: value for name, value in dataclasses.asdict(found).items() if name != "engines"
+    }
 
 
 def _together(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
-    with progress("kills beside another owner", amounts.together_kills, "kills") as shown:
-        rooms = together(root, seed, amounts.together_kills, _advance(shown))
-    for room in rooms:
-        result["kills"] += room.kills
-        result["deletes"] += room.deletes
-        result["pages_checked"] += room.found
-        result["wrong_pages"] += room.wrong
-        result["resurrected"] += room.resurrected
-        result["failed_opens"] += room.failed_opens
-        result["exceptions"] += room.failed_lives
-        result["lost_pages"] += room.lost
-        result["over_cap_bytes"] += room.over_cap_bytes
-        if room.capacity_bytes == ROOM_FOR_ALL:
-            result["recent"] += room.checked
-            result["recent_found"] += room.found
+    campaign = Together(root, seed, amounts.together)
+    try:
+        with progress("kills and stops of owners", amounts.together.ends, "ends") as shown:
+            campaign.run(lambda ended: shown.advance(ended, f"{campaign.faults} faults"))
+    finally:
+        # Also of a run that was interrupted: it may not go wrong again.
+        found = campaign.result()
+        for history in found["histories"]:
+            print("\n".join(history), file=sys.stderr)
+    result["kills"] += found["kill"]
+    result["deletes"] += found["deletes"]
+    result["pages_checked"] += found["compared"]
+    result["recent"] += found["looked_for"]
+    result["recent_found"] += found["found"]
+    result["wrong_pages"] += found["wrong"]
+    result["resurrected"] += found["resurrected"]
+    result["lost_pages"] += found["lost"]
+    result["failed_opens"] += found["failed_open"]
+    result["exceptions"] += found["exception"]
+    result["stats_raised"] = found["stats_raised"]
+    result["followers_stopped"] = found["follower_stopped"]
+    result["over_cap_bytes"] += found["over_cap_bytes"]
+    result["together"] = found
+    _add_engines("together", engines(), result)  # drawn for each owner
 
 
 def _advance(shown: Progress) -> Callable[[int], None]:
@@ -332,6 +378,8 @@ _COUNTS = (
     "over_cap_bytes",
     "canary_touched",
     "lost_pages",
+    "stats_raised",
+    "followers_stopped",
 )
 _PARTS = {
     "kills": _kills,

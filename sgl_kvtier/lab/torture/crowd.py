@@ -8,9 +8,10 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from sgl_kvtier.lab.torture.faults import FOREVER, Call, FaultyEnv, Planned, What, arm, engines
 from sgl_kvtier.lab.torture.oracle import (
     NAMES,
     SEGMENT,
@@ -22,7 +23,6 @@ from sgl_kvtier.lab.torture.oracle import (
     page_key,
 )
 from sgl_kvtier.store.base import PageRead, PageWrite, ReadOutcome
-from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
 
 _CAPACITY = 1 << 20
@@ -37,6 +37,8 @@ class Crowd:
     cap_bytes: int = 0
     descriptors_before: int = 0
     descriptors_after: int = 0
+    engine: str = ""
+    """The I/O threads of the processes, as `DiskStore.io` calls them."""
 
     @property
     def over_cap_bytes(self) -> int:
@@ -52,6 +54,8 @@ class Stall:
     late_pages: int = 0
     canary_touched: int = 0
     in_flight_while_stalled: int = 0
+    engines: list[str] = field(default_factory=list)
+    """The I/O threads of the stores, as `DiskStore.io` calls them."""
 
 
 def crowd(root: str, seed: int, processes: int, threads: int, operations: int) -> Crowd:
@@ -77,6 +81,9 @@ def crowd(root: str, seed: int, processes: int, threads: int, operations: int) -
         time.sleep(0.005)
     result.operations = share * processes * threads
     result.descriptors_after = _descriptors()
+    store = open_at(os.path.join(root, "p0"), capacity_bytes=_CAPACITY)
+    result.engine = store.io
+    store.close()
     return result
 
 
@@ -127,35 +134,33 @@ def _hammer(store: DiskStore, chance: random.Random, operations: int, wrong: lis
             store.delete([page_key(n) for n in names])
 
 
-class HangingEnv(Env):
-    """Page reads hang until `release`."""
-
-    native = False
-
-    def __init__(self) -> None:
-        self.release = threading.Event()
-        self.hanging = False
-
-    def preadv(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
-        if self.hanging and sum(map(len, data)) > 4096:
-            self.release.wait(120)
-        return super().preadv(fd, data, offset)
+_HANG = [
+    Planned(call, 0, FOREVER, What.DELAY, 120_000_000) for call in (Call.READ, Call.COMPLETION)
+]
 
 
 def stall(root: str, rounds: int) -> Stall:
     """Reads with a deadline from a device that hangs; memory of pages not begun is reused at the
-    deadline.
+    deadline. `rounds` with each kind of compiled I/O threads.
     """
-    env = HangingEnv()
-    store = open_at(root, env, io_threads=2)
+    result = Stall(deadline_s=0.05)
+    for name, settings in engines().items():
+        if name != "python":
+            _stall(os.path.join(root, name), settings, rounds, result)
+    return result
+
+
+def _stall(root: str, settings: dict[str, Any], rounds: int, result: Stall) -> None:
+    arm()
+    store = open_at(root, FaultyEnv(), io_threads=2, **settings)
+    result.engines.append(store.io)
     names = list(range(60))
     oracle = Oracle()
     store.put([PageWrite(page_key(n), [memoryview(content(n, 0))]) for n in names])
     for n in names:
         oracle.stored(n, 0)
-    result = Stall(deadline_s=0.05)
     for _ in range(rounds):
-        env.hanging, env.release = True, threading.Event()
+        arm(_HANG)
         into = buffers(names)
         apart = sorted(
             names, key=lambda n: n % 3
@@ -179,12 +184,10 @@ def stall(root: str, rounds: int) -> Stall:
         result.in_flight_while_stalled += job.in_flight
         for n in late:
             into[n][:] = b"\xa5" * len(into[n])
-        env.hanging = False
-        env.release.set()
+        arm()
         job.wait(120)
         result.canary_touched += sum(into[n] != b"\xa5" * len(into[n]) for n in late)
     store.close()
-    return result
 
 
 def _descriptors() -> int:

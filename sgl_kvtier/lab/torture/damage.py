@@ -42,6 +42,8 @@ class Damage:
     clean_reads: int = 0
     false_alarms: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
+    engine: str = ""
+    """The store's I/O threads, as `DiskStore.io` calls them."""
 
 
 class Bench:
@@ -61,7 +63,7 @@ class Bench:
         self._path = os.path.join(self._store.folder, segment_name(1))
         self._older: dict[int, bytes] = {}
         self._stale: dict[int, bytes] = {}
-        self.result = Damage()
+        self.result = Damage(engine=self._store.io)
 
     def close(self) -> None:
         self._store.close()

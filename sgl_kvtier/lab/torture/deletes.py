@@ -12,12 +12,14 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.lab.torture.faults import Call, FaultyEnv, Planned, What, arm, engines, fail, take
 from sgl_kvtier.lab.torture.oracle import (
     NAMES,
     Journal,
@@ -25,6 +27,7 @@ from sgl_kvtier.lab.torture.oracle import (
     buffers,
     content,
     open_at,
+    opened,
     page_key,
 )
 from sgl_kvtier.lab.torture.oracle import Oracle as Plain
@@ -96,20 +99,28 @@ class Oracle(Plain):
         self._met.clear()
 
 
-class TroubledEnv(Env):
-    """Pages are written slowly and sometimes not at all; now and then the log or a removal
-    fails.
-    """
+_WRITES = 400
+"""Writes of pages after which their troubles are the same again."""
 
-    native = False
+
+class TroubledEnv(FaultyEnv):
+    """Pages are written slowly and sometimes not at all; now and then the log or a removal
+    fails. One at a time in a process.
+    """
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
         self._logs: set[int] = set()
+        arm([self._trouble(number) for number in range(_WRITES)], _WRITES)
+
+    def _trouble(self, number: int) -> Planned:
+        if self._chance.random() < 0.05:
+            return Planned(Call.WRITE, number, number, What.FAIL, errno.EIO)
+        return Planned(Call.WRITE, number, number, What.DELAY, self._chance.choice((0, 500, 3000)))
 
     def _fail(self, share: float) -> None:
         if self._chance.random() < share:
-            raise OSError(errno.EIO, "on purpose")
+            raise fail(errno.EIO)
 
     def open(self, path: str, flags: int) -> int:
         fd = super().open(path, flags)
@@ -122,8 +133,10 @@ class TroubledEnv(Env):
         if fd in self._logs:
             self._fail(0.01)
         elif sum(map(len, data)) > BLOCK:
-            time.sleep(self._chance.choice((0.0, 0.0005, 0.003)))
-            self._fail(0.05)
+            what, amount = take(Call.WRITE)
+            if what == What.FAIL:
+                raise fail(amount)
+            time.sleep(amount / 1e6)
         return super().pwritev(fd, data, offset)
 
     def unlink(self, path: str) -> None:
@@ -148,6 +161,8 @@ class Deleting:
     made another segment.
     """
     sure_found: int = 0
+    engines: Counter[str] = field(default_factory=Counter)
+    """Lives by their I/O threads, as `DiskStore.io` calls them."""
 
     def kill(self) -> None:
         """One life that ends at a random moment, half of the times right after a delete was
@@ -176,6 +191,7 @@ class Deleting:
         if not os.WIFSIGNALED(status):
             raise RuntimeError(f"a worker ended by itself: {status}")
         self.kills += 1
+        self.engines.update(opened(said))
         self._hear(said)
         if chance.random() < _TORN:
             for log in Path(self.root).glob("*/*/index.log"):
@@ -214,12 +230,10 @@ def _life(of: Deleting, writing: int, chance: random.Random) -> None:
             "durable": chance.random() < 0.25,
             "direct_io": chance.choice(("auto", "off")),
         }
-        settings |= chance.choice(
-            ({"io": "io_uring"}, {"io": "threads"}, {"native_io": False}, {"native_io": False})
-        )
-        troubled = "native_io" in settings and chance.random() < 0.7
-        env = TroubledEnv(random.Random(chance.random())) if troubled else Env()
+        settings |= chance.choice(list(engines().values()))
+        env = TroubledEnv(random.Random(chance.random())) if chance.random() < 0.5 else Env()
         store = open_at(of.root, env, capacity_bytes=of.capacity_bytes, **settings)
+        Journal(writing).say("opened", [], store.io)
         numbers = itertools.count(of.version + 1)
         workers = [
             threading.Thread(

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.lab.torture.faults import (
+    FOREVER,
+    Call,
+    FaultyEnv,
+    Planned,
+    What,
+    arm,
+    counts,
+    fail,
+    take,
+)
 
+_SECTOR = 512
 SHORT = "short"
 """Instead of an error number: a transfer moves only part of what was asked. Calls that move nothing
 succeed.
@@ -25,29 +35,40 @@ class Fault:
     forever: bool = False
 
 
-class FailingEnv(Env):
-    """An `Env` that counts its calls and fails by plan. Any thread. Closing and clocks never fail,
-    and pauses take no time.
+class FailingEnv(FaultyEnv):
+    """An operating system that counts calls, its own and those of the compiled I/O threads, and
+    fails by plan. Any thread. One at a time in a process. Closing and clocks never fail, and pauses
+    take no time. Raises BenchError where the I/O threads with faults are not built.
     """
 
-    native = False
-
     def __init__(self, fault: Fault | None = None) -> None:
-        self._fault = fault
-        self._lock = threading.Lock()
-        self.calls = 0
-        self.failed = 0
+        self.arm(fault)
 
     @property
     def lasting(self) -> bool:
         """Whether calls go on failing once one has failed."""
         return self._fault is not None and self._fault.forever
 
+    @property
+    def calls(self) -> int:
+        """Calls since the last plan."""
+        return counts().calls[Call.ANY]
+
+    @property
+    def failed(self) -> int:
+        """Those that failed."""
+        return counts().faults[Call.ANY]
+
     def arm(self, fault: Fault | None) -> None:
         """Starts counting anew with another plan."""
-        with self._lock:
-            self._fault = fault
-            self.calls = self.failed = 0
+        self._fault = fault
+        if fault is None:
+            arm()
+            return
+        short = fault.kind == SHORT
+        what, amount = (What.SHORT, -_SECTOR) if short else (What.FAIL, int(fault.kind))
+        last = FOREVER if fault.forever else fault.at
+        arm([Planned(Call.ANY, fault.at, last, what, amount)])
 
     def open(self, path: str, flags: int) -> int:
         self._count()
@@ -103,9 +124,13 @@ class FailingEnv(Env):
         self._count()
         super().make_directory(path)
 
-    def make_private(self, path: str) -> None:
+    def make_private(self, path: str) -> bool:
         self._count()
-        super().make_private(path)
+        return super().make_private(path)
+
+    def make_sticky(self, path: str) -> None:
+        self._count()
+        super().make_sticky(path)
 
     def unlink(self, path: str) -> None:
         self._count()
@@ -123,6 +148,14 @@ class FailingEnv(Env):
         self._count()
         return super().free_bytes(path)
 
+    def filesystem_bytes(self, path: str) -> int:
+        self._count()
+        return super().filesystem_bytes(path)
+
+    def is_read_only(self, path: str) -> bool:
+        self._count()
+        return super().is_read_only(path)
+
     def lock(self, fd: int) -> None:
         self._count()
         super().lock(fd)
@@ -136,15 +169,10 @@ class FailingEnv(Env):
 
     def _count(self) -> bool:
         """Raises the planned error when it is time; True when a transfer is to be cut short."""
-        with self._lock:
-            number, self.calls = self.calls, self.calls + 1
-            fault = self._fault
-            if fault is None or number < fault.at or (number > fault.at and not fault.forever):
-                return False
-            self.failed += 1
-        if isinstance(fault.kind, str):
-            return True
-        raise OSError(fault.kind, os.strerror(fault.kind))
+        what, amount = take(Call.OTHER)
+        if what == What.FAIL:
+            raise fail(amount)
+        return what == What.SHORT
 
 
 def _half(buffers: Sequence[memoryview]) -> list[memoryview]:
@@ -152,7 +180,7 @@ def _half(buffers: Sequence[memoryview]) -> list[memoryview]:
     one sector.
     """
     total = sum(len(b) for b in buffers)
-    left = max(512, total // 2 // 512 * 512)
+    left = max(_SECTOR, total // 2 // _SECTOR * _SECTOR)
     cut = []
     for buffer in buffers:
         if left:

@@ -13,8 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.lab.torture.oracle import NAMES, Journal, Oracle, Verdict, hear, open_at, work
-from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.lab.torture.faults import MOST, Call, FaultyEnv, Planned, What, arm, engines, take
+from sgl_kvtier.lab.torture.oracle import (
+    NAMES,
+    Journal,
+    Oracle,
+    Verdict,
+    hear,
+    open_at,
+    opened,
+    work,
+)
 from sgl_kvtier.store.engine import DiskStore
 
 _RECENT = 15
@@ -43,30 +52,43 @@ POINTS = (
     ("pwritev", "within a sector"),
 )
 """Every system call that changes or finds something, before and after it, and writes torn at two
-sizes.
+sizes. Reads through a ring count as preadv; they are killed when they have ended.
 """
 
 
-class DeadlyEnv(Env):
-    """Kills its own process at the `nth` call of one kind."""
+_TORN = {"within": 4096, "within a sector": 512}
+"""Moments at which a write is torn, and of how many bytes it leaves a whole number."""
+_MOVING = {"preadv": (Call.READ, Call.COMPLETION), "pwritev": (Call.WRITE,)}
+"""Calls that the compiled I/O threads make too: they are counted there."""
 
-    native = False
+
+class DeadlyEnv(FaultyEnv):
+    """Kills its own process at the `nth` call of one kind, Python's or an I/O thread's. One at a
+    time in a process.
+    """
 
     def __init__(self, point: tuple[str, str], nth: int) -> None:
         self._call, self._moment = point
         self._left = nth
+        what = What.KILL_BEFORE if self._moment == "before" else What.KILL_AFTER
+        amount = -_TORN[self._moment] if self._moment in _TORN else MOST
+        arm([Planned(call, nth - 1, nth - 1, what, amount) for call in _MOVING.get(self._call, ())])
 
     def _due(self, call: str) -> bool:
+        if call in _MOVING:
+            return take(_MOVING[call][0])[0] != What.NOTHING
         if call != self._call:
             return False
         self._left -= 1
         return self._left == 0
 
-    def _run(self, call: str, act: Callable[[], object]) -> object:
+    def _run(
+        self, call: str, act: Callable[[], object], tear: Callable[[int], object] | None = None
+    ) -> object:
         due = self._due(call)
         if due and self._moment == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        result = act()
+        result = tear(_TORN[self._moment]) if due and tear and self._moment in _TORN else act()
         if due:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
@@ -75,20 +97,14 @@ class DeadlyEnv(Env):
         return int(self._run("open", lambda: super(DeadlyEnv, self).open(path, flags)))  # type: ignore[call-overload]
 
     def pwritev(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
-        def act() -> int:
-            if self._left == 0 and self._moment.startswith("within") and self._call == "pwritev":
-                whole = b"".join(data)
-                step = 4096 if self._moment == "within" else 512
-                cut = (
-                    random.Random(len(whole) + offset).randrange(0, max(1, len(whole) // step))
-                    * step
-                )
-                with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:
-                    os.pwrite(file.fileno(), whole[:cut], offset)
-                return cut
-            return super(DeadlyEnv, self).pwritev(fd, data, offset)
+        def tear(step: int) -> None:
+            whole = b"".join(data)
+            cut = random.Random(len(whole) + offset).randrange(0, max(1, len(whole) // step)) * step
+            with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:
+                os.pwrite(file.fileno(), whole[:cut], offset)
 
-        return int(self._run("pwritev", act))  # type: ignore[call-overload]
+        act = lambda: super(DeadlyEnv, self).pwritev(fd, data, offset)  # noqa: E731
+        return int(self._run("pwritev", act, tear))  # type: ignore[call-overload]
 
     def preadv(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
         return int(self._run("preadv", lambda: super(DeadlyEnv, self).preadv(fd, data, offset)))  # type: ignore[call-overload]
@@ -130,6 +146,8 @@ class Killing:
     recent: int = 0
     recent_found: int = 0
     points: Counter[str] = field(default_factory=Counter)
+    engines: Counter[str] = field(default_factory=Counter)
+    """Lives that opened their store, by its I/O threads as `DiskStore.io` calls them."""
 
     def blackbox(self) -> None:
         """One life that ends at a random moment."""
@@ -143,9 +161,15 @@ class Killing:
             self._live(lambda: open_at(self.root), None, random.Random(self.seed))
         chance = random.Random(self.seed * 7_000_003 + self.version)
         rare = point[0] in ("rename", "unlink", "allocate", "list", "lock", "size")
-        env = DeadlyEnv(point, chance.randint(1, 2) if rare else chance.randint(1, 12))
+        nth = chance.randint(1, 2) if rare else chance.randint(1, 12)
+        kinds = list(engines().values())
+        threads = kinds[(self.seed + self.kills) % len(kinds)]
+        durable = point[0] == "sync"
         killed = self._live(
-            lambda: open_at(self.root, env, durable=point[0] == "sync"), None, chance
+            # In the child: its plan is not this process's.
+            lambda: open_at(self.root, DeadlyEnv(point, nth), durable=durable, **threads),
+            None,
+            chance,
         )
         if killed:
             self.points[" ".join(point)] += 1
@@ -181,6 +205,7 @@ class Killing:
         self.kills += killed
         self.version = max(self.version, hear(self.oracle, said))
         self.deletes += said.count(b'"deleted"')
+        self.engines.update(opened(said))
         self._verify()
         return killed
 
@@ -209,7 +234,7 @@ def _child(
     try:
         store = open_store()
         journal = Journal(writing)
-        journal.say("opened", [])
+        journal.say("opened", [], store.io)
         work(store, journal, seed, version, calls)
         store.close()
         status = 0

@@ -191,6 +191,12 @@ def hear(oracle: Oracle, lines: bytes) -> int:
     return highest
 
 
+def opened(lines: bytes) -> list[str]:
+    """The I/O threads of the stores that workers said they opened, as `DiskStore.io` calls them."""
+    said = [json.loads(line) for line in lines.split(b"\n")[:-1] if line.startswith(b'["opened"')]
+    return [kind for _, _, kind in said]
+
+
 def occupied(root: str) -> int:
     """Bytes on disk of all files below a folder."""
     total = 0

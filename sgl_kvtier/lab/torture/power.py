@@ -37,7 +37,7 @@ class Event:
 
 
 class RecordingEnv(Env):
-    """Writes as always, and remembers what it wrote."""
+    """Writes as always, and remembers what it wrote. So Python's I/O threads write."""
 
     native = False
 
@@ -91,6 +91,8 @@ class Record:
     root: str
     events: list[Event]
     marks: list[tuple[int, str, int, int]] = field(default_factory=list)
+    engine: str = ""
+    """The I/O threads that wrote, as `DiskStore.io` calls them."""
 
 
 @dataclass(slots=True)
@@ -102,6 +104,8 @@ class PowerLoss:
     deletes: int = 0
     """Pages that were deleted for good before the loss, summed over states."""
     verdict: Verdict = field(default_factory=Verdict)
+    engines: set[str] = field(default_factory=set)
+    """The I/O threads of the stores that lost power, as `DiskStore.io` calls them."""
 
 
 def record(root: str, seed: int) -> Record:
@@ -119,6 +123,7 @@ def record(root: str, seed: int) -> Record:
             io_threads=1,
             durable=life != 1,
         )
+        run.engine = store.io
         unsynced: dict[int, None] = {}
         for _ in range(14):
             names = chance.sample(range(_NAMES), chance.randint(1, 8))
@@ -161,6 +166,7 @@ def torture_power(
     while result.power_loss_states < states:
         folder = os.path.join(root, f"record{result.power_loss_states}")
         run = record(folder, chance.getrandbits(32))
+        result.engines.add(run.engine)
         for _ in range(min(250, states - result.power_loss_states)):
             _one_state(run, os.path.join(root, "state"), chance, result)
             step(1)

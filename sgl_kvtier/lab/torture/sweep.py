@@ -4,13 +4,17 @@ no call is left to fail.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.lab.torture.failing_env import FAULT_KINDS, FailingEnv, Fault
+from sgl_kvtier.lab.torture.faults import Call, counts, engines
 from sgl_kvtier.lab.torture.oracle import Oracle, Verdict, content, open_at, page_key
 from sgl_kvtier.store.base import PageWrite, PutOutcome
 
@@ -22,6 +26,12 @@ class Sweep:
     """
 
     io_faults: int = 0
+    by_kind: Counter[str] = field(default_factory=Counter)
+    """Faults by the error, once or from then on."""
+    by_engine: dict[str, Counter[str]] = field(default_factory=dict)
+    """Faults by the I/O threads that the store had, as `DiskStore.io` calls them, and by the call
+    that failed.
+    """
     calls: int = 0
     deletes: int = 0
     exceptions: list[str] = field(default_factory=list)
@@ -29,31 +39,52 @@ class Sweep:
 
 
 def sweep(root: str, stride: int = 1, step: Callable[[int], None] = lambda _: None) -> Sweep:
-    """Runs a store's life once per call and kind of failure. Every `stride`-th call is taken."""
+    """Runs a store's life once per kind of I/O threads, call and kind of failure. Every
+    `stride`-th call is taken, another one with each kind of threads.
+    """
     result = Sweep()
-    for kind in FAULT_KINDS:
-        for forever in (False, True):
-            number = 0
-            while True:
-                env = FailingEnv(Fault(number, kind, forever))
-                folder = os.path.join(root, "sweep")
-                try:
-                    _life(folder, env, result)
-                except Exception as error:
-                    result.exceptions.append(
-                        f"{kind} at call {number}: {type(error).__name__}: {error}"
-                    )
-                shutil.rmtree(folder, ignore_errors=True)
-                if not env.failed:
-                    break
-                result.io_faults += env.failed
-                result.calls = max(result.calls, number + 1)
-                number += stride
-                step(1)
+    kinds = engines()
+    for index, (engine, settings) in enumerate(kinds.items()):
+        for kind in FAULT_KINDS:
+            for forever in (False, True):
+                number = index * stride // len(kinds)
+                while _one(root, engine, settings, Fault(number, kind, forever), result):
+                    number += stride
+                    step(1)
     return result
 
 
-def _life(root: str, env: FailingEnv, result: Sweep) -> None:
+def _one(root: str, engine: str, settings: dict[str, Any], fault: Fault, result: Sweep) -> bool:
+    """One life. False where it ended before the call that was to fail."""
+    env = FailingEnv(fault)
+    folder = os.path.join(root, "sweep")
+    try:
+        _life(folder, env, settings, result)
+    except Exception as error:
+        result.exceptions.append(f"{fault} with {engine}: {type(error).__name__}: {error}")
+    shutil.rmtree(folder, ignore_errors=True)
+    failed = counts().faults
+    if not failed[Call.ANY]:
+        return False
+    name = fault.kind if isinstance(fault.kind, str) else errno.errorcode[fault.kind]
+    result.io_faults += failed[Call.ANY]
+    result.by_kind[f"{name}, {'from then on' if fault.forever else 'once'}"] += failed[Call.ANY]
+    where = result.by_engine.setdefault(engine, Counter())
+    for call in (Call.READ, Call.WRITE, Call.COMPLETION, Call.OTHER):
+        where[_CALLS[call]] += failed[call]
+    result.calls = max(result.calls, fault.at + 1)
+    return True
+
+
+_CALLS = {
+    Call.READ: "page reads",
+    Call.WRITE: "page writes",
+    Call.COMPLETION: "completions of rings",
+    Call.OTHER: "calls of Python",
+}
+
+
+def _life(root: str, env: FailingEnv, settings: dict[str, Any], result: Sweep) -> None:
     """Opens, writes more than fits, reads, deletes, closes; twice. Only opening may fail, and only
     as StoreError.
     """
@@ -67,6 +98,7 @@ def _life(root: str, env: FailingEnv, result: Sweep) -> None:
                 segment_bytes=64 << 10,
                 io_threads=1,
                 durable=True,
+                **settings,
             )
         except StoreError:
             continue

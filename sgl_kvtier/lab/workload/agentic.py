@@ -10,62 +10,42 @@ further keys, which SGLang passes over: `output`, `output_tokens`, `gap_s`, `lat
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.workload.catalogue import Origin, name_of
+from sgl_kvtier.lab.workload.chats import UNKNOWN_OUTPUT_TOKENS, message_of
 from sgl_kvtier.lab.workload.encoder import Encoder, PromptTokens
-from sgl_kvtier.lab.workload.lines import (
-    MOST_LINE_BYTES,
-    BadLine,
-    BadRecord,
-    beginning_of,
-    count_of,
-    list_of,
-    note,
-    parse_object,
-    read_document,
-    seconds_of,
-    text_of,
-)
+from sgl_kvtier.lab.workload.lines import BadRecord, count_of, list_of, seconds_of, text_of
 from sgl_kvtier.lab.workload.session import Append, Call, Context, Edit, Event, Message, Session
-from sgl_kvtier.outside import is_text, shown
+from sgl_kvtier.outside import shown
 
 FORMAT = "agentic-trace"
-_OUTPUT_TOKENS = 220
-"""What SGLang asks for where no length is given: DEFAULT_AGENTIC_OUTPUT_LEN of the same module."""
-_BEGINNING = 1 << 16
-# Quotes inside a JSON text have a backslash before them, so this is no text of another trace.
-_CONVERSATIONS = re.compile(r'"conversations"\s*:\s*\[')
 _TOOLS = "tools"
 
 
-def is_agentic(path: Path) -> bool:
-    """Whether a file begins as one of this format does."""
-    start = beginning_of(path, _BEGINNING).lstrip()
-    return start.startswith("{") and _CONVERSATIONS.search(start) is not None
-
-
-def read_conversations(
-    path: Path, origin: Origin, skip: int, bad: list[BadLine]
-) -> Iterator[list[Session]]:
-    """A session for each conversation after `skip`; damaged ones go to `bad` with their number from
-    1. Raises TraceError on a file that is not of this format.
-    """
-    try:
-        document = parse_object(read_document(path))
-        conversations = list_of(document, "conversations")
-    except BadRecord as error:
-        raise TraceError(f"{path}: {error}. Copy the file again") from error
+def conversations_of(document: dict[str, Any]) -> list[Any]:
+    """The conversations of a file of this format, each with what our own file says of it."""
+    conversations = list_of(document, "conversations")
     heads = _heads(document, len(conversations))
-    for number, turns in enumerate(conversations[skip:], skip + 1):
-        try:
-            yield [_session(f"{name_of(path)}-{number}", turns, heads[number - 1], origin)]
-        except BadRecord as error:
-            note(bad, path, number, str(error))
+    return list(zip(conversations, heads, strict=True))
+
+
+class AgenticReader:
+    """Conversations to sessions."""
+
+    def __init__(self, path: Path, origin: Origin, left_out: Counter[str]) -> None:
+        self._stem = name_of(path)
+        self._origin = origin
+        self._left_out = left_out
+
+    def sessions(self, number: int, conversation: tuple[Any, dict[str, Any]], /) -> list[Session]:
+        """The session of one of `conversations_of`. Raises BadRecord."""
+        turns, head = conversation
+        return [_session(f"{self._stem}-{number}", turns, head, self._origin, self._left_out)]
 
 
 def to_document(sessions: Sequence[Session], encoder: Encoder) -> dict[str, Any]:
@@ -94,14 +74,16 @@ def _heads(document: dict[str, Any], count: int) -> list[dict[str, Any]]:
     return [{}] * count
 
 
-def _session(name: str, turns: Any, head: dict[str, Any], origin: Origin) -> Session:
+def _session(
+    name: str, turns: Any, head: dict[str, Any], origin: Origin, left_out: Counter[str]
+) -> Session:
     if not isinstance(turns, list):
         raise BadRecord(f"a conversation must be a list of turns, not {shown(turns)}")
     events: list[Event] = []
     tools: Message | None = None
     for number, turn in enumerate(turns):
         try:
-            new, call = _turn(turn)
+            new, call = _turn(turn, left_out)
         except BadRecord as error:
             raise BadRecord(f"turn {number}: {error}") from error
         if not events and new and new[0].role == _TOOLS:
@@ -124,30 +106,18 @@ def _session(name: str, turns: Any, head: dict[str, Any], origin: Origin) -> Ses
     )
 
 
-def _turn(turn: Any) -> tuple[list[Message], Call]:
+def _turn(turn: Any, left_out: Counter[str]) -> tuple[list[Message], Call]:
     if not isinstance(turn, dict):
         raise BadRecord("a turn must be an object")
     tokens = count_of(turn, "output_tokens") if turn.get("output_tokens") is not None else None
     call = Call(
         output=Message("assistant", text_of(turn, "output", "")),
-        output_tokens=_OUTPUT_TOKENS if tokens is None and "output" not in turn else tokens,
+        output_tokens=UNKNOWN_OUTPUT_TOKENS if tokens is None and "output" not in turn else tokens,
         gap_s=seconds_of(turn, "gap_s") or 0.0,
         latency_s=seconds_of(turn, "latency_s"),
         arrival_s=seconds_of(turn, "arrival_s"),
     )
-    return [_message(one) for one in list_of(turn, "messages")], call
-
-
-def _message(message: Any) -> Message:
-    if not isinstance(message, dict):
-        raise BadRecord(f"a message must be an object, not {shown(message)}")
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [{"text": "" if content is None else content}]
-    texts = [part.get("text", "") if isinstance(part, dict) else None for part in parts]
-    if not all(is_text(text, MOST_LINE_BYTES) for text in texts):
-        raise BadRecord(f"'content' must be a text or a list of texts, not {shown(content)}")
-    role = _TOOLS if message.get("of") == _TOOLS else text_of(message, "role")
-    return Message(role, "".join(map(str, texts)))
+    return [message_of(one, left_out) for one in list_of(turn, "messages")], call
 
 
 def _turns(session: Session, encoder: Encoder) -> list[dict[str, Any]]:

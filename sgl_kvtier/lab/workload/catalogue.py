@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from sgl_kvtier.errors import TraceError
+from sgl_kvtier.outside import shown
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
+DOCUMENT_SUFFIXES = (".json", ".json.gz")
+"""Of files that may be traces and may be anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +46,33 @@ def name_of(path: Path) -> str:
     return path.name.split(".")[0]
 
 
-def default_folders() -> list[Path]:
-    """Where traces are looked for unless a folder is given: shared/traces beside the working
-    folder, and beside a checkout.
-    """
-    folders = [
-        Path("../shared/traces"),
-        Path(__file__).resolve().parents[3].parent / "shared" / "traces",
-    ]
-    return [folder for folder in folders if folder.is_dir()]
+VARIABLE = "KVTIER_TRACES"
+"""The environment variable that names the folder with traces."""
+FOLDER_HELP = f"folder with traces (default ${VARIABLE}, or ~/.cache/kvtier/traces)"
+
+
+def default_folder() -> Path:
+    """Where traces are looked for unless a folder is given. It need not be there."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvtier" / "traces"
 
 
 def trace_files(folder: Path | None = None) -> dict[str, Path]:
-    """The trace files in `folder` (None: the default ones) by short name. Raises TraceError if a
+    """The trace files in `folder` (None: the default one) by short name. Raises TraceError if a
     given one is no folder.
     """
-    if folder is not None and not folder.is_dir():
-        raise TraceError(f"{folder} is not a folder; give the one that holds the trace files")
+    place = default_folder() if folder is None else folder
+    if not place.is_dir():
+        if folder is None and not os.environ.get(VARIABLE):
+            return {}
+        given = f"{VARIABLE} = {shown(str(place))}" if folder is None else shown(str(place))
+        raise TraceError(f"{given} is not a folder; give the one that holds the trace files")
     found: dict[str, Path] = {}
-    for place in [folder] if folder is not None else default_folders():
-        for path in sorted(place.iterdir()):
-            if path.is_file() and path.name.endswith(SUFFIXES):
-                found.setdefault(name_of(path), path)
+    for path in sorted(place.iterdir()):
+        if path.is_file() and path.name.endswith((*SUFFIXES, *DOCUMENT_SUFFIXES)):
+            found.setdefault(name_of(path), path)
     return found
 
 
@@ -74,16 +83,17 @@ def find_trace(source: str, folder: Path | None = None) -> Path:
     path = Path(source).expanduser()
     if path.exists():
         return path
-    files = trace_files(folder)
+    files, where = trace_files(folder), folder or default_folder()
     matches = [source] if source in files else [name for name in files if name.startswith(source)]
     if len(matches) == 1:
         return files[matches[0]]
     if matches:
         raise TraceError(f"{source!r} could be any of {', '.join(matches)}; give more of the name")
+    lines = [name for name, path in files.items() if path.name.endswith(SUFFIXES)]
     there = (
-        f"Traces found: {', '.join(files)}"
-        if files
-        else "No folder with traces was found; give one with --traces"
+        f"Traces found: {', '.join(lines)}"
+        if lines
+        else f"No traces were found in {where}; name their folder in {VARIABLE}"
     )
     raise TraceError(
         f"no trace {source!r}: neither a file nor a trace's name. {there}. "

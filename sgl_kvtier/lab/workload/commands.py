@@ -23,11 +23,19 @@ from sgl_kvtier.console import (
 )
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.lab.workload.agentic import FORMAT, to_document
-from sgl_kvtier.lab.workload.catalogue import known_traces, trace_files
+from sgl_kvtier.lab.workload.catalogue import (
+    DOCUMENT_SUFFIXES,
+    FOLDER_HELP,
+    VARIABLE,
+    default_folder,
+    known_traces,
+    trace_files,
+)
 from sgl_kvtier.lab.workload.describe import describe
 from sgl_kvtier.lab.workload.encoder import ByteEncoder, Encoder
+from sgl_kvtier.lab.workload.formats import is_trace
 from sgl_kvtier.lab.workload.generate import Preset, generate, load_preset, presets
-from sgl_kvtier.lab.workload.source import GENERATED, LoadResult, load_sessions
+from sgl_kvtier.lab.workload.source import BLOCK_TOKENS, GENERATED, LoadResult, load_sessions
 from sgl_kvtier.lab.workload.swe import to_line
 
 SCHEMA_DESCRIBE = "kvtier.trace.describe/1"
@@ -63,13 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="D",
         help="scale tokens down by D (default 1)",
-    )
-    describing.add_argument(
-        "--page-tokens",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="page of the cache (default 16)",
     )
     describing.add_argument(
         "--json", metavar="FILE", help="write the result as JSON; - for standard output"
@@ -119,6 +120,8 @@ def _list(args: argparse.Namespace) -> int:
     known = known_traces()
     rows: list[dict[str, Any]] = []
     for name, path in trace_files(args.traces).items():
+        if path.name.endswith(DOCUMENT_SUFFIXES) and not is_trace(path):
+            continue
         origin = known.get(name)
         rows.append(
             {
@@ -147,7 +150,10 @@ def _list(args: argparse.Namespace) -> int:
     if rows:
         print_table(Table("Traces found", names, rows))
     else:
-        print("No trace files were found in ../shared/traces; give a folder with --traces.")
+        place = args.traces or default_folder()
+        print(
+            f"No trace files were found in {place}; give their folder with --traces or {VARIABLE}."
+        )
     print()
     print_table(Table("Generated from published statistics", names[:3], made))
     return 0
@@ -156,7 +162,7 @@ def _list(args: argparse.Namespace) -> int:
 def _describe(args: argparse.Namespace) -> int:
     encoder = ByteEncoder(_WIDE_VOCABULARY, args.divisor)
     loaded = _load(args, encoder)
-    stats = describe(loaded.sessions, encoder, page_tokens=args.page_tokens)
+    stats = describe(loaded.sessions, encoder)
     _report_bad_lines(loaded)
     if args.json is not None:
         results = {
@@ -165,6 +171,7 @@ def _describe(args: argparse.Namespace) -> int:
             "totals": stats.totals(),
             "distributions": stats.rows(),
             "bad_lines": [str(line) for line in loaded.bad_lines],
+            "left_out": dict(loaded.left_out),
             "sessions_cut": loaded.sessions_cut,
             "sessions_dropped": loaded.sessions_dropped,
             "calls_cut": loaded.calls_cut,
@@ -221,6 +228,7 @@ def _load(args: argparse.Namespace, encoder: Encoder) -> LoadResult:
         encoder=encoder,
         max_calls=args.max_calls,
         max_prompt_tokens=args.max_prompt_tokens,
+        block_tokens=args.block_tokens,
     )
 
 
@@ -292,13 +300,12 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="cut before a longer prompt, at 4 characters a token and after scaling",
     )
+    parser.add_argument("--block-tokens", type=positive, metavar="N", help=BLOCK_TOKENS)
     _add_folder(parser)
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)"
-    )
+    parser.add_argument("--traces", type=Path, metavar="DIR", help=FOLDER_HELP)
 
 
 def _command() -> list[str]:

@@ -4,6 +4,7 @@ over.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import zlib
@@ -28,6 +29,17 @@ MOST_TOKENS = 1 << 24
 prompts recorded have under a million.
 """
 _PIECE = 1 << 20
+_FOREIGN = {
+    b"\x28\xb5\x2f\xfd": "packed by Zstandard: unpack it with `zstd -d`",
+    b"\xfd7zXZ\x00": "packed by xz: unpack it with `xz -d`",
+    b"BZh": "packed by bzip2: unpack it with `bzip2 -d`",
+    b"PK\x03\x04": "a zip archive: unpack it, and name a file of it",
+    b"PAR1": "a Parquet table: write its rows as lines of JSON",
+    b"ARROW1": "an Arrow table: write its rows as lines of JSON",
+    b"\xff\xfe": "a text of UTF-16: write it as UTF-8",
+    b"\xfe\xff": "a text of UTF-16: write it as UTF-8",
+}
+"""What files that are no text begin with, and what to do with them."""
 _MOST_SECONDS = 1e9
 """Thirty years, in which no session waits."""
 
@@ -71,6 +83,8 @@ def read_lines(path: Path, bad: list[BadLine]) -> Iterator[tuple[int, str]]:
             if not raw:
                 return
             number += 1
+            if number == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
             if not whole_line:
                 note(bad, path, number, f"longer than {MOST_LINE_BYTES >> 20} MiB")
                 continue
@@ -90,7 +104,7 @@ def beginning_of(path: Path, nbytes: int) -> str:
     """
     with _open(path) as stream:
         try:
-            return stream.read(nbytes).decode("utf-8", "replace")
+            return stream.read(nbytes).decode("utf-8", "replace").removeprefix("\ufeff")
         except (OSError, EOFError, zlib.error):
             return ""
 
@@ -105,7 +119,7 @@ def read_document(path: Path) -> str:
             if len(raw) > MOST_DOCUMENT_BYTES:
                 most = MOST_DOCUMENT_BYTES >> 20
                 raise TraceError(f"{path} has more than {most} MiB. Split it")
-            return raw.decode("utf-8")
+            return raw.decode("utf-8-sig")
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise TraceError(f"cannot read {path}: {error}. Copy the file again") from error
 
@@ -120,12 +134,17 @@ def note(bad: list[BadLine], path: Path, number: int, reason: str) -> None:
         )
 
 
-def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object on one line. Raises BadRecord when it is anything else."""
+def parse_document(text: str) -> Any:
+    """JSON text of any kind. Raises BadRecord."""
     try:
-        record = parse_json(text)
+        return parse_json(text)
     except ValueError as error:
         raise BadRecord(f"not JSON: {error}") from error
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """The JSON object on one line. Raises BadRecord when it is anything else."""
+    record = parse_document(text)
     if not isinstance(record, dict):
         raise BadRecord(f"a JSON object is expected, not {type(record).__name__}")
     return record
@@ -158,6 +177,16 @@ def seconds_of(record: dict[str, Any], key: str) -> float | None:
     return float(value)
 
 
+def milliseconds_of(record: dict[str, Any], key: str) -> float | None:
+    """A time of milliseconds in seconds, or None when it is null or missing. Raises BadRecord."""
+    value = record.get(key)
+    if value is None:
+        return None
+    if not is_number(value, 0, _MOST_SECONDS * 1000):
+        raise BadRecord(f"{key!r} must be a number of milliseconds from 0 on, not {shown(value)}")
+    return float(value) / 1000
+
+
 def list_of(record: dict[str, Any], key: str) -> list[Any]:
     """A list. Raises BadRecord."""
     value = record.get(key)
@@ -188,6 +217,10 @@ def _next_line(stream: io.BufferedReader | gzip.GzipFile) -> tuple[bytes, bool]:
 
 
 def _open(path: Path) -> io.BufferedReader | gzip.GzipFile:
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise TraceError(
+            f"{path} is no file, and a trace is read more than once: save it to a file"
+        )
     try:
         stream = path.open("rb")
     except IsADirectoryError as error:
@@ -197,5 +230,9 @@ def _open(path: Path) -> io.BufferedReader | gzip.GzipFile:
             f"cannot read {path}: {error.strerror}. `kvtier trace list` shows what there is"
         ) from error
     # By its first bytes, not its name: downloads lose or gain a .gz.
-    packed = stream.peek(2)[:2] == b"\x1f\x8b"
-    return gzip.GzipFile(fileobj=stream) if packed else stream
+    start = stream.peek(8)[:8]
+    for mark, what in _FOREIGN.items():
+        if start.startswith(mark):
+            stream.close()
+            raise TraceError(f"{path} is {what}")
+    return gzip.GzipFile(fileobj=stream) if start[:2] == b"\x1f\x8b" else stream

@@ -113,6 +113,10 @@ class Call:
     arrival_s: float | None = None
 
 
+FILLED = "last block filled"
+"""Why of an Edit that only puts more tokens into a block that was cut: the context goes on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Edit:
     """The context is replaced. A Span takes messages [start, stop) of the present context (tools
@@ -154,7 +158,7 @@ class Session:
     @property
     def edits(self) -> int:
         """How often its context is replaced."""
-        return sum(isinstance(event, Edit) for event in self.events)
+        return sum(isinstance(event, Edit) and event.why != FILLED for event in self.events)
 
 
 class Prompt(Sequence[Message]):

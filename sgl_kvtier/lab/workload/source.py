@@ -5,39 +5,36 @@ than it has to.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import ClassVar, Protocol
 
 from sgl_kvtier.errors import ConfigError, TraceError
-from sgl_kvtier.lab.workload.agentic import is_agentic, read_conversations
-from sgl_kvtier.lab.workload.catalogue import Origin, find_trace, name_of, origin_of
+from sgl_kvtier.lab.workload.catalogue import find_trace, name_of, origin_of
 from sgl_kvtier.lab.workload.encoder import Encoder, PromptTokens
+from sgl_kvtier.lab.workload.formats import (
+    CAPTURES,
+    Recognised,
+    Setting,
+    decoded,
+    recognise,
+    records_of,
+)
 from sgl_kvtier.lab.workload.generate import generate, load_preset
-from sgl_kvtier.lab.workload.hashed import AzureReader, ClaudeCodeReader, MooncakeReader
-from sgl_kvtier.lab.workload.lines import BadLine, BadRecord, note, read_lines
+from sgl_kvtier.lab.workload.lines import BadLine, BadRecord, note
 from sgl_kvtier.lab.workload.session import Append, Call, Context, Event, Session
-from sgl_kvtier.lab.workload.swe import SweReader
 
 GENERATED = "generated:"
+BLOCK_TOKENS = "tokens of a block of hash_ids (default: what the trace's format says)"
+"""What --block-tokens is, for help texts."""
 
-_SNIFFED_LINES = 20
+_CAPTURE_SUFFIXES = (".json", ".json.gz", ".jsonl", ".jsonl.gz")
 _GENERATED_TRIES = 10
 """Sessions made up for each one wanted, before giving up on finding ones that fit
 max_prompt_tokens.
 """
-
-
-class Reader(Protocol):
-    """One format: turns a line into sessions. Raises BadRecord on a line that is not what the
-    format says.
-    """
-
-    header_lines: ClassVar[int]
-
-    def sessions(self, line: int, text: str, /) -> list[Session]:
-        """The session of this line, and those of its sub-agents behind it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,8 @@ class LoadResult:
     """Sessions whose first prompt is longer than max_prompt_tokens already, or whose longest is
     shorter than min_prompt_tokens.
     """
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """What the file holds and the sessions do not, or what it lacks, by what it is."""
 
     @property
     def calls(self) -> int:
@@ -72,13 +71,16 @@ def load_sessions(
     max_calls: int | None = None,
     max_prompt_tokens: int | None = None,
     min_prompt_tokens: int = 0,
+    block_tokens: int | None = None,
 ) -> LoadResult:
-    """The sessions of `source`: a file, a trace's short name, or `generated:PRESET`.
+    """The sessions of `source`: a file, a folder of Claude Code captures, a trace's short name, or
+    `generated:PRESET`.
 
     At most `limit` sessions after `skip` (lines of a file; sub-agents come with their owners and
     are not counted). Each is cut after `max_calls` calls. It is cut before the first call whose
     prompt is longer than `max_prompt_tokens` in the ids of `encoder`. One without a prompt of
-    `min_prompt_tokens` is passed over. `seed` is for generated ones.
+    `min_prompt_tokens` is passed over. `seed` is for generated ones. `block_tokens` is how many
+    tokens a block of a trace of hashes has, where its format leaves it open.
     Raises TraceError when there is nothing to read, ConfigError on wrong arguments.
     """
     if (max_prompt_tokens is not None or min_prompt_tokens) and encoder is None:
@@ -92,7 +94,10 @@ def load_sessions(
             "at least 0"
         )
     bad: list[BadLine] = []
+    left_out: Counter[str] = Counter()
     if source.startswith(GENERATED):
+        if block_tokens is not None:
+            raise ConfigError(f"{source} has no blocks: leave --block-tokens out")
         if limit is None:
             raise ConfigError(f"{source} never ends: say how many sessions")
         preset = load_preset(source.removeprefix(GENERATED))
@@ -103,15 +108,18 @@ def load_sessions(
     else:
         path = find_trace(source, traces_dir)
         origin = origin_of(path)
-        read = read_conversations if is_agentic(path) else _read_file
-        groups = read(path, origin, skip, bad)
+        if path.is_dir():
+            groups = islice(_read_folder(path, left_out, block_tokens, bad), skip, None)
+        else:
+            setting = Setting(path, origin, left_out, block_tokens)
+            groups = _read_file(setting, recognise(path), skip, bad)
         title = name_of(path) + (f" ({origin.source}, {origin.licence})" if origin.licence else "")
     chosen = _Chosen(encoder, max_calls, max_prompt_tokens, min_prompt_tokens)
     for group in groups:
         chosen.take(group)
         if limit is not None and chosen.groups == limit:
             break
-    return chosen.result(title, bad)
+    return chosen.result(title, bad, left_out)
 
 
 def cut_session(
@@ -214,14 +222,15 @@ class _Chosen:
             return False
         return longest_prompt(session, self.encoder) < self.min_prompt_tokens
 
-    def result(self, title: str, bad: list[BadLine]) -> LoadResult:
+    def result(self, title: str, bad: list[BadLine], left_out: Counter[str]) -> LoadResult:
+        losses = self._losses(bad)
+        if left_out:
+            amounts = ", ".join(f"{count} {what}" for what, count in left_out.items())
+            losses = f"{losses} Left out: {amounts}.".lstrip()
         if not self.sessions:
-            raise TraceError(
-                f"{title}: no session to replay. {self._losses(bad) or 'The source is empty.'}"
-            )
+            raise TraceError(f"{title}: no session to replay. {losses or 'The source is empty.'}")
         calls = sum(session.calls for session in self.sessions)
         described = f"{title}: {len(self.sessions)} sessions, {calls} calls"
-        losses = self._losses(bad)
         return LoadResult(
             sessions=tuple(self.sessions),
             description=f"{described}. {losses}" if losses else described,
@@ -229,6 +238,7 @@ class _Chosen:
             sessions_cut=self.cut,
             calls_cut=self.calls_cut,
             sessions_dropped=self.dropped,
+            left_out=dict(left_out),
         )
 
     def _losses(self, bad: list[BadLine]) -> str:
@@ -261,38 +271,49 @@ def _up_to_call(events: tuple[Event, ...], calls: int) -> tuple[Event, ...]:
 
 
 def _read_file(
-    path: Path, origin: Origin, skip: int, bad: list[BadLine]
+    setting: Setting, found: Recognised, skip: int, bad: list[BadLine]
 ) -> Iterator[list[Session]]:
-    reader = _reader_for(path, origin)
-    for index, (number, text) in enumerate(read_lines(path, bad)):
-        if index < skip + reader.header_lines:
-            continue
-        try:
-            found = reader.sessions(number, text)
-        except BadRecord as error:
-            note(bad, path, number, str(error))
-            continue
-        yield found
+    path, form = setting.path, found.form
+    if setting.block_tokens is not None and not form.sized:
+        raise ConfigError(
+            f"{path} is {form.name}, whose blocks are known: leave --block-tokens out"
+        )
+    assert form.read is not None
+    reading = form.read(setting)
+
+    def groups(first: int) -> Iterator[list[Session]]:
+        for number, record in records_of(path, found, first, bad):
+            try:
+                sessions = reading.sessions(number, decoded(form, record))
+            except BadRecord as error:
+                note(bad, path, number, str(error))
+                continue
+            if sessions:
+                yield sessions
+        for number, kept in reading.rest():
+            if isinstance(kept, BadRecord):
+                note(bad, path, number, str(kept))
+            else:
+                yield kept
+
+    yield from islice(groups(0), skip, None) if form.gathers else groups(skip)
 
 
-def _reader_for(path: Path, origin: Origin) -> Reader:
-    """The reader whose format the first readable lines have."""
-    ignored: list[BadLine] = []
-    for count, (_, text) in enumerate(read_lines(path, ignored)):
-        if AzureReader.recognises(text):
-            return AzureReader(path, origin)
-        try:
-            for kind in (SweReader, ClaudeCodeReader, MooncakeReader):
-                if kind.recognises(text):
-                    return kind(path, origin)
-        except BadRecord:
-            pass  # reported when the file is read for good
-        if count == _SNIFFED_LINES:
-            break
-    raise TraceError(
-        f"{path} is in no format this reads: a line must have 'turns' (agent sessions), 'requests' "
-        "and 'block_size' (Claude Code blocks), "
-        "'hash_ids' and 'input_length' (Mooncake), or the file 'conversations' (SGLang's "
-        "agentic-trace) or the header of an Azure trace"
-        + (f". Its first bad line: {ignored[0]}" if ignored else "")
-    )
+def _read_folder(
+    folder: Path, left_out: Counter[str], block_tokens: int | None, bad: list[BadLine]
+) -> Iterator[list[Session]]:
+    files = [
+        f for f in sorted(folder.iterdir()) if f.is_file() and f.name.endswith(_CAPTURE_SUFFIXES)
+    ]
+    if not files:
+        raise TraceError(f"{folder} is a folder without a trace; name a file")
+    for path in files:
+        found = recognise(path)
+        if found.form.name != CAPTURES:
+            raise TraceError(
+                f"{folder} is a folder, and {path.name} in it is {found.form.name}; a folder may "
+                f"hold {CAPTURES} alone: name one of its files"
+            )
+        yield from _read_file(
+            Setting(path, origin_of(folder), left_out, block_tokens), found, 0, bad
+        )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.workload.catalogue import Origin
@@ -23,7 +23,6 @@ from sgl_kvtier.lab.workload.lines import (
     BadRecord,
     count_of,
     list_of,
-    parse_object,
     seconds_of,
     text_of,
     whole,
@@ -43,23 +42,15 @@ class SweReader:
     folder.
     """
 
-    header_lines: ClassVar[int] = 0
-
     def __init__(self, path: Path, _origin: Origin) -> None:
         self._tools_path = path.parent / TOOLS_FILE
         self._schemas: dict[str, Any] | None = None
         self._tools: dict[str, Message] = {}
 
-    @staticmethod
-    def recognises(text: str) -> bool:
-        """True when this line is of the format."""
-        return isinstance(parse_object(text).get("turns"), list)
-
-    def sessions(self, _line: int, text: str, /) -> list[Session]:
+    def sessions(self, _line: int, record: dict[str, Any], /) -> list[Session]:
         """The one session of a line. Raises BadRecord, and TraceError when swe_tools.json is needed
         and missing.
         """
-        record = parse_object(text)
         reference = text_of(record, "tools_ref", "")
         walk = _Turns()
         for number, turn in enumerate(list_of(record, "turns")):

@@ -10,7 +10,9 @@ import pytest
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import load_options, replay_options
 from sgl_kvtier.lab.experiment.frame import check
+from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.scenarios import compare, lookahead, overhead, replay, restore
+from sgl_kvtier.lab.experiment.scenarios.compare import ServedOptions
 from sgl_kvtier.lab.fuzz import command as fuzz
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 
@@ -21,6 +23,11 @@ def parser_of(command) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return parser
+
+
+def served(words: list[str]) -> ServedOptions:
+    """The options of a comparison."""
+    return ServedOptions.of(parser_of(compare).parse_args(words))
 
 
 def helped(command, option: str) -> str:
@@ -43,7 +50,7 @@ def test_a_command_without_paced_devices_does_not_offer_them(command, capsys):
     [
         (
             "arms",
-            "(default: all but hicache-nixl,hicache-mooncake,kvtier-off,kvtier-restore, and oracle on a paced",
+            "(default: all but hicache-nixl,hicache-mooncake,kvtier-off,kvtier-restore,kvtier-unproven, and oracle",
         ),
         ("device-tokens", "a third on a paced device"),
         ("chunk", "512 on a CPU, 4096 on a GPU, 8192 on a paced device"),
@@ -91,18 +98,18 @@ def test_the_help_of_a_command_names_the_defaults_of_a_paced_device(command, opt
     ],
 )
 def test_a_comparison_on_a_paced_device_refuses_what_another_device_has(words, said):
-    args = parser_of(compare).parse_args([*PACED, *words])
+    args = served([*PACED, *words])
     with pytest.raises(BenchError, match=f"^{said}"):
         check(args, starts_servers=False)
 
 
 def test_a_comparison_on_a_paced_device_takes_what_it_has():
     words = ("--dtype", "float32", "--tp", "1", "--page-size", "64", "--threads", "1")
-    check(parser_of(compare).parse_args([*PACED, *words]), starts_servers=False)
+    check(served([*PACED, *words]), starts_servers=False)
 
 
 def test_only_a_comparison_on_a_paced_device_has_a_dilation():
-    args = parser_of(compare).parse_args(["--device", "cpu", "--dilation", "2"])
+    args = served(["--device", "cpu", "--dilation", "2"])
     with pytest.raises(BenchError, match="--dilation: only a paced device has it"):
         check(args, starts_servers=False)
 
@@ -119,7 +126,9 @@ def test_sessions_come_so_many_at_a_time_or_at_a_rate_but_not_both(command, caps
 def test_the_settings_of_a_replay_name_its_rate_or_its_concurrency():
     parser = parser_of(replay)
     by_rate, by_number, usual = (
-        replay_options(parser.parse_args(["http://server", *words]), ReplayOptions(concurrency=8))
+        replay_options(
+            Options.of(parser.parse_args(["http://server", *words])), ReplayOptions(concurrency=8)
+        )
         for words in (["--rate", "0.5", "--seed", "7"], ["--concurrency", "3"], [])
     )
     assert (by_rate.rate, by_rate.concurrency, by_rate.seed) == (0.5, None, 7)
@@ -137,7 +146,7 @@ def test_the_settings_of_a_replay_name_its_rate_or_its_concurrency():
     ],
 )
 def test_gaps_of_a_quick_paced_load_are_pauses_unless_recorded_ones_are_asked_for(words, waits_s):
-    args = parser_of(compare).parse_args([*PACED, "--quick", *words])
+    args = served([*PACED, "--quick", *words])
     usual = compare.replay_defaults(args, args.device, SimpleNamespace(sessions=[0] * 5))
     options = replay_options(args, usual)
     assert options.concurrency == 5
@@ -145,7 +154,7 @@ def test_gaps_of_a_quick_paced_load_are_pauses_unless_recorded_ones_are_asked_fo
 
 
 def test_recorded_gaps_and_pauses_of_one_length_exclude_each_other():
-    args = parser_of(compare).parse_args([*PACED, "--pause", "5", "--gap-cap", "1"])
+    args = served([*PACED, "--pause", "5", "--gap-cap", "1"])
     with pytest.raises(BenchError, match="--pause is instead of the recorded gaps"):
         replay_options(args, compare.REPLAY)
 
@@ -155,7 +164,7 @@ def test_recorded_gaps_and_pauses_of_one_length_exclude_each_other():
 )
 def test_outputs_may_be_as_long_as_recorded_where_the_default_is_a_limit(words, most):
     given = ["--max-output-tokens", *words] if words else []
-    args = parser_of(compare).parse_args([*PACED, *given])
+    args = served([*PACED, *given])
     wanted = load_options(args, compare.load_defaults(args, args.device))
     assert wanted.most_output_tokens == most
     options = replay_options(args, compare.REPLAY, wanted.most_output_tokens)
@@ -167,7 +176,7 @@ def test_sessions_may_be_as_short_as_they_are_where_the_default_passes_over_shor
     words, least
 ):
     given = ["--min-prompt-tokens", *words] if words else []
-    args = parser_of(compare).parse_args([*PACED, *given])
+    args = served([*PACED, *given])
     wanted = load_options(args, compare.load_defaults(args, args.device))
     assert wanted.least_prompt_tokens == least
 

@@ -160,10 +160,7 @@ def test_waiting_threads_do_not_spin_on_a_cpu(tmp_path: Path) -> None:
 def test_added_arguments_come_last_so_that_they_win(tmp_path: Path) -> None:
     launch = prepare("recompute", replace(CPU, extra=("--pp-size", "2")), tmp_path)
     assert launch.arguments[-2:] == ("--pp-size", "2")
-    assert serve_flags("m", "cpu", tmp_path / "k.json", ["--page-size", "32"])[-2:] == [
-        "--page-size",
-        "32",
-    ]
+    assert serve_flags("m", "cpu", "@k.json", ["--page-size", "32"])[-2:] == ["--page-size", "32"]
 
 
 def test_an_unknown_arm_is_refused_with_those_there_are(tmp_path: Path) -> None:

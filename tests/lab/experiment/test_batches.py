@@ -8,30 +8,34 @@ import random
 import statistics
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from aiohttp import web
 from fake_restore import PAGE, PAGE_BYTES, RestoringServer
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.batches.arms import BATCH_ARMS, DEFAULT_BATCH_ARMS
-from sgl_kvtier.lab.experiment.batches.batch import Batch, Batches, BatchLog, gaps_within
-from sgl_kvtier.lab.experiment.batches.draw import (
-    BatchOptions,
+from sgl_kvtier.lab.experiment.restore import batch as restore_batch
+from sgl_kvtier.lab.experiment.restore.arms import BATCH_ARMS, DEFAULT_BATCH_ARMS
+from sgl_kvtier.lab.experiment.restore.batch import gaps_within
+from sgl_kvtier.lab.experiment.restore.batch_cells import batch_results
+from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME, RestoreLog
+from sgl_kvtier.lab.experiment.restore.plan import (
+    RestorePlan,
     arrivals_of,
     decoders_of,
     lengths_of,
     order,
     prompts_of,
 )
-from sgl_kvtier.lab.experiment.batches.figures import batch_results
-from sgl_kvtier.lab.experiment.batches.run import BatchRun
-from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME
-from sgl_kvtier.lab.experiment.restore.trial import ServerCpu, Trials
+from sgl_kvtier.lab.experiment.restore.run import Together
+from sgl_kvtier.lab.experiment.restore.trial import Batch, ServerCpu, Trials
 from sgl_kvtier.lab.outside.client import Client, Completion
 from sgl_kvtier.lab.rules import IN_TURN
 
-SMALL = BatchOptions("fake", PAGE, (2, 3), lengths=(256, 512), rounds=2, decoders=1)
+SMALL = RestorePlan(
+    *("fake", PAGE, 256, (256, 512)), arms=DEFAULT_BATCH_ARMS, rounds=2, at_once=(2, 3), decoders=1
+)
 ONE = dataclasses.replace(SMALL, at_once=(3,), rounds=1)
 
 
@@ -50,7 +54,7 @@ class Slow(RestoringServer):
         return await super().cached(input_ids)
 
 
-def measure(server: RestoringServer, options: BatchOptions, log: BatchLog) -> None:
+def measure(server: RestoringServer, options: RestorePlan, log: RestoreLog) -> None:
     async def go() -> None:
         async with server.up(), Client(server.url, admin_key="secret", timeout_s=30) as client:
             trials = Trials(
@@ -62,25 +66,25 @@ def measure(server: RestoringServer, options: BatchOptions, log: BatchLog) -> No
                 discard=log.keep,
                 arms=BATCH_ARMS,
             )
-            batches = Batches(trials, decoders_of(options), published_s=0.0)
-            await BatchRun(options, batches, log).run()
+            await Together(options, trials, log).run()
 
-    asyncio.run(go())
+    with patch.object(restore_batch, "PUBLISHED_S", 0.0):
+        asyncio.run(go())
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[Slow, BatchLog]:
-    server, log = Slow(), BatchLog()
+def measured() -> tuple[Slow, RestoreLog]:
+    server, log = Slow(), RestoreLog()
     measure(server, SMALL, log)
     return server, log
 
 
-def of(log: BatchLog, kind: str) -> list[Batch]:
+def of(log: RestoreLog, kind: str) -> list[Batch]:
     return [one for one in log.batches if one.kind == kind]
 
 
 def test_every_arm_is_asked_for_the_same_batches_and_every_second_round_goes_backwards(
-    measured: tuple[Slow, BatchLog],
+    measured: tuple[Slow, RestoreLog],
 ) -> None:
     made = [(b.round, b.load_over_compute, b.at_once, b.arm) for b in of(measured[1], GRID)]
     assert made == [(n, *cell) for n in (1, 2) for cell in order(SMALL, n)]
@@ -92,13 +96,13 @@ def test_every_arm_is_asked_for_the_same_batches_and_every_second_round_goes_bac
 
 
 def test_all_of_a_batch_are_there_at_the_same_time_beside_those_that_decode(
-    measured: tuple[Slow, BatchLog],
+    measured: tuple[Slow, RestoreLog],
 ) -> None:
     assert measured[0].most_running == 3 + 1
 
 
 def test_what_decodes_begins_before_the_batch_and_ends_after_it(
-    measured: tuple[Slow, BatchLog],
+    measured: tuple[Slow, RestoreLog],
 ) -> None:
     server, log = measured
     assert len(server.aborted) == len(of(log, GRID)) + len(of(log, "warm"))
@@ -109,7 +113,7 @@ def test_what_decodes_begins_before_the_batch_and_ends_after_it(
         assert sum(one.gaps_s) >= (one.makespan_s or 0.0)
 
 
-def test_the_rules_are_the_arms_own(measured: tuple[Slow, BatchLog]) -> None:
+def test_the_rules_are_the_arms_own(measured: tuple[Slow, RestoreLog]) -> None:
     server = measured[0]
     last = order(SMALL, 2)[-len(DEFAULT_BATCH_ARMS) :]
     assert [arm for _, _, arm in last] == list(reversed(DEFAULT_BATCH_ARMS))
@@ -123,7 +127,7 @@ def test_the_rules_are_the_arms_own(measured: tuple[Slow, BatchLog]) -> None:
 
 
 def test_the_bandwidth_loads_the_mix_as_fast_as_it_is_computed(
-    measured: tuple[Slow, BatchLog],
+    measured: tuple[Slow, RestoreLog],
 ) -> None:
     log = measured[1]
     scales = [log.scale("fake", length) for length in SMALL.lengths]
@@ -135,7 +139,7 @@ def test_the_bandwidth_loads_the_mix_as_fast_as_it_is_computed(
 
 
 def test_an_arm_that_is_shortest_first_sends_the_same_batch_in_the_order_of_length() -> None:
-    server, log = Slow(), BatchLog()
+    server, log = Slow(), RestoreLog()
     arms = ("kvtier", "kvtier-shortest-first")
     measure(server, dataclasses.replace(ONE, arms=arms, decoders=0), log)
     sent = [len(body["input_ids"]) for body in server.requests[-6:]]
@@ -146,7 +150,7 @@ def test_an_arm_that_is_shortest_first_sends_the_same_batch_in_the_order_of_leng
 
 
 def test_answers_are_compared_with_those_of_each_prompt_alone() -> None:
-    server, log = Slow(), BatchLog()
+    server, log = Slow(), RestoreLog()
     server.wrong_when_loaded = True
     measure(server, dataclasses.replace(ONE, arms=("compute", "kvtier"), decoders=0), log)
     assert len(of(log, PRIME)[0].requests) == 3
@@ -158,7 +162,7 @@ def test_answers_are_compared_with_those_of_each_prompt_alone() -> None:
 
 
 def test_a_request_that_fails_fails_its_batch_and_the_next_run_makes_it_again() -> None:
-    server, log = Slow(), BatchLog()
+    server, log = Slow(), RestoreLog()
     options = dataclasses.replace(ONE, arms=("compute", "kvtier"))
     long = max(len(ids) for ids in prompts_of(options, 3, 1))
     server.fail_when = lambda ids: (
@@ -176,9 +180,9 @@ def test_a_request_that_fails_fails_its_batch_and_the_next_run_makes_it_again() 
 
 def test_a_run_goes_on_from_its_log(tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
-    log = BatchLog.open(file, {})
+    log = RestoreLog.open(file, {})
     measure(Slow(), ONE, log)
-    again, server = BatchLog.open(file, {}), Slow()
+    again, server = RestoreLog.open(file, {}), Slow()
     assert again.batches == log.batches
     measure(server, ONE, again)
     assert server.requests == []
@@ -193,11 +197,11 @@ def test_a_server_that_gives_nothing_back_is_refused() -> None:
             return {**await super().cached(input_ids), "storage": 0}
 
     with pytest.raises(BenchError, match="0 tokens of a stored prefix of 512 tokens came back"):
-        measure(Forgetful(), ONE, BatchLog())
+        measure(Forgetful(), ONE, RestoreLog())
 
 
 def test_every_length_of_a_mix_is_in_a_batch_as_often_as_any_other() -> None:
-    options = BatchOptions("m", 64, (2, 4, 8), lengths=(4096, 8192, 16384, 32768))
+    options = RestorePlan("m", 64, 8192, (4096, 8192, 16384, 32768), at_once=(2, 4, 8))
     for number in range(1, 9):
         assert sorted(lengths_of(options, 8, number)) == sorted([*options.lengths] * 2)
         assert sorted(lengths_of(options, 4, number)) == sorted(options.lengths)
@@ -207,7 +211,7 @@ def test_every_length_of_a_mix_is_in_a_batch_as_often_as_any_other() -> None:
 
 
 def test_prompts_follow_from_the_seed_and_share_no_page() -> None:
-    options = BatchOptions("m", PAGE, (2, 4), lengths=(256, 512), seed=3)
+    options = RestorePlan("m", PAGE, 256, (256, 512), seed=3, at_once=(2, 4), decoders=4)
     every = [ids for n in (1, 2) for size in (2, 4) for ids in prompts_of(options, size, n)]
     every += decoders_of(options)
     assert len({tuple(ids[:PAGE]) for ids in every}) == len(every)
@@ -229,7 +233,7 @@ def test_a_batch_arrives_together_and_a_stream_at_random_at_its_load() -> None:
 
 
 def test_a_stream_is_sent_at_its_times() -> None:
-    server, log = Slow(), BatchLog()
+    server, log = Slow(), RestoreLog()
     stream = dataclasses.replace(ONE, arms=("compute",), poisson=0.05)
     measure(server, stream, log)
     (one,) = of(log, GRID)
@@ -264,7 +268,7 @@ def test_a_long_prompt_is_there_before_a_short_one_that_is_sent_after_it() -> No
             await asyncio.sleep(len((await request.json())["input_ids"]) / 20_000)
             return await super().generate(request)
 
-    server, log = SlowReader(), BatchLog()
+    server, log = SlowReader(), RestoreLog()
     options = dataclasses.replace(ONE, arms=("compute",), decoders=0, rounds=3)
     measure(server, options, log)
     sent = [len(body["input_ids"]) for body in server.requests[-9:]]

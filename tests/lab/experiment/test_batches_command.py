@@ -10,7 +10,7 @@ import pytest
 from commands import Command, Done
 
 from sgl_kvtier.cli import main
-from sgl_kvtier.lab.experiment.batches.arms import DEFAULT_BATCH_ARMS
+from sgl_kvtier.lab.experiment.restore.arms import DEFAULT_BATCH_ARMS
 
 SMALL = [
     *("compare", "restore", "--at-once", "2,3", "--device", "cpu", "--models", "tiny-qwen3"),
@@ -87,7 +87,6 @@ def test_an_answer_that_differs_ends_with_status_1(restore: Command) -> None:
         (["--at-once", "2,2"], "each number once, as 2,4,8"),
         (["--at-once", "0"], "must be"),
         (["--arms", "kvtier,load_kvtier"], "no arm named load_kvtier. There are: stock"),
-        (["--fluctuate", "1"], "--at-once: not with --fluctuate"),
         (["--url", "http://127.0.0.1:1"], "--at-once: not with --url"),
         (["--poisson", "1", "--arms", "cake-shortest-first"], "sends all together"),
         (["--lengths", "1000"], "whole pages"),

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from argparse import ArgumentParser
 from pathlib import Path
@@ -56,6 +57,12 @@ def paced(kvtier: Command, tmp_path: Path) -> Command:
         return kvtier(tmp_path, "compare", *PACED, *LOAD, *extra, task=task)
 
     return run
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without plots: drawing them takes seconds."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 def servers_left(tmp_path: Path) -> list[str]:
@@ -282,7 +289,7 @@ def test_a_mistake_is_told_before_any_server_starts(
 
 
 def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
-    paced: Command, tmp_path: Path
+    paced: Command, tmp_path: Path, no_plots: None
 ) -> None:
     done = paced("--rounds", "1", "--html", str(tmp_path / "out.html"))
     assert done.status == 1, "a device that wrote no step is not known to have kept pace"
@@ -332,7 +339,7 @@ def no_nixl(compare: Command, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_an_arm_whose_wheel_is_missing_is_skipped_with_the_reason(
-    compare: Command, no_nixl: list[str], tmp_path: Path
+    compare: Command, no_nixl: list[str], tmp_path: Path, no_plots: None
 ) -> None:
     page = tmp_path / "page.html"
     arms = ("--arms", "recompute,hicache-nixl,kvtier")
@@ -393,8 +400,7 @@ def test_without_a_card_servers_are_paced_unless_a_model_is_asked_for(
     monkeypatch.setattr(scenario, "detect_device", lambda: "cpu")
     parser = ArgumentParser()
     scenario.add_arguments(parser)
-    args = parser.parse_args(options)
-    scenario.choose_device(args)
+    args = scenario.choose_device(scenario.ServedOptions.of(parser.parse_args(options)))
     assert (args.device, args.dilation) == (device, dilation)
     assert args.lab_model == "lab-gqa" if "--lab-model" in options else "lab-mha"
 
@@ -411,12 +417,13 @@ def test_a_result_in_a_folder_is_named_by_the_device_and_the_time(
 ) -> None:
     parser = ArgumentParser()
     scenario.add_arguments(parser)
-    args = parser.parse_args(["--device", device, "--json", "results/", "--html", "results/"])
-    scenario.name_outputs(args, "compare")
+    into = ["--device", device, "--json", "results/", "--html", "results/"]
+    args = scenario.name_outputs(scenario.ServedOptions.of(parser.parse_args(into)), "compare")
+    assert args.json is not None
     assert re.fullmatch(rf"{pattern}\.json", args.json)
     assert args.html == args.json.removesuffix("json") + "html"
-    args = parser.parse_args(["--device", device, "--json", "-"])
-    scenario.name_outputs(args, "compare")
+    into = ["--device", device, "--json", "-"]
+    args = scenario.name_outputs(scenario.ServedOptions.of(parser.parse_args(into)), "compare")
     assert (args.json, args.html) == ("-", None)
 
 
@@ -424,6 +431,5 @@ def test_with_a_card_servers_compute_on_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(scenario, "detect_device", lambda: "cuda")
     parser = ArgumentParser()
     scenario.add_arguments(parser)
-    args = parser.parse_args([])
-    scenario.choose_device(args)
+    args = scenario.choose_device(scenario.ServedOptions.of(parser.parse_args([])))
     assert args.device == "cuda"

@@ -16,15 +16,14 @@ import pytest
 
 from sgl_kvtier.cli import main
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment import frame
+from sgl_kvtier.lab.experiment import comparison, frame
 from sgl_kvtier.lab.experiment.frame import early_end, undisturbed
 from sgl_kvtier.lab.experiment.measures import Round
 from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME, RestoreLog, Scale
 from sgl_kvtier.lab.experiment.restore.server import Target
 from sgl_kvtier.lab.experiment.restore.trial import Trial
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan
-from sgl_kvtier.lab.experiment.scenarios import overhead as overhead_scenario
-from sgl_kvtier.lab.experiment.scenarios.restore_grid import Restoring
+from sgl_kvtier.lab.experiment.scenarios.restore import Restoring
 from sgl_kvtier.lab.fuzz import command as fuzz_command
 from sgl_kvtier.lab.fuzz.log import Attempt, FuzzLog
 from sgl_kvtier.lab.outside.client import Completion
@@ -167,7 +166,7 @@ def test_rounds_are_reported_when_a_server_dies(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Dying:
-        def __init__(self, plan: Plan, _work: object, outcome: Outcome) -> None:
+        def __init__(self, plan: Plan, _work: object, outcome: Outcome, *_: object) -> None:
             done = Completion(0.0, 0.3, (1, 2, 3), (0.1, 0.2, 0.3))
             outcome.rounds += [
                 Round(arm, 1, [Sample("0", 1, done)], complete=True) for arm in plan.arms
@@ -176,7 +175,7 @@ def test_rounds_are_reported_when_a_server_dies(
         def run(self) -> None:
             raise BenchError(DEATH)
 
-    monkeypatch.setattr(overhead_scenario, "Rounds", Dying)
+    monkeypatch.setattr(comparison, "Rounds", Dying)
     out = tmp_path / "out.json"
     assert main(["bench", "restore-overhead", "--lab-model", "tiny-qwen3", "--json", str(out)]) == 1
     result = json.loads(out.read_text())

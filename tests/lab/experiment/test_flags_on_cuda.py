@@ -16,8 +16,9 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment import arms
 from sgl_kvtier.lab.experiment.argtypes import shape_of
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
+from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions
 from sgl_kvtier.lab.experiment.restore.server import Demand, setup_for, storage_bytes
-from sgl_kvtier.lab.experiment.scenarios import restore, restore_grid
+from sgl_kvtier.lab.experiment.scenarios import restore
 from sgl_kvtier.lab.fuzz import command as fuzz
 
 CARD = Setup("/m", "m", device="cuda", page_size=64, chunk_tokens=4096, dtype="bfloat16")
@@ -71,7 +72,7 @@ def test_flashinfer_samples_where_its_modules_are_compiled(
 
 
 def test_a_users_own_server_samples_as_sglang_chooses(no_sampling_modules: None) -> None:
-    assert "--sampling-backend" not in launch.serve_flags("m", "cuda", Path("/s.json"))
+    assert "--sampling-backend" not in launch.serve_flags("m", "cuda", "@/s.json")
 
 
 @pytest.mark.parametrize("model", ["shape-8b", "lab-gpu-1b"])
@@ -92,7 +93,7 @@ def test_a_restore_server_on_a_card_serves_bfloat16_from_a_store_of_the_size_ask
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    args = parsed(restore, "--device", "cuda", "--storage-size", "30GiB")
+    args = RestoreOptions.of(parsed(restore, "--device", "cuda", "--storage-size", "30GiB"))
     setup = setup_for(args, shape_of(args, "shape-8b"), "shape-8b", Demand([65536]), "", "key")
     found = options(prepare(OURS, setup, tmp_path / "server").arguments)
     assert (found["--dtype"], found["--load-format"]) == ("bfloat16", "dummy")
@@ -104,8 +105,10 @@ def test_a_restore_server_on_a_card_serves_bfloat16_from_a_store_of_the_size_ask
 
 
 def test_the_model_that_is_restored_by_default_has_weights_on_a_card() -> None:
-    assert restore_grid.models_of(parsed(restore, "--device", "cuda")) == ["lab-gpu-1b"]
-    assert restore_grid.models_of(parsed(restore, "--device", "cpu")) == ["lab-mha"]
+    assert restore.models_of(RestoreOptions.of(parsed(restore, "--device", "cuda"))) == [
+        "lab-gpu-1b"
+    ]
+    assert restore.models_of(RestoreOptions.of(parsed(restore, "--device", "cpu"))) == ["lab-mha"]
 
 
 def test_a_fuzz_run_on_a_card_has_heads_and_numbers_that_flashinfer_knows() -> None:
@@ -116,6 +119,21 @@ def test_a_fuzz_run_on_a_card_has_heads_and_numbers_that_flashinfer_knows() -> N
     assert (setup.device, setup.dtype, setup.storage_bytes) == ("cuda", "bfloat16", 8 << 30)
     with pytest.raises(BenchError, match="heads of 32"):
         fuzz.fuzzed_model(parsed(fuzz, "--device", "cuda", "--lab-model", "tiny-qwen3"))
+
+
+def test_a_fuzz_run_with_another_attention_has_its_numbers_and_its_answers_too() -> None:
+    words = ("--attention-backend", "triton", "--hicache-io-backend", "direct")
+    named = [f"--server-arg={word}" for word in (*words, "--sampling-backend=pytorch")]
+    args = parsed(
+        fuzz, "--device", "cuda", "--dtype", "float32", "--lab-model", "tiny-qwen3", "--tp", "2",
+        "--overlap", "off", "--device-tokens", "8192", *named,
+    )  # fmt: skip
+    assert fuzz.fuzzed_model(args) == "tiny-qwen3"
+    chosen = SimpleNamespace(longest_tokens=4096, rows=[{"longest_tokens": 4096}])
+    setup = fuzz.make_setup(args, Path("/m"), chosen)  # type: ignore[arg-type]
+    computing = fuzz.only_computing(setup)
+    assert computing.extra == ("--attention-backend", "triton", "--sampling-backend=pytorch")
+    assert (computing.dtype, computing.tp) == ("float32", 1)
 
 
 def test_a_fuzz_run_on_a_cpu_is_what_it_was() -> None:

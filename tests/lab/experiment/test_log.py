@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from test_lookahead_result import BEFORE, counted, round_of
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment import machine
 from sgl_kvtier.lab.experiment.arms import Setup
 from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.experiment.machine import CpuShare
-from sgl_kvtier.lab.experiment.measures import arm_figures, sample_rows
+from sgl_kvtier.lab.experiment.measures import Round, arm_figures, sample_rows
 from sgl_kvtier.lab.experiment.restore.log import PRIME, RestoreLog
+from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions
 from sgl_kvtier.lab.experiment.restore.trial import Trial
 from sgl_kvtier.lab.experiment.rounds import KeptRound, RoundLog
-from sgl_kvtier.lab.experiment.scenarios import restore, restore_grid
+from sgl_kvtier.lab.experiment.scenarios import restore
 from sgl_kvtier.lab.fuzz import command as fuzz
 from sgl_kvtier.lab.fuzz.log import FuzzLog
+from sgl_kvtier.lab.outside.client import Cached, Completion, Metrics
+from sgl_kvtier.lab.outside.replay import Sample
 from sgl_kvtier.lab.outside.server import Usage
 
 ABOUT = {
@@ -32,6 +34,10 @@ ABOUT = {
     "page_size": 16,
     "extra": ("--x",),
 }
+COUNTED = (
+    "sglang:hicache_backup_tokens_total 1000\nsglang:hicache_backup_bytes_total 10000\n"
+    'kvtier:lookahead_moved_bytes_total{tp_rank="0",pp_rank="0",link="storage-host"} 1000\n'
+)
 HEAD = '{"about": {}}\n'
 
 
@@ -54,8 +60,12 @@ def notes(path: Path) -> list[str]:
 
 
 def kept(arm: str, number: int) -> KeptRound:
-    after = counted(1000, 100, 30) if arm == "kvtier" else BEFORE
-    one = round_of(arm, number, 0.2, after, storage=20)
+    one = Round(arm, number, after=Metrics.parse(COUNTED), wall_s=1.0, complete=True)
+    cached = Cached(device=40, storage=20, total=60)
+    for turn in (1, 2, 3):
+        times = (0.2 * turn, 0.2 * turn + 0.01)
+        one.samples.append(Sample("s", turn, Completion(0.0, 1.0, (7, 8), times, 100, cached)))
+    one.occupancy = [{"t_s": 0.0, "device": 0.0}, {"t_s": 1.0, "device": 64.0}]
     one.cpu, one.usage = CpuShare(1.0, 0.5, 0.1, 0.0), Usage(1, 2, 3, 4.0, 5)
     one.disk_bytes = (6, 7)
     return KeptRound("3x, pause 0.5 s", arm, number, one, 30.0, ("python", "-m", "x"))
@@ -124,7 +134,7 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
 def of_restore() -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     restore.add_arguments(parser)
-    return restore_grid.about(parser.parse_args(["--device", "cuda"]))
+    return restore.about(RestoreOptions.of(parser.parse_args(["--device", "cuda"])))
 
 
 def of_fuzz() -> dict[str, Any]:

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from commands import Command, Done
 
-from sgl_kvtier.lab.pages.lookahead import losing, statements
-
 SMALL = [
     "compare",
     "lookahead",
@@ -102,30 +100,6 @@ def test_requests_name_their_session_and_pauses_are_the_cells(
     result, _, _ = measured
     assert result["settings"]["arms"]["kvtier"]["policy"]["sessions"] is True
     assert not any("not cold" in note for note in result["notes"])
-
-
-def test_what_no_server_counts_is_said_and_not_made_up(measured: tuple[dict, Path, str]) -> None:
-    result, _, out = measured
-    ours = result["arms"]["kvtier"]
-    assert (ours["wasted_bytes"], ours["wasted_fraction"], ours["moved_bytes"]) == (None, None, {})
-    assert ours["hit_tokens_counted_by"] == "responses"
-    assert ours["hit_tokens_at_schedule"] == ours["cached_tokens"]
-    said = "kvtier: its server counts nothing of looking ahead, so nothing shows that it did."
-    assert said in result["notes"]
-    assert said in out
-
-
-def test_the_page_has_tables_losing_cells_and_every_arm(measured: tuple[dict, Path, str]) -> None:
-    result, folder, out = measured
-    page = (folder / "page.html").read_text()
-    assert page.startswith("<!DOCTYPE html>")
-    assert "Losing cells" in page
-    assert "Moved ahead of requests" in out
-    assert any("the oracle" in text for text, _ in statements(result))
-    assert losing(result)
-    readings = result["cells"][0]["occupancy"]["hicache-file"]
-    assert readings
-    assert readings[0]["t_s"] >= 0
 
 
 def test_a_failing_arm_spares_the_others(compare: Command) -> None:

@@ -22,12 +22,11 @@ from sgl_kvtier.lab.experiment.remote.arms import (
     server_of,
 )
 from sgl_kvtier.lab.experiment.remote.figures import about_arms, remote_results
-from sgl_kvtier.lab.experiment.remote.trouble import OFF, ON, Trouble, TroubleOptions
 from sgl_kvtier.lab.experiment.remote.turns import NEW_TOKENS, Cell, Moved, MovedLog, prompts
 from sgl_kvtier.lab.experiment.restore.log import Scale
 from sgl_kvtier.lab.experiment.scenarios import remote as scenario
-from sgl_kvtier.lab.outside.client import Cached, Completion
-from sgl_kvtier.lab.pages.remote import remote_page, remote_tables
+from sgl_kvtier.lab.outside.client import Cached
+from sgl_kvtier.lab.pages import kinds
 
 SETUP = Setup("/m", "m", "cpu", 16, 512, device_tokens=8192, storage_bytes=1 << 30)
 PLAIN = REMOTE_ARMS[REMOTE]
@@ -110,17 +109,6 @@ def test_stock_has_its_own_backend_over_the_same_master(tmp_path: Path) -> None:
     assert "store" not in settings and "remote" not in settings
 
 
-def test_moved_turns_count_and_first_sessions_and_turns_do_not() -> None:
-    log = log_of(
-        turn(REMOTE, FULL, 100),
-        turn(REMOTE, FULL, 9000, session=0),
-        turn(REMOTE, FULL, 9000, number=0, moved=False),
-    )
-    (cell, _) = results(log)["cells"]
-    assert cell["arms"][REMOTE]["ttft_ms"]["p50"] == 100
-    assert cell["arms"][REMOTE]["ttft_ms"]["n"] == 1
-
-
 def test_answers_are_compared_with_recomputes() -> None:
     log = log_of(
         turn(REMOTE, FULL, 100, output_ids=(1, 3)),
@@ -183,15 +171,6 @@ def test_a_cell_that_was_begun_and_played_again_counts_once() -> None:
     assert [one.ttft_s for one in log.turns] == [0.1]
 
 
-def test_tables_and_page_show_every_arm() -> None:
-    log = log_of(turn(REMOTE, FULL, 200), turn("recompute", FULL, 100))
-    found = results(log)
-    (table,) = remote_tables(found)
-    assert [row["arm"] for row in table.rows] == [REMOTE, "recompute"]
-    page = remote_page(found)
-    assert "kvtier-remote 200 ms, recompute 100 ms" in page
-
-
 def test_a_page_of_a_run_that_was_stopped_early_has_what_there_is() -> None:
     other = Cell(None, 4.0)
     log = log_of(turn("recompute", FULL, 100))
@@ -199,34 +178,14 @@ def test_a_page_of_a_run_that_was_stopped_early_has_what_there_is() -> None:
     arms = ["recompute", REMOTE]
     found = remote_results(log, arms, cells)
     result = {"settings": {}, "arms": about_arms(arms), **found}
-    assert remote_page(result).startswith("<!DOCTYPE html>")
-    (table,) = remote_tables(result)
+    assert kinds.REMOTE.page(result).startswith("<!DOCTYPE html>")
+    (table,) = kinds.REMOTE.tables(result)
     assert len(table.rows) == 1
-
-
-def answer(ttft_s: float) -> Completion:
-    return Completion(0.0, 1.0, (1, 2), (ttft_s, ttft_s))
-
-
-def test_what_trouble_adds_is_the_difference_of_two_servers() -> None:
-    one = Trouble(TroubleOptions(512, 2, 1, 0), SETUP, Path("folder"))
-    one.times = {"dead": {OFF: [answer(0.1), answer(0.3)], ON: [answer(0.12), answer(0.33)]}}
-    one.starts_s = {OFF: [10.0], ON: [10.25]}
-    found = one.results()
-    assert found["states"]["dead"]["added_ms"]["paired_p50"] == pytest.approx(25)
-    assert found["states"]["dead"]["added_ms"]["p50"] == pytest.approx(25)
-    assert found["start_s"]["added"] == pytest.approx(0.25)
-    (table,) = remote_tables({"trouble": found})
-    assert table.rows[0]["state"] == "master dead"
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (["--arms", "recompute,none"], "no arm named none"),
-        (["--turns", "1"], "never moved"),
-        (["--trouble", "--html", "x.html"], "--html"),
-    ],
+    [(["--arms", "recompute,none"], "no arm named none"), (["--turns", "1"], "never moved")],
 )
 def test_wrong_options_are_refused_in_one_line(
     words: list[str], said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
@@ -249,7 +208,10 @@ def test_cells_are_full_speed_and_three_ratios_unless_others_are_named() -> None
     parser = argparse.ArgumentParser()
     scenario.add_arguments(parser)
     names = {
-        words: [cell.name for cell in scenario._cells(parser.parse_args(words.split()))]
+        words: [
+            cell.name
+            for cell in scenario._cells(scenario.RemoteCommand.of(parser.parse_args(words.split())))
+        ]
         for words in ("", "--quick", "--gbps 1,2", "--gbps 1 --load-over-compute 1/2")
     }
     assert names == {

@@ -39,7 +39,7 @@ def restore(kvtier: Command, tmp_path: Path) -> Command:
 def test_a_grid_becomes_a_table_a_result_and_a_page(restore: Command, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     decisions = tmp_path / "decisions.jsonl"
-    options = ("--rounds", "1", "--fluctuate", "1", "--load-over-compute", "1/2,1")
+    options = ("--rounds", "1", "--load-over-compute", "1/2,1")
     written = ("--html", str(page), "--decision-log", str(decisions))
     done = restore(*options, *written)
     result = done.result
@@ -52,7 +52,6 @@ def test_a_grid_becomes_a_table_a_result_and_a_page(restore: Command, tmp_path: 
         (512, 1.0),
     ]
     assert set(result["cells"][0]["ttft_ms"]) == {"compute", "load", "stock_timeout", "kvtier"}
-    assert len(result["fluctuation"]["cells"]) == 3
     assert "Time to first token of a stored prompt" in done.out
     assert page.read_text().startswith("<!DOCTYPE html>")
     key = result["settings"]["server_commands"]["tiny-qwen3"]
@@ -106,9 +105,8 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(
         (["--load-over-compute", "1/0"], "must be ratios above 0"),
         (["--lengths", "1000"], "whole pages"),
         (["--arms", "kvtier"], "must be among them"),
-        (["--no-grid"], "add --fluctuate"),
         (["--hole", "first", "--at-once", "2"], "--hole: not with --at-once"),
-        (["--hole", "first", "--fluctuate", "1"], "--hole: not with --fluctuate"),
+        (["--hole", "first", "--url", "http://127.0.0.1:1"], "--hole: not with --url"),
         (["--url", "http://127.0.0.1:1", "--decision-log", "d.jsonl"], "names its own"),
     ],
 )

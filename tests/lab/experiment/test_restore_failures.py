@@ -18,13 +18,11 @@ from sgl_kvtier.lab.experiment.machine import CpuShare
 from sgl_kvtier.lab.experiment.restore import trial as restore_trial
 from sgl_kvtier.lab.experiment.restore.cells import (
     cells,
-    curves,
     failures,
     is_sound,
     results_of,
     summary_of,
 )
-from sgl_kvtier.lab.experiment.restore.fluctuate import Fluctuation, FluctuationOptions
 from sgl_kvtier.lab.experiment.restore.log import (
     CURVE,
     FIRST,
@@ -223,52 +221,7 @@ def test_a_server_that_cannot_be_watched_is_left_alone_for_a_fixed_time(
     assert waited == [UNWATCHED_S]
 
 
-@pytest.mark.parametrize(
-    ("changed", "known"),
-    [({}, True), ({"seed": 1}, False), ({"rounds": 3}, False), ({"rounds": 1}, True)],
-)
-def test_a_trace_is_known_by_its_seed_and_its_rounds(changed: dict[str, int], known: bool) -> None:
-    log, scale = RestoreLog(), Scale("fake", 512, PAGE, 32768, 1.0)
-    log.add(
-        "fluctuation",
-        {
-            "model": "fake",
-            "length": 512,
-            "kind": "both",
-            "trace": 0,
-            "seed": 0,
-            "rounds": 2,
-            "over_fixed": 1.0,
-            "errors": {"load": 0},
-        },
-    )
-    options = dataclasses.replace(FluctuationOptions(traces=1, rounds=2), **changed)  # type: ignore[arg-type]
-    found = Fluctuation(options, Trials(Client("http://nowhere"), ServerCpu(None)), log, scale, [])
-    assert found._known("both", 0) is known
-    log.fluctuations[0]["errors"] = {"load": 1}
-    assert not found._known("both", 0)
-
-
-def test_failures_while_bandwidth_and_compute_change_are_in_the_summary() -> None:
-    log = RestoreLog()
-    refused: list[int] = []
-
-    def fixed_once(server: RestoringServer) -> bool:
-        if server.fixed_split == 0.5 and not refused:
-            refused.append(1)
-            return True
-        return False
-
-    measure(failing(fixed_once), ONE, log, traces=1)
-    assert log.fluctuations[0]["errors"] == {"compute": 0, "load": 0, "kvtier": 0, "both": 1}
-    assert log.fluctuations[0]["equal_tokens_fraction"] < 1
-    found = result_of(log)["summary"]
-    assert (found["errors"], found["equal_tokens"]) == (1, False)
-    assert all(row["equal_tokens_fraction"] == 1.0 for row in cells(log))
-    assert sum(curve["errors"] for curve in curves(log)) == 0
-
-
-def test_tokens_log_probs_and_failures_of_every_part_decide() -> None:
+def test_tokens_log_probs_and_failures_decide() -> None:
     equal = {"equal_tokens_fraction": 1.0, "equal_logprobs_fraction": 1.0, "errors": {"load": 0}}
     place = {
         "model": "fake",
@@ -282,13 +235,12 @@ def test_tokens_log_probs_and_failures_of_every_part_decide() -> None:
         **equal,
         **dict.fromkeys(("speedup_vs_load", "speedup_vs_compute", "speedup_vs_best_single")),
     }
-    assert is_sound(summary_of([row], [equal], [{"errors": 0}]))
+    assert is_sound(summary_of([row], [{"errors": 0}]))
     for worse in (
         {"equal_tokens_fraction": 0.9},
         {"equal_logprobs_fraction": 0.9},
         {"errors": {"load": 1}},
     ):
-        assert not is_sound(summary_of([{**row, **worse}], [equal], []))
-        assert not is_sound(summary_of([row], [{**equal, **worse}], []))
-    assert not is_sound(summary_of([row], [], [{"errors": 1}]))
-    assert is_sound(summary_of([], [], []))
+        assert not is_sound(summary_of([{**row, **worse}]))
+    assert not is_sound(summary_of([row], [{"errors": 1}]))
+    assert is_sound(summary_of([]))

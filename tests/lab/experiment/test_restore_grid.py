@@ -12,27 +12,17 @@ import pytest
 from fake_restore import PAGE, PAGE_BYTES, RestoringServer
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.restore.cells import cells, curves, results_of, summary_of
-from sgl_kvtier.lab.experiment.restore.fluctuate import Fluctuation, FluctuationOptions
-from sgl_kvtier.lab.experiment.restore.grid import (
-    Grid,
-    GridOptions,
-    curve_rounds,
-    order,
-    planned,
-    prompt,
-)
+from sgl_kvtier.lab.experiment.restore.cells import cells, summary_of
 from sgl_kvtier.lab.experiment.restore.log import GRID, RestoreLog
+from sgl_kvtier.lab.experiment.restore.plan import RestorePlan, curve_rounds, order, planned
+from sgl_kvtier.lab.experiment.restore.run import Grid
 from sgl_kvtier.lab.experiment.restore.trial import ServerCpu, Trial, Trials
 from sgl_kvtier.lab.outside.client import Client
-from sgl_kvtier.lab.pages.restore.grid import restore_page, restore_tables
 
-SMALL = GridOptions("fake", page=PAGE, chunk=256, lengths=(512,), ratios=(0.5, 1.0), rounds=2)
+SMALL = RestorePlan("fake", page=PAGE, chunk=256, lengths=(512,), ratios=(0.5, 1.0), rounds=2)
 
 
-def measure(
-    server: RestoringServer, options: GridOptions, log: RestoreLog, traces: int = 0
-) -> None:
+def measure(server: RestoringServer, options: RestorePlan, log: RestoreLog) -> None:
     async def go() -> None:
         async with server.up(), Client(server.url, admin_key="secret", timeout_s=30) as client:
             trials = Trials(
@@ -44,11 +34,6 @@ def measure(
                 discard=log.keep,
             )
             await Grid(options, trials, log).run()
-            scale = log.scale("fake", options.lengths[0])
-            if traces and scale is not None:
-                wanted = FluctuationOptions(traces=traces, rounds=2)
-                ids = prompt(options, scale.length)
-                await Fluctuation(wanted, trials, log, scale, ids).run()
 
     asyncio.run(go())
 
@@ -57,7 +42,7 @@ def test_every_arm_is_measured_at_every_bandwidth_in_every_round() -> None:
     log = RestoreLog()
     measure(RestoringServer(), SMALL, log)
     made = [(t.round, t.load_over_compute, t.arm) for t in log.of("fake", 512, GRID)]
-    assert made == [(n, ratio, arm) for n in (1, 2) for ratio, arm in order(SMALL, n)]
+    assert made == [(n, ratio, arm) for n in (1, 2) for ratio, _, arm in order(SMALL, n)]
     assert made[-1] == (2, 0.5, "compute")
 
 
@@ -81,28 +66,6 @@ def test_caches_are_emptied_before_every_trial_but_those_of_a_resident_prompt() 
     assert all(t.cached is not None and t.cached.device == 0 for t in log.of("fake", 512, GRID))
     resident = log.of("fake", 512, "resident")
     assert [t.cached.device for t in resident if t.cached is not None] == [512, 512, 512]
-
-
-def test_the_cells_say_how_much_came_from_storage_in_which_arm() -> None:
-    log = RestoreLog()
-    measure(RestoringServer(), SMALL, log)
-    rows = cells(log)
-    assert [row["load_over_compute"] for row in rows] == [0.5, 1.0]
-    for row in rows:
-        assert row["loaded_tokens"] == {
-            "compute": 0,
-            "load": 512,
-            "stock_timeout": 512,
-            "kvtier": 256,
-        }
-        assert row["rounds"] == dict.fromkeys(row["loaded_tokens"], 2)
-        assert row["equal_tokens_fraction"] == row["equal_logprobs_fraction"] == 1.0
-        assert row["link_bound_ms"] <= row["bound_ms"]
-        assert row["errors"] == dict.fromkeys(row["loaded_tokens"], 0)
-        assert row["speedup_vs_best_single"] <= max(
-            row["speedup_vs_load"], row["speedup_vs_compute"]
-        )
-    assert [point["tokens"] for point in curves(log)[0]["points"]] == [256, 512]
 
 
 def test_an_arm_that_estimates_the_bandwidth_restores_once_before_it_is_measured() -> None:
@@ -159,7 +122,9 @@ def test_a_run_is_continued_from_its_file(tmp_path: Path) -> None:
     assert continued.trials == first.trials
     measure(RestoringServer(), SMALL, continued)
     made = [(t.round, t.load_over_compute, t.arm) for t in continued.of("fake", 512, GRID)]
-    assert sorted(made) == sorted((n, ratio, arm) for n in (1, 2) for ratio, arm in order(SMALL, n))
+    assert sorted(made) == sorted(
+        (n, ratio, arm) for n in (1, 2) for ratio, _, arm in order(SMALL, n)
+    )
     assert len(continued.scales) == 1, "the bandwidths of a continued run are those it began with"
 
 
@@ -177,7 +142,7 @@ def test_slow_arms_are_measured_in_the_first_rounds_only() -> None:
     log = RestoreLog()
     options = dataclasses.replace(SMALL, rounds=3, slow_rounds=1)
     for number in (1, 2):
-        for ratio, arm in order(options, number):
+        for ratio, _, arm in order(options, number):
             slow = ratio == 1.0 and arm == "load"
             one = Trial("fake", 512, GRID, arm, number, 1.0, ratio, ttft_s=9.0 if slow else 1.0)
             if not (slow and number == 2):
@@ -185,12 +150,12 @@ def test_slow_arms_are_measured_in_the_first_rounds_only() -> None:
     grid = Grid(options, Trials(Client("http://nowhere"), ServerCpu(None)), log)
     spared = [
         (r, a)
-        for r, a in order(options, 3)
+        for r, _, a in order(options, 3)
         if grid._is_spared(Trial("fake", 512, GRID, a, 3, 1.0, r))
     ]
     assert spared == [(1.0, "load")]
     assert not any(
-        grid._is_spared(Trial("fake", 512, GRID, a, 1, 1.0, r)) for r, a in order(options, 1)
+        grid._is_spared(Trial("fake", 512, GRID, a, 1, 1.0, r)) for r, _, a in order(options, 1)
     )
 
 
@@ -239,68 +204,6 @@ def test_what_is_planned_is_what_is_made() -> None:
     assert all(log.has(trial) for trial in planned(SMALL, 512))
     assert curve_rounds(1) == [1]
     assert curve_rounds(5) == [1, 3, 5]
-
-
-def test_fluctuation_is_measured_against_the_best_fixed_split() -> None:
-    server, log = RestoringServer(), RestoreLog()
-    measure(server, SMALL, log, traces=1)
-    assert [(c["kind"], c["trace"]) for c in log.fluctuations] == [
-        ("bandwidth", 0),
-        ("compute", 0),
-        ("both", 0),
-    ]
-    for cell in log.fluctuations:
-        assert len(cell["over_hindsight_each"]) == 2
-        assert cell["hindsight_ms"] > 0
-        assert cell["equal_tokens_fraction"] == 1.0
-        assert cell["over_fixed"] == pytest.approx(
-            cell["kvtier_beside_fixed_ms"] / cell["fixed_ms"]
-        )
-        assert cell["fixed_ms"] == cell["fixed_splits_ms"][f"{cell['fixed_computed_share']:.4f}"]
-        assert {f"{part / 8:.4f}" for part in range(9)} <= set(cell["fixed_splits_ms"])
-        assert {name: len(traces) for name, traces in cell["applied"].items()} == {
-            "kvtier": 2,
-            "kvtier_beside_fixed": 2,
-            "fixed": 2,
-        }
-        assert all(
-            one["starts_s"][0] == 0.0 and one["gbps"][0] == cell["gbps"][0]
-            for each in cell["applied"].values()
-            for one in each
-        )
-        assert cell["errors"] == {"compute": 0, "load": 0, "kvtier": 0, "both": 0}
-    assert {part / 8 for part in range(9)} <= set(server.splits)
-    assert server.splits[-1] == -1.0 or log.trials[-1].fixed_split == server.splits[-1]
-    assert len(set(log.fluctuations[0]["gbps"])) > 1
-    assert len(log.fluctuations[1]["gbps"]) == 1
-    measure(server, SMALL, log, traces=1)
-    assert len(log.fluctuations) == 3, "traces that are in the log are not measured again"
-
-
-def test_of_a_trace_measured_twice_the_log_gives_the_last(tmp_path: Path) -> None:
-    log = RestoreLog.open(tmp_path / "log", {})
-    for kind, ms in (("compute", 1.0), ("both", 2.0), ("compute", 3.0)):
-        log.add(
-            "fluctuation",
-            {"model": "m", "length": 512, "kind": kind, "trace": 0, "hindsight_ms": ms},
-        )
-    for one in (log, RestoreLog.open(log.path, {})):
-        assert [(cell["kind"], cell["hindsight_ms"]) for cell in one.fluctuations] == [
-            ("both", 2.0),
-            ("compute", 3.0),
-        ]
-
-
-def test_tables_and_page_are_made_from_the_result_alone() -> None:
-    log = RestoreLog()
-    measure(RestoringServer(), SMALL, log, traces=1)
-    result = {**results_of(log), "settings": {"slow_rounds": 2}, "notes": ["a note"]}
-    titles = [table.title for table in restore_tables(result)]
-    assert len(titles) == 4
-    assert len(restore_tables(result)[0].rows) == 2
-    page = restore_page(result)
-    assert "<svg" in page or "need matplotlib" in page
-    assert "a note" in page
 
 
 def test_a_cell_that_misses_an_aim_is_named() -> None:

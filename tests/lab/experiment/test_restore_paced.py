@@ -16,24 +16,25 @@ from fake_restore import PAGE, PAGE_BYTES, RestoringServer
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.restore.cells import pace_of, results_of
-from sgl_kvtier.lab.experiment.restore.grid import Grid, GridOptions
 from sgl_kvtier.lab.experiment.restore.log import GRID, WARM, RestoreLog
+from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions, RestorePlan
+from sgl_kvtier.lab.experiment.restore.run import Grid
 from sgl_kvtier.lab.experiment.restore.server import Demand, setup_for
 from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, ServerCpu, Trial, Trials
-from sgl_kvtier.lab.experiment.scenarios import restore, restore_grid
+from sgl_kvtier.lab.experiment.scenarios import restore
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.paced import pace
 from sgl_kvtier.lab.paced.pace import PaceLog, Reader
-from sgl_kvtier.lab.pages.restore.grid import restore_tables
+from sgl_kvtier.lab.pages import kinds
 
 PACED = ("--device", "paced:h100-llama8b")
 DILATION, SCALE = 4.0, 512.0
 
 
-def parsed(*words: str) -> argparse.Namespace:
+def parsed(*words: str) -> RestoreOptions:
     parser = argparse.ArgumentParser()
     restore.add_arguments(parser)
-    return parser.parse_args([*PACED, *words])
+    return RestoreOptions.of(parser.parse_args([*PACED, *words]))
 
 
 class Device(RestoringServer):
@@ -64,7 +65,7 @@ class Device(RestoringServer):
 
 
 def measure(server: Device, path: Path, log: RestoreLog, **changed: Any) -> None:
-    options = GridOptions(
+    options = RestorePlan(
         "fake", page=PAGE, chunk=512, lengths=(512,), ratios=(1.0,), rounds=1, **changed
     )
 
@@ -163,16 +164,16 @@ def test_a_log_keeps_steps_and_a_result_does_not(tmp_path: Path) -> None:
 
 def test_paced_and_computed_trials_share_no_log(tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
-    RestoreLog.open(file, restore_grid.about(parsed()))
+    RestoreLog.open(file, restore.about(parsed()))
     with pytest.raises(BenchError, match="were made with device"):
-        RestoreLog.open(file, restore_grid.about(parsed("--device", "cpu")))
+        RestoreLog.open(file, restore.about(parsed("--device", "cpu")))
     with pytest.raises(BenchError, match="were made with paced"):
-        RestoreLog.open(file, restore_grid.about(parsed("--dilation", "2")))
+        RestoreLog.open(file, restore.about(parsed("--dilation", "2")))
 
 
 def test_lengths_of_a_paced_device_are_those_of_real_prompts() -> None:
-    def of(*words: str) -> GridOptions:
-        return restore_grid._options(parsed(*words), "h100-llama8b", 64, 8192)
+    def of(*words: str) -> RestorePlan:
+        return restore.options_of(parsed(*words), "h100-llama8b", 64, 8192)
 
     assert list(of().lengths) == [8192, 16384, 32768, 65536]
     assert list(of("--quick").lengths) == [8192, 16384]
@@ -184,7 +185,7 @@ def test_a_server_gets_the_devices_own_model_disk_and_deadlines(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     args = parsed("--dilation", "2")
-    shape = restore_grid.shape_of(args, "h100-llama8b")
+    shape = restore.shape_of(args, "h100-llama8b")
     setup = setup_for(args, shape, "h100-llama8b", Demand([65536]), "", "key")
     assert (setup.served_name, setup.page_size, setup.chunk_tokens) == ("paced-mha-1", 64, 8192)
     assert setup.context_tokens == setup.device_tokens
@@ -198,7 +199,6 @@ def test_a_server_gets_the_devices_own_model_disk_and_deadlines(
     [
         (("--models", "lab-mha"), "--models: paced:h100-llama8b brings a model of its own"),
         (("--url", "http://127.0.0.1:1"), "--url: paced:h100-llama8b is started by this command"),
-        (("--fluctuate", "1"), "--fluctuate: paced:h100-llama8b has the grid alone"),
         (("--page-size", "16"), "--page-size 16: paced:h100-llama8b has 64"),
         (("--lengths", "8016"), "--lengths: must be whole pages of 64 tokens"),
     ],
@@ -226,7 +226,7 @@ def test_every_title_says_that_nothing_was_computed(done: tuple[Done, str]) -> N
     result, page = done
     assert result.result["device"]["paced"]["profile"] == "h100-llama8b"
     mark = "(paced h100-llama8b, not computed)"
-    titles = [table.title for table in restore_tables(result.result)]
+    titles = [table.title for table in kinds.GRID.tables(result.result)]
     assert len(titles) == 4
     assert all(title.endswith(mark) for title in titles)
     assert f"<title>Restoring a stored prompt {mark}" in page

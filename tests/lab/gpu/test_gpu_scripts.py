@@ -125,11 +125,13 @@ def test_modules_and_tests_that_are_run_are_there(commands: list[dict[str, Any]]
             assert (ROOT / words[-1]).is_dir()
 
 
-def test_all_stages_run_and_their_results_are_in_one_folder(tmp_path: Path) -> None:
+def test_all_stages_run_and_their_results_are_in_one_folder(
+    tmp_path: Path, commands: list[dict[str, Any]]
+) -> None:
     stub = Stub(tmp_path)
     done = stub.run(*STAGES)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert stub.names() == [row["name"] for row in dry(*STAGES)]
+    assert stub.names() == [row["name"] for row in commands]
     assert 1 < len(list(stub.out.iterdir())) <= 8
     with tarfile.open(stub.out / "run.tar.xz") as archive:
         names = archive.getnames()
@@ -240,6 +242,7 @@ def test_packing_refuses_another_python_and_a_recipe_that_is_not_there(tmp_path:
 
 def test_a_pack_is_refused_unless_its_wheel_has_every_compiled_part() -> None:
     parts = re.findall(r'^ +"(sgl_kvtier\.[\w.]+)",$', (ROOT / "setup.py").read_text(), re.M)
+    parts = [part for part in parts if ".lab." not in part]  # the campaign's own, run on no card
     assert len(parts) >= 2
     asked = PACK.read_text()
     assert [part for part in parts if f'"{part.replace(".", "/")}"' not in asked] == []

@@ -16,7 +16,7 @@ from sgl_kvtier.lab.layers import forward
 from sgl_kvtier.lab.layers.restore import Layers, Pass
 from sgl_kvtier.runtime.backend.host_pages import parts_of
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
-from sgl_kvtier.runtime.restore.restoration import Restoration
+from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.store.base import PageWrite
 from sgl_kvtier.types import Link, Span, Tier
 

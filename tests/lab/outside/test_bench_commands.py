@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from sgl_kvtier.cli import main
-from sgl_kvtier.config import load_config
 
 
 def test_model_writes_a_model_and_prints_its_folder(
@@ -52,7 +51,7 @@ def test_serve_prints_a_command_and_writes_nothing(
     printed = capsys.readouterr().out
     assert "-m sglang.launch_server --model-path org/model" in printed
     assert "--hicache-storage-backend kvtier" in printed
-    assert f"@{tmp_path / 'pages.json'}" in printed
+    assert f'"path": "{store}"' in printed
     assert "--tp 2" in printed
     assert list(tmp_path.iterdir()) == []
 
@@ -81,30 +80,17 @@ def test_serve_says_what_is_missing(
     assert message in capsys.readouterr().err
 
 
-def test_the_example_settings_shown_for_a_store_are_valid(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(
-        [
-            "serve",
-            "m",
-            "--store",
-            str(tmp_path / "pages"),
-            "--capacity",
-            "2GiB",
-            "--device",
-            "cpu",
-            "--print",
-        ]
-    )
-    comment = capsys.readouterr().out.splitlines()[0]
-    path = tmp_path / "shown.json"
-    path.write_text(comment[comment.index("{") :])
-    assert load_config(path).store.capacity_bytes == 2 << 30
-
-
 def test_replay_of_a_server_that_is_not_there_says_how_to_start_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["replay", "http://127.0.0.1:9", "--trace", "generated:swe-mini"]) == 1
     assert "kvtier serve" in capsys.readouterr().err
+
+
+def test_an_address_without_a_scheme_says_how_it_is_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["replay", "localhost:9"])
+    said = capsys.readouterr().err
+    assert "give the scheme, as in http://localhost:9" in said and said.count("\n") == 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 
 import pytest
 
-from sgl_kvtier.config import load_config
+from sgl_kvtier.config import parse_config
 from sgl_kvtier.errors import BenchError, ConfigError
 from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.experiment.arms import Setup, prepare
@@ -126,9 +127,9 @@ def test_a_users_server_gets_settings_that_the_product_accepts(tmp_path, capsys)
     store = tmp_path / "store"
     args = parser.parse_args(["--device", "paced:h100-llama8b", "--store", str(store), "--print"])
     assert serve_command.run(args) == 0
-    written = capsys.readouterr().out.splitlines()[0].split(" would be written: ")[1]
-    (tmp_path / "kvtier.json").write_text(written)
-    assert load_config(tmp_path / "kvtier.json").lab.throttle.read_gbps == pytest.approx(0.1)
+    command = shlex.split(capsys.readouterr().out)
+    given = command[command.index("--hicache-storage-backend-extra-config") + 1]
+    assert parse_config(json.loads(given)).lab.throttle.read_gbps == pytest.approx(0.1)
 
 
 def serve(*words, extra=()):
@@ -201,10 +202,12 @@ def test_a_paced_server_takes_its_own_and_all_other_arguments(tmp_path, capsys):
 
 def test_a_users_server_in_fp8_has_room_for_twice_the_tokens(tmp_path, capsys):
     assert serve(*PACED, "--store", str(tmp_path / "s"), extra=FP8) == 0
-    settings, command = capsys.readouterr().out.splitlines()
+    command = capsys.readouterr().out.strip()
     assert f"--max-total-tokens {2 * launching.DEVICE_TOKENS} " in command
     assert command.endswith(f"{' '.join(FP8)} --port 30000")
-    throttle = json.loads(settings.split(" would be written: ")[1])["lab"]["throttle"]
+    words = shlex.split(command)
+    given = words[words.index("--hicache-storage-backend-extra-config") + 1]
+    throttle = json.loads(given)["lab"]["throttle"]
     assert throttle["read_gbps"] == pytest.approx(0.05)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from device_pools import latent_pools
 
-from sgl_kvtier.lab.gpu.pools import controller, latent_pools, pools, slots
+from sgl_kvtier.lab.gpu.pools import controller, pools, slots
 from sgl_kvtier.lab.paced import clock, device
 from sgl_kvtier.lab.paced.clock import Link, Stream, StreamContext
 from sgl_kvtier.lab.paced.copies import Copies, Damage, Pages

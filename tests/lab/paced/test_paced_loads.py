@@ -12,10 +12,11 @@ from sglang.srt.managers import cache_controller
 
 from sgl_kvtier.lab.paced import clock, pace
 from sgl_kvtier.lab.paced.watching import Loads, Ticks
-from sgl_kvtier.runtime.ranks.polls import LANDED, Poll
+from sgl_kvtier.runtime.proof.record import Proof
 from sgl_kvtier.runtime.restore import engine
-from sgl_kvtier.runtime.restore.restoration import Load
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+from sgl_kvtier.runtime.step.polls import LANDED, Poll
+from sgl_kvtier.runtime.step.restoration import Load
 from sgl_kvtier.types import Link, Span
 
 
@@ -48,7 +49,8 @@ def test_a_load_of_a_restoration_lasts_until_its_last_page(
     load = Load(restoration, Span(4, 6), link, none, none, False, 3.0, 9.0, poll)
     poll.mark(1, LANDED, 3.5)
     poll.mark(0, LANDED, 4.0)
-    engine.RestoreEngine._ended(SimpleNamespace(), load)  # type: ignore[arg-type]
+    own: Any = SimpleNamespace(proof=Proof(), context=SimpleNamespace(agreed_page_bytes=1))
+    engine.RestoreEngine._ended(own, load)
     loads.watch()  # the next step
     assert pace.read(tmp_path / "log") == [
         {"load": "storage-device", "at": 3.0, "end": 4.0, "rid": "a"}

@@ -42,7 +42,8 @@ def test_pages_come_back_right_from_every_tier_and_a_damaged_one_is_named(
 ) -> None:
     paced = launching.parse(f"paced:{name}", words=words)
     sections = paced.sections()
-    sections["policy"]["restore"] = "both"
+    # What damages a page is to be found by the check of rows, so nothing else may find it before.
+    sections["policy"] |= {"restore": "both", "proof": "off"}
     setup = Setup(
         model_path=str(paced.model()),
         served_name="paced",
@@ -103,6 +104,42 @@ def test_pages_come_back_right_from_every_tier_and_a_damaged_one_is_named(
     first = wrong(tmp_path)[known]
     assert (first["rid"], first["tier"]) == (damaged["meta_info"]["id"], "storage")
     assert "came from storage, in layer" in first["mismatch"]
+
+
+def test_a_page_damaged_on_its_way_is_found_before_a_forward_reads_it(tmp_path: Path) -> None:
+    name = "h100-llama8b"
+    paced = launching.parse(f"paced:{name}")
+    sections = paced.sections()
+    sections["policy"]["restore"] = "load"
+    setup = Setup(
+        model_path=str(paced.model()),
+        served_name="paced",
+        device=f"paced:{name}",
+        page_size=64,
+        chunk_tokens=2048,
+        dtype="float32",
+        device_tokens=DEVICE,
+        host_ratio=3.0,
+        storage_bytes=1 << 28,
+        context_tokens=DEVICE,
+        max_running=4,
+        sections=sections,
+    )
+    launch = prepare(OURS, setup, tmp_path)
+    damaging = replace(paced, damage="device").env(tmp_path / launching.LOG)
+    server = Server(OURS, Launch(launch.arguments, launch.env | damaging), tmp_path)
+    prompt = tokens(1)
+    right = list(answer_of(np.array(prompt), OUTPUTS))
+    with end_on_signals(), server:
+        server.wait_until_healthy(1500)
+        for _ in range(3):
+            assert ask(server, prompt)["output_ids"] == right
+            flush(server)
+        time.sleep(1.5)
+        assert metric(server, "kvtier:restore_proof_pages_total", 'result="differs"') == 1
+        assert metric(server, "kvtier:restore_proof_pages_total", 'result="equal"') > 0
+        assert metric(server, "kvtier:restore_proof", "") == 0
+    assert wrong(tmp_path) == []
 
 
 def tokens(seed: int) -> list[int]:

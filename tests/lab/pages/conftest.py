@@ -7,6 +7,7 @@ import random
 import pytest
 
 from sgl_kvtier.console import envelope
+from sgl_kvtier.lab.pages.compare.figures import figures
 from sgl_kvtier.lab.pages.compare.page import compare_page
 from sgl_kvtier.lab.pages.stats import pair_ratios, percentile, summary
 
@@ -29,6 +30,12 @@ def compare_result() -> dict:
     hostile texts.
     """
     return make_result()
+
+
+@pytest.fixture(scope="session")
+def compare_figures() -> list[tuple[str, str]]:
+    """Plots and captions of `compare_result`, drawn once: that takes seconds."""
+    return list(figures(make_result()))
 
 
 @pytest.fixture(scope="session")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 import sys
 from html.parser import HTMLParser
 
 import pytest
 
-from sgl_kvtier.console import MISSING, to_json
+from sgl_kvtier.console import MISSING
 from sgl_kvtier.console.table import format_share
+from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.lab.pages.compare.losing import losing_cells
 from sgl_kvtier.lab.pages.compare.page import compare_page
 from sgl_kvtier.lab.pages.compare.result import prompt_parts
-from sgl_kvtier.lab.pages.compare.tables import compare_tables, main_tables
+from sgl_kvtier.lab.pages.compare.tables import main_tables
 from sgl_kvtier.lab.pages.html import flatten
 from sgl_kvtier.sizes import format_bytes
 
@@ -73,18 +73,6 @@ BOUND = {
     "makespan_s": 20.0,
     "wall_s": 30.0,
 }
-
-
-def test_the_least_time_stands_beside_what_was_measured() -> None:
-    arm = {"ttft_later_ms": {"mean": 300.0, "p50": 1.0}, "bound": BOUND}
-    result = {"arms": {"hicache-file": {"ttft_ms": {"p50": 1.0}}, "kvtier": arm}}
-    note = main_tables(result)[0].notes[-1]
-    assert "100 ms on average" in note
-    assert "it took 3.0 and 1.5 times that, and 1.50 times the least of a whole round" in note
-    table = next(one for one in compare_tables(result) if one.title.startswith("Beside the least"))
-    assert table.rows[1]["over"] == {"alone": 3.0, "demand": 1.5, "round": 1.5}
-    assert table.rows[0]["over"] == dict.fromkeys(("alone", "demand", "round"))
-    assert len(main_tables(two_arms(1, 2))[0].notes) == 1
 
 
 def test_the_arm_with_memory_for_everything_is_no_opponent() -> None:
@@ -146,16 +134,6 @@ def test_text_from_outside_stays_text(compare_result: dict) -> None:
     assert "<img src=x onerror=alert(1)>" in page.text
 
 
-def test_the_page_has_the_tables_the_plots_and_the_command(
-    compare_result: dict, compare_text: str
-) -> None:
-    page = Page(compare_text)
-    assert page.count("svg") == page.count("figure") == 8
-    assert page.count("table") == 1 + 5 + 1 + 1  # printed, behind it, losing cells, workload
-    assert "kvtier compare --model-path '</script><b id=hostile>" in page.text
-    assert compare_result["environment"]["platform"] in page.text
-
-
 def test_without_matplotlib_the_page_has_the_tables_and_says_how_to_get_plots(
     compare_result: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,11 +141,7 @@ def test_without_matplotlib_the_page_has_the_tables_and_says_how_to_get_plots(
     page = Page(compare_page(compare_result))
     assert page.count("svg") == 0
     assert page.count("table") == 8
-    assert "pip install 'sgl-kvtier[lab]'" in page.text
-
-
-def test_the_page_is_made_from_what_the_json_file_holds(compare_result: dict) -> None:
-    assert compare_page(json.loads(to_json(compare_result))) == compare_page(compare_result)
+    assert how_to_install("lab") in page.text
 
 
 def test_unequal_outputs_and_failures_stand_out_at_the_top(compare_text: str) -> None:
@@ -179,7 +153,10 @@ def test_unequal_outputs_and_failures_stand_out_at_the_top(compare_text: str) ->
     assert page.text.index(said) < page.text.index("First turns mean")
 
 
-def test_an_arm_that_failed_and_an_early_end_stand_out(compare_result: dict) -> None:
+def test_an_arm_that_failed_and_an_early_end_stand_out(
+    compare_result: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # plots take seconds
     compare_result["arms"]["hicache"]["failure"] = "no memory\nLast lines"
     compare_result["interrupted"] = True
     page = Page(compare_page(compare_result))
@@ -196,43 +173,11 @@ def test_a_result_with_hardly_anything_in_it_still_makes_a_page() -> None:
     assert "Nothing to compare" in page.text
 
 
-def test_one_table_of_at_most_nine_columns_is_printed(compare_result: dict) -> None:
-    (table,) = main_tables(compare_result)
-    assert len(table.columns) <= 9
-    hicache_file = table.cells()[2]
-    arm = compare_result["arms"]["hicache-file"]
-    later = arm["ttft_later_ms"]
-    assert hicache_file[1:4] == [f"{later[name]:,.1f}" for name in ("p50", "p99", "mean")]
-    assert hicache_file[7:] == ["1", "100 %"]
-    good = [
-        sample
-        for sample in compare_result["samples"]
-        if sample["arm"] == "hicache-file" and sample["error"] is None
-    ]
-    prompts = sum(sample["prompt_tokens"] for sample in good)
-    cached = sum(sum(sample["cached"].values()) for sample in good)
-    stored = sum(sample["cached"]["storage"] for sample in good)
-    shares = f"{100 * (prompts - cached) / prompts:.0f} % / {100 * stored / prompts:.0f} %"
-    assert hicache_file[6] == shares
-    first = [sample["ttft_ms"] for sample in good if sample["turn"] == 1]
-    assert hicache_file[4] == f"{sum(first) / len(first):,.1f}"
-
-
 def test_a_share_that_is_not_all_is_not_shown_as_all() -> None:
     cached = {"device": 0, "host": 0, "storage": 2}
     result = two_arms(1, 1, samples=[{"arm": "kvtier", "prompt_tokens": 1000, "cached": cached}])
     (table,) = main_tables(result)
     assert table.cells()[1][6] == "> 99 % / < 1 %"
-
-
-def test_times_of_a_second_and_more_are_in_seconds() -> None:
-    (table,) = main_tables(two_arms(1, 1))
-    assert table.columns[1].unit == "ms"
-    result = two_arms(1, 1)
-    result["arms"]["kvtier"]["ttft_later_ms"] = {"p50": 80.0, "mean": 1520.0}
-    (table,) = main_tables(result)
-    assert table.cells()[1][1:4] == ["0.08", MISSING, "1.52"]
-    assert table.columns[1].unit == "s"
 
 
 def test_later_turns_of_an_older_result_are_taken_from_its_samples(compare_result: dict) -> None:
@@ -241,28 +186,6 @@ def test_later_turns_of_an_older_result_are_taken_from_its_samples(compare_resul
         del arm["ttft_later_ms"]
     (old,) = main_tables(compare_result)
     assert new.cells() == old.cells()
-
-
-def test_arms_keep_their_order_and_missing_figures_are_dashes(compare_result: dict) -> None:
-    _, first, _, _, tokens, ratios = compare_tables(compare_result)
-    assert [row[0] for row in first.cells()] == ["recompute", "hicache", "hicache-file", "kvtier"]
-    assert first.cells()[0][-1] == MISSING  # recompute is what the others are compared with
-    assert tokens.cells()[0][-2:] == ["0 B", MISSING]
-    assert ratios.cells()[-1][0] == "kvtier / hicache-file"
-
-
-def test_cached_and_computed_tokens_sum_to_the_prompts_of_the_requests_that_ended_well(
-    compare_result: dict,
-) -> None:
-    for arm in compare_result["arms"]:
-        prompts = [
-            s["prompt_tokens"]
-            for s in compare_result["samples"]
-            if s["arm"] == arm and s["error"] is None
-        ]
-        assert sum(value or 0 for value in prompt_parts(compare_result, arm).values()) == sum(
-            prompts
-        )
 
 
 def test_without_samples_computed_tokens_are_unknown_and_not_zero() -> None:
@@ -355,17 +278,3 @@ def test_nested_settings_become_dotted_names() -> None:
         ("y", MISSING),
         ("z", "1, 2"),
     ]
-
-
-def test_only_arms_that_restore_have_a_row_about_it_and_without_any_there_is_no_table(
-    compare_result: dict,
-) -> None:
-    title = "Prefixes computed and loaded at once"
-    assert title not in [table.title for table in compare_tables(compare_result)]
-    compare_result["arms"]["kvtier"]["restore"] = {
-        "started": 30.0,
-        "met": 24.0,
-        "computed_fraction": 0.25,
-    }
-    (table,) = [table for table in compare_tables(compare_result) if table.title == title]
-    assert [row["arm"] for row in table.rows] == ["kvtier"]

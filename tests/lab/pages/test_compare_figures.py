@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 
@@ -80,14 +81,16 @@ def test_a_request_without_a_token_failed() -> None:
     assert session_bars([request("a", 1, None, 4, [2, 3])], LANES) == [Bar("1", 1, 4, FAILED)]
 
 
-def titles(result: dict) -> list[str]:
-    return [svg.split('aria-label="')[1].split('"')[0] for svg, _ in figures(result)]
+def titles(drawn: Iterable[tuple[str, str]]) -> list[str]:
+    return [svg.split('aria-label="')[1].split('"')[0] for svg, _ in drawn]
 
 
-def test_what_a_result_does_not_have_is_not_drawn(compare_result: dict) -> None:
-    whole = titles(compare_result)
+def test_what_a_result_does_not_have_is_not_drawn(
+    compare_result: dict, compare_figures: list[tuple[str, str]]
+) -> None:
+    whole = titles(compare_figures)
     assert len(whole) == 8
-    traffic = [svg for svg, _ in figures(compare_result) if "Traffic of storage" in svg]
+    traffic = [svg for svg, _ in compare_figures if "Traffic of storage" in svg]
     assert all(f">{what}<" in traffic[0] for what in ("storage read", "host to device"))
     assert [title.split(":")[0] for title in whole[4:]] == [
         "Tokens in each tier",
@@ -96,19 +99,18 @@ def test_what_a_result_does_not_have_is_not_drawn(compare_result: dict) -> None:
         "Sessions over time",
     ]
     del compare_result["timeline"]
-    assert titles(compare_result) == whole[:4]
+    assert titles(figures(compare_result)) == whole[:4]
 
 
 def test_sources_of_prompts_are_shares_so_that_arms_with_fewer_rounds_compare(
-    compare_result: dict,
+    compare_result: dict, compare_figures: list[tuple[str, str]]
 ) -> None:
-    def drawn() -> str:
-        return next(svg for svg, _ in figures(compare_result) if "share of prompt tokens" in svg)
+    def shares(drawn: Iterable[tuple[str, str]]) -> str:
+        return next(svg for svg, _ in drawn if "share of prompt tokens" in svg)
 
-    whole = drawn()
     twice = [s for s in compare_result["samples"] if s["arm"] == "recompute"]
     compare_result["samples"] += twice
-    assert drawn() == whole
+    assert shares(figures(compare_result)) == shares(compare_figures)
 
 
 def test_storage_traffic_of_a_paced_device_is_that_of_the_model(compare_result: dict) -> None:
@@ -119,15 +121,17 @@ def test_storage_traffic_of_a_paced_device_is_that_of_the_model(compare_result: 
     assert any("times 512" in caption and "device's clock" in caption for _, caption in drawn)
 
 
-def test_a_gantt_says_whether_its_server_tells_loading_from_queueing(compare_result: dict) -> None:
-    stock, ours = [svg + caption for svg, caption in figures(compare_result)][-2:]
+def test_a_gantt_says_whether_its_server_tells_loading_from_queueing(
+    compare_figures: list[tuple[str, str]],
+) -> None:
+    stock, ours = [svg + caption for svg, caption in compare_figures][-2:]
     assert ">queued or loading<" in stock and "does not say when" in stock
     assert ">queued or loading<" not in ours and "does not say when" not in ours
     assert ">queued<" in ours and ">loading<" in ours
 
 
-def test_an_arm_has_one_colour_in_all_plots(compare_result: dict) -> None:
-    drawn = [svg for svg, _ in figures(compare_result)]
+def test_an_arm_has_one_colour_in_all_plots(compare_figures: list[tuple[str, str]]) -> None:
+    drawn = [svg for svg, _ in compare_figures]
     for svg in (drawn[0], drawn[1], drawn[3], drawn[4], drawn[5]):
         assert "#d55e00" in svg.lower()  # kvtier
         assert "#0072b2" in svg.lower()  # hicache-file

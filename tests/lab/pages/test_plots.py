@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.lab.pages.figure import colours, dashes, markers, plots_available
 from sgl_kvtier.lab.pages.plots import (
     Bar,
@@ -172,5 +173,5 @@ def test_a_plot_is_saved_as_a_file_of_its_own(tmp_path: Path) -> None:
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert not plots_available()
-    with pytest.raises(KVTierError, match=r"pip install 'sgl-kvtier\[lab\]'"):
+    with pytest.raises(KVTierError, match=re.escape(how_to_install("lab"))):
         lines([], "T", "x", "y")

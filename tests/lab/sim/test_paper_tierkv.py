@@ -1,112 +1,230 @@
-"""TierKV's printed tables: transcribed whole, and not obtained when bytes obey the link."""
+"""TierKV's printed tables are not obtained when bytes obey the link; its machine conserves tokens
+and bytes.
+"""
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sgl_kvtier.lab.papers.tierkv.command import FITTED, MODELS, TABLES
-from sgl_kvtier.lab.papers.tierkv.measures import measure
-from sgl_kvtier.lab.papers.tierkv.runs import run
-from sgl_kvtier.lab.papers.tierkv.setup import (
-    COLUMN_POLICIES,
-    POLICIES,
-    load_setup,
-    printed_figure,
-    printed_table,
+from sgl_kvtier.lab.papers.tierkv import (
+    _POLICIES,
+    HonestPager,
+    Load,
+    Measures,
+    PackingPager,
+    Request,
+    Run,
+    Server,
+    StaticPager,
+    Steps,
+    arrivals,
+    measure,
+    pager_of,
+    printed,
+    simulate,
+    sweep_load,
+    sweep_server,
 )
-from sgl_kvtier.lab.sim.cells import Cell, agreement, as_rows, split_null
 
-PRINTED_LEVELS = ("1.0", "1.5", "2.0", "2.5", "3.0", "3.5", "4.0", "4.5", "5.0")
-
-
-def cell(cells: list[Cell], row: str, column: str) -> Cell:
-    return next(one for one in cells if (one.row, one.column) == (row, column))
+KV_BYTES = 524288
 
 
-def test_all_printed_cells_are_there():
-    assert len(printed_table("4")) == 7 * 4
-    grid = {(level, policy) for level in PRINTED_LEVELS for policy in POLICIES}
-    assert set(printed_table("5")) == set(printed_table("6")) == grid
-    assert len(printed_table("7")) == 3 * len(POLICIES)
-    assert len(printed_figure("fig6")) == 7
+def test_all_printed_cells_of_the_levels_are_there() -> None:
+    levels = ("1.0x", "1.5x", "2.0x", "3.0x", "5.0x")
+    grid = {(level, policy) for level in levels for policy in _POLICIES}
+    assert set(printed("5")) == set(printed("6")) == grid
+    assert (len(printed("4")), len(printed("7"))) == (5 * 4, 3 * len(_POLICIES))
+    assert sum(value is not None for value in printed("fig6").values()) == 7
 
 
-def test_printed_stalls_of_a_policy_are_one_share_of_lrus_at_every_level():
+def test_printed_stalls_of_a_policy_are_one_share_of_lrus_at_every_level() -> None:
     """What the conclusion of the page rests on: the paper's policies are constant factors."""
-    p95 = printed_table("6")
+    p95 = printed("6")
+
+    def stall(level: str, policy: str) -> float:
+        there, without = p95[level, policy], p95["1.0x", policy]
+        assert there is not None and without is not None
+        return there - without
+
     for policy, share in (("Freq", 0.85), ("Static", 0.60), ("Attn-Pref.", 0.45)):
-        for level in PRINTED_LEVELS[2:]:
-            stall, lru = (p95[level, one] - p95["1.0", one] for one in (policy, "LRU"))
-            assert stall / lru == pytest.approx(share, abs=0.01)
+        for level in ("2.0x", "3.0x", "5.0x"):
+            assert stall(level, policy) / stall(level, "LRU") == pytest.approx(share, abs=0.01)
 
 
-@pytest.mark.parametrize("level", [1.5, 5.0])
-def test_when_bytes_obey_the_link_prefetch_is_not_flat_and_only_waiting_is(level: float):
-    setup = load_setup()
-    load, seed = setup.sweep_load(), setup.seeds[0]
+def seen(policy: str, level: float) -> Measures:
+    on = sweep_server(level)
+    return measure(simulate(on, arrivals(sweep_load(), 0), pager_of(on, policy)))
 
-    def seen(policy: str, at: float = level):
-        return measure(run(setup.sweep_server(at), load, policy, seed))
 
-    prefetch, lru, oracle = (seen(policy) for policy in ("Prefetch", "LRU", "Oracle"))
-    assert prefetch.tpot_ms > 100 * printed_table("5")[str(level), "Prefetch"]
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [5.0, 1.5])
+def test_when_bytes_obey_the_link_prefetch_is_not_flat_and_only_waiting_is(level: float) -> None:
+    prefetch, lru, oracle = (seen(policy, level) for policy in ("Prefetch", "LRU", "Oracle"))
+    assert prefetch.tpot_ms > 100 * 4.07
     assert prefetch.tpot_ms > 0.8 * lru.tpot_ms
-    assert oracle.tpot_ms < 1.05 * printed_table("5")[str(level), "Oracle"]
+    assert oracle.tpot_ms < 1.05 * 4.03
     assert oracle.wait_ms > 100 * seen("Oracle", 1.0).wait_ms
 
 
-def test_nothing_moves_at_1x():
-    setup = load_setup()
-    done = run(setup.sweep_server(1.0), setup.sweep_load(), "LRU", setup.seeds[0])
-    assert measure(done).hit_share == 1
-    assert done.link.nbytes == 0
+def test_nothing_moves_at_1x() -> None:
+    assert (seen("LRU", 1.0).hit_share, seen("LRU", 1.0).moved_gb) == (1, 0)
 
 
-@pytest.mark.slow
-def test_lookahead_beyond_one_step_changes_nothing():
-    cells = list(TABLES["fig6"]())
-    assert cell(cells, "K=16", "TPOT").ours == cell(cells, "K=1", "TPOT").ours
-    # Only what was fetched for requests that ended before their next turn.
-    assert cell(cells, "K=1", "wasted bandwidth").ours < 0.5
+# --- the machine ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_table_4_has_every_policy_and_only_not_starting_requests_keeps_a_step_short():
-    cells = list(TABLES["4"]())
-    rows = as_rows(cells)
-    assert json.loads(json.dumps(rows)) == rows
-    found = {(one.row, one.column): one.ours for one in cells}
-    assert set(found) == {(row, model) for row in COLUMN_POLICIES for model in MODELS}
-    for model in MODELS:
-        lru, ours = found["LRU", model], found["TierKV-Prefetch", model]
-        assert ours > 0.4 * lru > 10 * found["Oracle", model]
+def server(hbm_tokens: int = 1 << 20, most_running: int = 256) -> Server:
+    return Server(KV_BYTES, 0.003, 1e-5, hbm_tokens * KV_BYTES, most_running=most_running)
 
 
-def test_fitted_cells_are_printed_ones_and_as_many_as_the_page_says():
-    setup = load_setup()
-    named = [tuple(one) for part in setup.fitted_on.values() for one in part]
-    assert len(named) == len(set(named)) == FITTED.numbers
-    for table, row, column in set(named) - {("fig4", "Prefetch", "mean")}:
-        assert (row, column) in printed_table(table)
+def batch_of(count: int, context: int, generate: int) -> list[Request]:
+    return [Request(rid, 0.0, context, generate) for rid in range(count)]
 
 
-def test_the_accounting_predicts_no_fitted_cell_and_the_null_model_no_cell_that_it_is_given():
-    planned, null = split_null(list(TABLES["accounting"]()))
-    assert len(planned) == len(null) == 2 * 54 + 18
-    fitted = {(one.table, one.row, one.column) for one in planned if one.fitted}
-    setup = load_setup()
-    assert fitted == {
-        (table, f"{row}x", policy)
-        for part in ("load", "shares")
-        for table, row, policy in setup.fitted_on[part]
-    }
-    assert all(one.fitted for one in null if one.column == "LRU" or one.row == "1.0x")
-    # What it is given it gives back.
-    assert all(one.deviation == pytest.approx(0, abs=1e-9) for one in null if one.fitted)
+def generated(run: Run) -> int:
+    return sum(one.count * one.running for one in run.steps)
 
 
-def test_the_print_is_mostly_one_curve_the_accounting_and_the_null_model_both_give_it():
-    for cells in split_null(list(TABLES["accounting"]())):
-        assert agreement(cells)["within_15_percent"] > 0.9
+def moved_bytes(run: Run) -> float:
+    return sum(one.count * (one.paging.demand_bytes + one.paging.ahead_bytes) for one in run.steps)
+
+
+def test_a_request_that_fits_takes_one_compute_step_per_token() -> None:
+    on = server()
+    run = simulate(on, batch_of(1, 100, 50), HonestPager(on, "LRU"))
+    assert generated(run) == 50
+    assert run.end_s == pytest.approx(50 * on.compute_s(1))
+
+
+def test_a_request_that_comes_within_a_step_joins_at_the_next_one() -> None:
+    on = server()
+    at = 1.5 * on.compute_s(1)
+    run = simulate(on, [Request(0, 0.0, 100, 10), Request(1, at, 100, 10)], HonestPager(on, "LRU"))
+    assert sorted(run.waits_s) == pytest.approx([0, 2 * on.compute_s(1) - at])
+
+
+def test_the_batch_never_holds_more_than_it_may() -> None:
+    on = server(most_running=3)
+    run = simulate(on, batch_of(10, 100, 20), HonestPager(on, "LRU"))
+    assert max(one.running for one in run.steps) == 3
+    assert len(run.waits_s) == 10
+
+
+@settings(max_examples=examples(8), deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    requests=st.integers(1, 40),
+    hbm_tokens=st.integers(8_000, 60_000),
+    policy=st.sampled_from(_POLICIES),
+)
+def test_every_token_is_generated_once_whatever_pages(
+    seed: int, requests: int, hbm_tokens: int, policy: str
+) -> None:
+    asked = arrivals(Load(requests, 20_000, ((1, 128, 4096),), ((1, 1, 200),)), seed)
+    on = server(hbm_tokens, most_running=16)
+    run = simulate(on, asked, pager_of(on, policy))
+    assert generated(run) == sum(one.generate for one in asked)
+    assert len(run.waits_s) == len(asked) and min(run.waits_s) >= 0
+    # The link moved what the steps say, at no more than its bandwidth.
+    assert moved_bytes(run) <= on.link_bytes_per_s * run.end_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("policy", _POLICIES)
+def test_the_same_load_gives_the_same_run_twice(policy: str) -> None:
+    on = server(20_000)
+    asked = arrivals(Load(60, 9_000, ((1, 128, 4096),), ((1, 8, 300),)), seed=5)
+    first, second = (simulate(on, asked, pager_of(on, policy)) for _ in range(2))
+    assert first == second
+
+
+# --- pagers ---------------------------------------------------------------------------------------
+
+
+def full_steps(policy: str, requests: int = 24) -> Run:
+    """A batch of prefixes of 2,048 tokens, of which HBM takes 20."""
+    on = server(20 * 2048)
+    return simulate(on, batch_of(requests, 2048, 64), pager_of(on, policy))
+
+
+def test_lru_loses_nearly_everything_when_the_batch_is_a_little_larger_than_hbm() -> None:
+    last = full_steps("LRU").steps[-1].paging
+    # Five of six would fit. What is left are requests that run together with one that evicts them.
+    assert last.hit_share < 0.25
+    assert last.ahead_bytes == 0
+
+
+def test_next_use_misses_only_what_does_not_fit_and_fetches_it_ahead() -> None:
+    last = full_steps("Prefetch").steps[-1].paging
+    assert last.hit_share == pytest.approx(20 / 24, abs=0.06)
+    assert last.demand_bytes <= 0.1 * last.ahead_bytes
+    assert last.wasted_bytes == 0
+
+
+def test_a_lookahead_of_zero_fetches_nothing_ahead() -> None:
+    on = server(20 * 2048)
+    run = simulate(on, batch_of(24, 2048, 64), HonestPager(on, "Prefetch", lookahead_steps=0))
+    assert all(one.paging.ahead_bytes == 0 for one in run.steps)
+    assert run.steps[-1].paging.demand_bytes > 0
+
+
+def test_what_is_fetched_ahead_hides_behind_computing_and_no_more() -> None:
+    on, run = server(20 * 2048), full_steps("Prefetch")
+    for one in run.steps:
+        transfer_s = one.paging.ahead_bytes / on.link_bytes_per_s
+        demand_s = one.paging.demand_bytes / on.link_bytes_per_s
+        at_once_s = max(transfer_s, on.compute_s(one.running))
+        assert one.seconds == pytest.approx(at_once_s + demand_s)
+    assert run.steps[-1].seconds > 10 * on.compute_s(24)
+
+
+def test_a_batch_that_fits_moves_nothing() -> None:
+    for policy in _POLICIES:
+        run = full_steps(policy, requests=8)
+        assert moved_bytes(run) == 0
+        assert measure(run).hit_share == 1
+
+
+def test_static_placement_reads_what_found_no_room_in_every_step() -> None:
+    on = server(20 * 2048)
+    run = simulate(on, batch_of(24, 2048, 64), StaticPager(on))
+    assert run.steps[0].paging.demand_bytes == (24 - 20) * 2048 * KV_BYTES
+
+
+def test_the_packing_oracle_starts_only_what_it_can_serve_without_a_stall() -> None:
+    on = server(20 * 2048)
+    run = simulate(on, batch_of(24, 2048, 64), PackingPager(on))
+    assert all(one.paging.demand_bytes == 0 for one in run.steps)
+    assert all(one.seconds <= on.compute_s(one.running) * (1 + 1e-6) for one in run.steps)
+    # The price is waiting: not everyone started at once.
+    assert max(run.waits_s) > 0
+    assert len(run.waits_s) == 24
+
+
+# --- loads and measures ---------------------------------------------------------------------------
+
+
+def test_lengths_stay_in_their_ranges_and_average_as_they_say() -> None:
+    lengths = ((0.7, 128, 256), (0.3, 256, 512))
+    drawn = [one.context for one in arrivals(Load(4000, 1.0, lengths, ((1, 1, 1),)), seed=1)]
+    assert all(128 <= one <= 512 for one in drawn)
+    assert sum(drawn) / len(drawn) == pytest.approx(0.7 * 192 + 0.3 * 384, rel=0.02)
+
+
+def test_the_p95_follows_the_tokens_of_steps() -> None:
+    on, packing = server(), full_steps("Oracle").steps[0].paging
+    for slow_tokens, p95_ms in ((4, 1.0), (6, 5.0)):
+        steps = [
+            Steps(0.001, 100 - slow_tokens, 1, 10, packing),
+            Steps(0.005, slow_tokens, 1, 10, packing),
+        ]
+        assert measure(Run(steps, [0.0], 1.0)).p95_tpot_ms == pytest.approx(p95_ms)
+    assert on.hbm_tokens == 1 << 20
+
+
+def test_throughput_times_token_time_is_the_batch() -> None:
+    on = server()
+    found = measure(simulate(on, batch_of(7, 100, 40), HonestPager(on, "LRU")))
+    assert found.tokens_per_s * found.tpot_ms / 1e3 == pytest.approx(7)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -167,19 +166,3 @@ def test_wrong_arguments_are_told_in_one_line(
 ) -> None:
     assert main(["sim", *arguments]) == 1
     assert complaint in capsys.readouterr().err
-
-
-def test_every_key_of_a_run_is_documented_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sim", "run", *LOAD, "--policy", "recompute", "--json", "-"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    text = (Path(__file__).parents[3] / "docs" / "manual" / "json.md").read_text("utf-8")
-    section = text.split("\n## `kvtier.sim.run/1`\n", 1)[1].split("\n## ", 1)[0]
-    top, policies = section.split("\n### `policies`\n", 1)
-    for part, found in (
-        (top, set(result) - {"schema", "command", "environment"}),
-        (policies, set(result["policies"][0])),
-    ):
-        cells = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
-        assert {
-            re.split(r"[.{]", key)[0] for cell in cells for key in re.findall(r"`([^`]+)`", cell)
-        } == found

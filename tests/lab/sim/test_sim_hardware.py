@@ -8,7 +8,7 @@ import pytest
 
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab import profile
-from sgl_kvtier.lab.papers.cacheflow.rig import Place, rig
+from sgl_kvtier.lab.papers.cacheflow import Place, rig
 from sgl_kvtier.lab.profile import Profile, Table
 from sgl_kvtier.lab.sim.costs import Batch, MeasuredCost
 from sgl_kvtier.lab.sim.experiment import Machine, run_policy

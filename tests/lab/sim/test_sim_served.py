@@ -14,7 +14,7 @@ from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import engine_shape, simulate
 from sgl_kvtier.lab.sim.served import Served
 from sgl_kvtier.lab.sim.server import ServerSpec
-from sgl_kvtier.policy.ahead.turns import due
+from sgl_kvtier.policy.ahead.budget import reads_due
 from sgl_kvtier.policy.messages import (
     ChunkBeside,
     HeldBack,
@@ -44,7 +44,7 @@ class Asked(Scripted):
         if isinstance(question, LeftToEngine):
             return self.why(question.offer, question.view)
         if isinstance(question, ReadsDue):
-            return due(question)
+            return reads_due(question)
         if isinstance(question, ChunkBeside):
             return min(question.most, question.left_tokens)
         if isinstance(question, HeldBack):

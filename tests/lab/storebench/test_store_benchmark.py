@@ -1,6 +1,4 @@
-"""The store benchmark measures what it says, with and without fio, and writes what
-docs/manual/json.md promises.
-"""
+"""The store benchmark measures what it says, with and without fio."""
 
 from __future__ import annotations
 

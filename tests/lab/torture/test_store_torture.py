@@ -9,11 +9,24 @@ from pathlib import Path
 import pytest
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.torture import command, deletes
+from sgl_kvtier.lab.torture import command, deletes, faults
 from sgl_kvtier.lab.torture.command import PARTS, QUICK, bad, torture
+from sgl_kvtier.lab.torture.faults import engines
 from sgl_kvtier.lab.torture.kills import POINTS
 from sgl_kvtier.lab.torture.oracle import Oracle, content, open_at, page_key
 from sgl_kvtier.store.base import PageWrite
+
+
+def compiled(by_engine: dict[str, dict[str, int]]) -> list[dict[str, int]]:
+    """The faults of stores with compiled I/O threads, by the call that failed."""
+    assert by_engine.keys() == engines().keys()
+    return [by for engine, by in by_engine.items() if engine != "python"]
+
+
+def in_compiled_threads(by_call: dict[str, int]) -> int:
+    """Faults of calls that an I/O thread in C made."""
+    return sum(by_call.values()) - by_call["calls of Python"]
+
 
 DONE = {
     "kills": lambda r: r["kills"] == QUICK.kills and r["recovered_share"] > 0.9,
@@ -21,13 +34,26 @@ DONE = {
     "deletes": lambda r: (
         r["kills"] == QUICK.delete_kills and r["deletes"] > 10 and r["recovered_share"] > 0.9
     ),
-    "sweep": lambda r: r["io_faults"] > 100 and r["io_calls"] > 200,
-    "power": lambda r: r["power_loss_states"] == QUICK.power_states and r["synced"] > 100,
+    "sweep": lambda r: (
+        r["io_faults"] > 100
+        and r["io_calls"] > 200
+        and sum(r["io_faults_by_kind"].values()) == r["io_faults"]
+        and all(in_compiled_threads(by) > 100 for by in compiled(r["io_faults_by_engine"]))
+    ),
+    "power": lambda r: (
+        r["power_loss_states"] == QUICK.power_states
+        and r["synced"] > 100
+        and r["engine"]["power"] == ["python"]
+    ),
     "damage": lambda r: r["corruptions"] >= QUICK.corruptions and len(r["damage_by_kind"]) == 9,
     "crowd": lambda r: r["crowd_operations"] > 7000,
     "stall": lambda r: r["stall"]["late_pages"] > 0,
     "together": lambda r: (
-        r["kills"] == QUICK.together_kills and r["deletes"] > 5 and r["recovered_share"] == 1
+        r["together"]["kill"] + r["together"]["stop"] >= QUICK.together.ends
+        and r["together"]["opened"] > 6
+        and min(r["together"]["put"], r["together"]["compared"]) > 100
+        and r["deletes"] > 5
+        and r["recovered_share"] == 1
     ),
 }
 
@@ -108,4 +134,17 @@ def test_the_command_says_what_it_did_in_json(tmp_path: Path) -> None:
         "false_alarms",
         "io_faults",
     } <= data.keys()
+    assert data["engine"] == {"stall": sorted(engines().keys() - {"python"})}
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_without_threads_that_fail_the_command_says_how_to_build_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "BUILT", False)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["--quick", "--only", "sweep", "--dir", str(tmp_path)])
+    with pytest.raises(BenchError, match=r"not built here.*pip install"):
+        command.run(args)
+    assert list(tmp_path.iterdir()) == []

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trace_records import WriteTrace
 
-REAL_TRACES = Path(__file__).resolve().parents[3].parent / "shared" / "traces"
-
 
 @pytest.fixture(scope="session")
 def traces_dir() -> Path:
     """The folder with the real traces; tests that need it are skipped elsewhere."""
-    if not (REAL_TRACES / "swe_mini_deepseek.jsonl.gz").is_file():
-        pytest.skip("no real traces in ../shared/traces")
-    return REAL_TRACES
+    folder = Path(os.environ.get("KVTIER_TRACES", "."))
+    if not (folder / "swe_mini_deepseek.jsonl.gz").is_file():
+        pytest.skip("no real traces in KVTIER_TRACES, nor in shared/traces beside the clone")
+    return folder
 
 
 @pytest.fixture

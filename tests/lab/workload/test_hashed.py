@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trace_records import claude_record, mooncake_record, request
 
+from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.workload.catalogue import Origin
-from sgl_kvtier.lab.workload.hashed import AzureReader, ClaudeCodeReader, MooncakeReader
+from sgl_kvtier.lab.workload.formats import FORMATS, decoded
+from sgl_kvtier.lab.workload.hashed import ClaudeCodeReader, CsvReader, LengthReader
 from sgl_kvtier.lab.workload.lines import BadRecord
 from sgl_kvtier.lab.workload.session import Call, Context, Edit, Prompt, Session
 
@@ -20,12 +22,19 @@ ORIGIN = Origin("owner/repo", "MIT")
 
 
 def claude(record: dict[str, Any]) -> list[Session]:
-    return ClaudeCodeReader(Path("cc.jsonl"), ORIGIN).sessions(1, json.dumps(record))
+    return ClaudeCodeReader(Path("cc.jsonl"), ORIGIN, Counter()).sessions(1, record)
 
 
 def mooncake(record: dict[str, Any], line: int = 1) -> Session:
-    (session,) = MooncakeReader(Path("mc.jsonl"), ORIGIN).sessions(line, json.dumps(record))
+    (session,) = LengthReader(Path("mc.jsonl"), ORIGIN, Counter(), None).mooncake(line, record)
     return session
+
+
+def azure(row: str) -> dict[str, str]:
+    (form,) = (form for form in FORMATS if form.name == "Azure")
+    values = decoded(form, row)
+    assert isinstance(values, dict)
+    return values
 
 
 def ids_of(prompt: Prompt) -> list[int]:
@@ -186,14 +195,14 @@ def test_mooncake_ids_are_global_to_the_file() -> None:
     ],
 )  # type: ignore[arg-type]
 def test_mooncake_blocks_that_do_not_fit_the_length_are_bad(record: dict[str, Any]) -> None:
-    with pytest.raises(BadRecord):
+    with pytest.raises((BadRecord, TraceError)):
         mooncake(record)
 
 
 def test_azure_rows_arrive_at_their_times_and_share_nothing() -> None:
-    reader = AzureReader(Path("az.csv"), ORIGIN)
-    (first,) = reader.sessions(2, "2023-11-16 18:17:03.9799600,4808,10\r\n")
-    (second,) = reader.sessions(3, "2023-11-16 18:17:04.0319600,3180,8\n")
+    reader = CsvReader(Path("az.csv"), ORIGIN, Counter())
+    (first,) = reader.azure(2, azure("2023-11-16 18:17:03.9799600,4808,10\r\n"))
+    (second,) = reader.azure(3, azure("2023-11-16 18:17:04.0319600,3180,8\n"))
     assert (first.start_s, round(second.start_s, 6)) == (0.0, 0.052)
     blocks = [prompt[0].blocks for s in (first, second) for _, prompt in Context(s).calls()]
     assert [b.tokens for b in blocks if b] == [4808, 3180]
@@ -212,4 +221,4 @@ def test_azure_rows_arrive_at_their_times_and_share_nothing() -> None:
 )
 def test_azure_rows_that_are_none_are_bad(row: str) -> None:
     with pytest.raises(BadRecord):
-        AzureReader(Path("az.csv"), ORIGIN).sessions(2, row)
+        CsvReader(Path("az.csv"), ORIGIN, Counter()).azure(2, azure(row))

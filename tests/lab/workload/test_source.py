@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trace_records import (
@@ -22,6 +23,7 @@ from trace_records import (
     user,
 )
 
+from sgl_kvtier import cli
 from sgl_kvtier.errors import ConfigError, TraceError
 from sgl_kvtier.lab.workload.catalogue import find_trace, known_traces, origin_of, trace_files
 from sgl_kvtier.lab.workload.describe import describe
@@ -237,7 +239,7 @@ def _damaged(value: Any, data: st.DataObject) -> Any:
     return changed
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_no_damage_to_a_line_is_fatal(write_trace: WriteTrace, data: st.DataObject) -> None:
     record = data.draw(st.sampled_from(VALID))
@@ -253,7 +255,10 @@ def test_no_damage_to_a_line_is_fatal(write_trace: WriteTrace, data: st.DataObje
 
 
 def test_files_of_unknown_formats_say_which_are_known(write_trace: WriteTrace) -> None:
-    with pytest.raises(TraceError, match=r"no format this reads.*'turns'.*'hash_ids'"):
+    with pytest.raises(
+        TraceError,
+        match=r'no format this reads .its first object has "text".: ShareGPT, .*Mooncake',
+    ):
         load_sessions(str(write_trace("a.jsonl", {"text": "hello"})))
     with pytest.raises(TraceError, match="no format this reads"):
         load_sessions(str(write_trace("empty.jsonl")))
@@ -283,6 +288,35 @@ def test_a_name_that_is_nowhere_lists_what_there_is_and_offers_generated_session
         find_trace("nope", tmp_path)
     with pytest.raises(TraceError, match="is not a folder"):
         find_trace("nope", tmp_path / "missing")
+
+
+def test_traces_are_looked_for_in_the_folder_that_the_variable_names_or_in_the_users_cache(
+    write_trace: WriteTrace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_trace("mine.jsonl", *numbered(1))
+    monkeypatch.setenv("KVTIER_TRACES", str(tmp_path))
+    assert list(trace_files()) == ["mine"]
+    monkeypatch.delenv("KVTIER_TRACES")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert trace_files() == {}
+    with pytest.raises(
+        TraceError, match=rf"No traces were found in {tmp_path}/cache/kvtier/traces"
+    ):
+        find_trace("mine")
+    (tmp_path / "cache" / "kvtier").mkdir(parents=True)
+    (tmp_path / "cache" / "kvtier" / "traces").symlink_to(tmp_path)
+    assert list(trace_files()) == ["mine"]
+    monkeypatch.setenv("KVTIER_TRACES", str(tmp_path / "none"))
+    with pytest.raises(TraceError, match=r"KVTIER_TRACES = .* is not a folder"):
+        trace_files()
+
+
+def test_no_command_names_a_folder_beside_a_clone(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["trace", "list"], ["compare"], ["sim", "run"], ["trace", "describe"]):
+        with pytest.raises(SystemExit):
+            cli.main([*words, "--help"])
+        said = capsys.readouterr().out
+        assert "KVTIER_TRACES" in said and "shared/traces" not in said
 
 
 def test_the_name_of_a_trace_goes_before_the_beginning_of_another(
@@ -380,7 +414,6 @@ def test_a_hostile_value_anywhere_is_a_bad_line_or_harmless(
 
 AZURE_BAD = [
     "2023-11-16 18:17:04+00:00,3,1",  # with a time zone after rows without
-    "2023-11-16 18:17:02,3,1",  # before the first
     "9999-11-16 18:17:02,3,1",
     "2023-11-16 18:17:04,inf,1",
     "2023-11-16 18:17:04," + "9" * 400 + ",1",

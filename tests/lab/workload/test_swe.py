@@ -20,7 +20,7 @@ from sgl_kvtier.types import Span
 
 
 def read(record: dict[str, Any], folder: Path = Path()) -> Session:
-    (session,) = SweReader(folder / "swe_x.jsonl", Origin("", "")).sessions(1, json.dumps(record))
+    (session,) = SweReader(folder / "swe_x.jsonl", Origin("", "")).sessions(1, record)
     return session
 
 
@@ -119,7 +119,7 @@ def test_tool_schemas_come_first_and_are_one_object_for_all_sessions(tmp_path: P
     (tmp_path / "swe_tools.json").write_text(json.dumps({"kit": [{"name": "bash"}]}))
     record = swe_record(user("a"), assistant("b"), tools_ref="kit")
     reader = SweReader(tmp_path / "swe_x.jsonl", Origin("", ""))
-    first, second = (reader.sessions(n, json.dumps(record))[0] for n in (1, 2))
+    first, second = (reader.sessions(n, record)[0] for n in (1, 2))
     assert prompts(first) == [['[{"name": "bash"}]', "a"]]
     assert first.tools is second.tools
 

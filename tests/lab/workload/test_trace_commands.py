@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -133,23 +132,3 @@ def test_unknown_names_are_errors_that_list_the_known(words: list[str]) -> None:
 def test_wrong_numbers_are_refused_by_the_parser(words: list[str]) -> None:
     with pytest.raises(SystemExit):
         kvtier_trace(*words)
-
-
-def documented(heading: str) -> set[str]:
-    """The keys in the table below a heading of docs/manual/json.md."""
-    text = (Path(__file__).parents[3] / "docs" / "manual" / "json.md").read_text("utf-8")
-    section = text.split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0]
-    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    return {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
-
-
-def test_every_key_written_is_documented_and_no_other(tmp_path: Path) -> None:
-    kvtier_trace("describe", "generated:chat", "--json", str(tmp_path / "describe.json"))
-    kvtier_trace("list", "--json", str(tmp_path / "list.json"))
-    described, listed = (
-        json.loads((tmp_path / name).read_text()) for name in ("describe.json", "list.json")
-    )
-    envelope = {"schema", "command", "environment"}
-    assert set(described) - envelope == documented("## `kvtier.trace.describe/1`")
-    assert set(described["totals"]) == documented("### `totals`")
-    assert set(listed) - envelope == documented("## `kvtier.trace.list/1`")

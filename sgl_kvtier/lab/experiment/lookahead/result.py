@@ -4,51 +4,48 @@ of each arm from the oracle.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from typing import Any
 
+from sgl_kvtier.lab.experiment.comparison import Cell, over_cells
+from sgl_kvtier.lab.experiment.load import Load
 from sgl_kvtier.lab.experiment.lookahead.arms import AHEAD, ORACLE, Pools
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, left_out, ratios, sample_rows
-from sgl_kvtier.lab.experiment.rounds import Outcome, Plan
+from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.pages.stats import summary
 
 _UP = ("storage-host", "host-device", "storage-device")
 _QUANTILES = ("p50", "p90", "p99")
 
 
-@dataclass
-class Cell:
-    """One oversubscription and one pause between turns, and what was measured there. Rounds are
-    numbered over all cells.
+def make_results(
+    cells: Sequence[Cell], sizes: Mapping[float, Pools], load: Load, options: ReplayOptions
+) -> dict[str, Any]:
+    """The result of the cells, schema kvtier.compare.lookahead/1 (docs/manual/json.md). `sizes` are
+    the pools of each oversubscription.
     """
-
-    oversubscription: float
-    gap_s: float
-    sizes: Pools
-    plan: Plan
-    outcome: Outcome = field(default_factory=Outcome)
-
-    @property
-    def name(self) -> str:
-        """For its folder and for people."""
-        return f"{self.oversubscription:g}x, pause {self.gap_s:g} s"
-
-
-def make_results(cells: Sequence[Cell], arms: Sequence[str]) -> dict[str, Any]:
-    """Everything that follows from the cells' rounds: `cells`, `arms` over all cells, `ratios`,
-    `samples`.
-    """
+    plan = cells[0].plan
+    arms, setup = plan.arms, plan.setup
     rounds = [one for cell in cells for one in cell.outcome.rounds]
     rows = sample_rows(rounds)
     where = {one.number: cell for cell in cells for one in cell.outcome.rounds}
     for row in rows:
-        row |= {
-            "gap_s": where[row["round"]].gap_s,
-            "oversubscription": where[row["round"]].oversubscription,
-        }
+        row |= where[row["round"]].axes
+    settings = {
+        **asdict(replace(setup, variants={})),
+        "arms": {name: asdict(variant) for name, variant in setup.variants.items()},
+        "concurrency": options.concurrency,
+        "most_output_tokens": options.most_output_tokens,
+        "feedback": options.feedback,
+        "cores": os.cpu_count(),
+    }
     return {
-        "cells": [_cell(cell, arms, rows) for cell in cells],
+        "workload": load.to_json(),
+        "settings": settings,
+        "rounds": plan.rounds,
+        "cells": [_cell(cell, sizes[cell.axes["oversubscription"]], rows) for cell in cells],
         "arms": {arm: figures(arm, rounds, rows, cells) for arm in arms},
         "ratios": ratios(rounds, rows, arms),
         "samples": rows,
@@ -74,9 +71,7 @@ def figures(
     )
     found["storage_read_bytes"] = _read(found, cells[0].plan.setup.page_size)
     found["surplus_read_bytes"] = _surplus(found)
-    found["failure"] = next(
-        (cell.outcome.failures[arm] for cell in cells if arm in cell.outcome.failures), None
-    )
+    found["failure"] = over_cells(cells, arm)["failure"]
     starts = [cell.outcome.start_s[arm] for cell in cells if arm in cell.outcome.start_s]
     found["server_start_s"] = max(starts, default=None)
     return found
@@ -101,16 +96,15 @@ def _surplus(found: Mapping[str, Any]) -> float | None:
     return max(0.0, float(read) - found["cached_tokens"]["storage"] * per_token - ahead)
 
 
-def _cell(cell: Cell, arms: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    rounds = cell.outcome.rounds
+def _cell(cell: Cell, pool: Pools, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    rounds, arms = cell.outcome.rounds, cell.plan.arms
     numbers = {one.number for one in rounds}
     own = [row for row in rows if row["round"] in numbers]
     found = {arm: figures(arm, rounds, own, [cell]) for arm in arms}
     oracle = found.get(ORACLE, {}).get("ttft_ms", {})
     return {
-        "oversubscription": cell.oversubscription,
-        "gap_s": cell.gap_s,
-        "pools": asdict(cell.sizes),
+        **cell.axes,
+        "pools": asdict(pool),
         "arms": found,
         "over_oracle": {
             arm: _over(one["ttft_ms"], oracle) for arm, one in found.items() if arm != ORACLE

@@ -1,4 +1,4 @@
-"""Turns to figures: schema kvtier.compare.remote/1 (docs/manual/json.md)."""
+"""Turns to figures: schema kvtier.compare.remote/1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The arms of the restoration bench: ways to restore a stored prefix, all in one running server.
+"""The arms of the restoration bench: ways to restore a stored prefix, or several at once, all in one
+running server.
 
 An arm is a few settings of that server, changed between two requests. One is `policy.restore` of
 kvtier.json. Another is how long SGLang itself waits for its storage
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import BenchError
@@ -19,8 +20,6 @@ from sgl_kvtier.lab.rules import IN_TURN
 
 COMPUTE, LOAD, STOCK, OURS, BOTH_ENDS = "compute", "load", "stock_timeout", "kvtier", "both"
 LAYERS = "layers"
-FIXED_SPLITS = "sgl_kvtier.lab.rules:FixedSplit"
-"""policy.rules of a server in which the computed share of a prefix can be fixed."""
 RULES_IN_TURN = "sgl_kvtier.lab.rules:InTurn"
 """policy.rules of a server in which one class of rules can take the place of another."""
 _STALL_MS: float = PolicyConfig().max_stall_ms
@@ -39,6 +38,10 @@ class RestoreArm:
     """Which of `lab.rules.IN_TURN` decides, in a server started with those; None: any."""
     stall_ms: float = _STALL_MS
     """`policy.max_stall_ms`, in milliseconds of the modelled machine."""
+    shortest_first: bool = False
+    """Of a batch: its requests are sent in the order of their length, so that the queue has them
+    so; else in the order that was drawn.
+    """
 
     @property
     def estimates(self) -> bool:
@@ -71,6 +74,84 @@ SINGLES = (COMPUTE, LOAD, "load_kvtier")
 """Arms that use one resource alone: the better of those measured is what ours must not be slower
 than.
 """
+
+PAPERS = ("cake", "cacheflow")
+"""The rules of papers that ours is compared with."""
+BY_ARRIVAL, STALL_ANY = "by-arrival", "stall-any"
+"""Ours with one thing taken away: the planner's order of the queue, the bound of the gaps."""
+SHORTEST_FIRST = "-shortest-first"
+"""The end of the name of an arm with another order of compute."""
+
+_OURS = replace(RESTORE_ARMS[OURS], rule="kvtier")
+_SPLITTING: dict[str, RestoreArm] = {
+    "cake": RestoreArm(
+        "auto",
+        "timeout",
+        "Cake's rule: computed and loaded at once always, in whole chunks, loads by arrival",
+        "cake",
+        stall_ms=0.0,
+    ),
+    "cacheflow": RestoreArm(
+        "auto",
+        "timeout",
+        "CacheFlow's rule: as Cake's, loads for the longest remaining restoration first",
+        "cacheflow",
+        stall_ms=0.0,
+    ),
+    OURS: _OURS,
+    BOTH_ENDS: replace(RESTORE_ARMS[BOTH_ENDS], rule="kvtier"),
+}
+BATCH_ARMS: dict[str, RestoreArm] = {
+    # What is SGLang's own runs in its own order.
+    "stock": replace(RESTORE_ARMS[STOCK], rule=BY_ARRIVAL),
+    COMPUTE: replace(RESTORE_ARMS[COMPUTE], rule=BY_ARRIVAL),
+    LOAD: replace(RESTORE_ARMS[LOAD], rule=BY_ARRIVAL),
+    **_SPLITTING,
+    "longest-io-first": replace(
+        _OURS, rule="longest-io-first", about="kvtier, loads for the longest restoration first"
+    ),
+    "shortest-io-first": replace(
+        _OURS, rule="shortest-io-first", about="kvtier, loads for the shortest restoration first"
+    ),
+    "uncharged": replace(
+        _OURS, rule="uncharged", about="kvtier, computing not made dearer by requests that wait"
+    ),
+    "decodes-charged": replace(
+        _OURS, rule="decodes-charged", about="kvtier, computing made dearer by requests that decode"
+    ),
+    BY_ARRIVAL: replace(
+        _OURS, rule=BY_ARRIVAL, about="kvtier, requests computed in the order they came"
+    ),
+    LAYERS: RestoreArm(
+        "auto",
+        "timeout",
+        "CacheFlow's layer axis: lower layers of the whole prefix computed, upper ones loaded",
+        "layers",
+        stall_ms=0.0,
+    ),
+    **{
+        f"stall-{stall_ms}": replace(
+            _OURS,
+            stall_ms=float(stall_ms),
+            about=f"kvtier, requests that decode stand still for {stall_ms} ms at most",
+        )
+        for stall_ms in (50, 200)
+    },
+    STALL_ANY: replace(
+        _OURS, stall_ms=0.0, about="kvtier, no bound on how long requests that decode stand still"
+    ),
+    **{
+        f"{name}{SHORTEST_FIRST}": replace(
+            arm,
+            about=f"{name}, requests sent in the order of their length, so that they are computed so",
+            shortest_first=True,
+        )
+        for name, arm in _SPLITTING.items()
+    },
+}
+"""Every arm. The first six are measured unless others are named."""
+
+DEFAULT_BATCH_ARMS = tuple(BATCH_ARMS)[:6]
 
 
 def check_restore_arms(arms: Sequence[str]) -> None:
@@ -111,14 +192,10 @@ class ArmSwitch:
         self._rule: str | None = None
         self._stall_ms = _STALL_MS
         self._gbps: float | None = None
-        self._fixed_split: float | None = None
 
-    async def use(self, arm: str, read_gbps: float, fixed_split: float | None = None) -> None:
-        """Switches the server to an arm, from the next request on.
-
-        `fixed_split` is the computed share of a prefix, for a server started with the rules
-        `FIXED_SPLITS`. None: the share is decided on the way. Raises BenchError when the server
-        refuses.
+    async def use(self, arm: str, read_gbps: float) -> None:
+        """Switches the server to an arm, from the next request on. Raises BenchError when the
+        server refuses.
         """
         wanted = self._arms[arm]
         if wanted.restore != self._restore:
@@ -134,22 +211,6 @@ class ArmSwitch:
             wall_ms = wanted.stall_ms * self._client.dilation
             await self._client.set_state({"kvtier.policy.max_stall_ms": wall_ms})
             self._stall_ms = wanted.stall_ms
-        await self._split(fixed_split)
-        await self.bandwidth(read_gbps)
-
-    async def free_split(self) -> None:
-        """The computed share is decided on the way again."""
-        await self._split(None)
-
-    async def _split(self, share: float | None) -> None:
-        if share != self._fixed_split:
-            await self._client.set_state({"kvtier.rules.share": -1.0 if share is None else share})
-            self._fixed_split = share
-
-    async def bandwidth(self, read_gbps: float) -> None:
-        """Sets the read bandwidth of the store's device, for pages not begun yet. It may be changed
-        while a prefix is being restored.
-        """
         if read_gbps != self._gbps:
             await self._client.set_state({"kvtier.throttle.read_gbps": read_gbps / self._slower})
             self._gbps = read_gbps

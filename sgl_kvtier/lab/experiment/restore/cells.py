@@ -1,4 +1,4 @@
-"""From trials to the result of a restoration's grid (schema kvtier.restore/1, docs/manual/json.md).
+"""From trials to the result of a restoration's grid (schema kvtier.restore/1).
 
 It has medians per arm, speedups, shares of the bound, equality with recomputing, and which aims
 were met.
@@ -42,30 +42,24 @@ than 1e-4.
 """
 
 
-NEVER_SLOWER, OPTIMAL_MEDIAN, OPTIMAL_EACH = 0.97, 0.95, 0.90
+NEVER_SLOWER, OPTIMAL_EACH = 0.97, 0.90
 BALANCED, HALF = 1.85, 1.4
-"""The aims. First, against the better of one resource everywhere. Then the share of T_opt: the
-median, and each cell with the ratio in [1/4, 4]. Then the speedup over both resources at balance,
-and at half and double.
+"""The aims. First, against the better of one resource everywhere. Then the share of T_opt of
+each cell with the ratio in [1/4, 4]. Then the speedup over both resources where loading takes as
+long as computing, and half and twice as long.
 """
-
-
-AIM = 1.15
-"""Our time to first token over that of the best fixed split as measured, at most."""
 
 
 def results_of(log: RestoreLog) -> dict[str, Any]:
     """Everything a table, a page or a reader needs, beside the settings."""
     rows, measured = cells(log), curves(log)
-    found = {
+    return {
         "arms": {arm: RESTORE_ARMS[arm].about for row in rows for arm in row["ttft_ms"]},
         "cells": rows,
-        "summary": summary_of(rows, log.fluctuations, measured),
+        "summary": summary_of(rows, measured),
         "curves": measured,
         "trials": [_row(trial) for trial in log.trials],
     }
-    fluctuation = {"cells": log.fluctuations, "aim": AIM}
-    return {**found, "fluctuation": fluctuation} if log.fluctuations else found
 
 
 def pace_of(attempts: Iterable[Attempt], dilation: float) -> dict[str, dict[str, Any]]:
@@ -146,28 +140,23 @@ def curves(log: RestoreLog) -> list[dict[str, Any]]:
 
 
 def summary_of(
-    rows: Sequence[Mapping[str, Any]],
-    fluctuating: Sequence[Mapping[str, Any]] = (),
-    measured: Sequence[Mapping[str, Any]] = (),
+    rows: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """The figures of all cells together, and the cells that missed an aim. Failures and equality
-    are also those of the cells that fluctuated, and failures those of the `measured` curves.
+    """The figures of all cells together, and the cells that missed an aim. Failures are also those
+    of the `measured` curves.
     """
     middle = [row for row in rows if 0.25 <= row["load_over_compute"] <= 4]
-    every = [*rows, *fluctuating]
     return {
         "cells": len(rows),
         "worst_speedup_vs_best_single": min(_known(rows, "speedup_vs_best_single"), default=None),
         "median_bound_fraction": percentile(_known(middle, "bound_fraction"), 50),
         "worst_bound_fraction": min(_known(middle, "bound_fraction"), default=None),
         "median_link_bound_fraction": percentile(_known(middle, "link_bound_fraction"), 50),
-        "errors": sum(sum(row["errors"].values()) for row in every)
+        "errors": sum(sum(row["errors"].values()) for row in rows)
         + sum(curve["errors"] for curve in measured),
-        "equal_tokens": all(row["equal_tokens_fraction"] == 1.0 for row in every)
-        if every
-        else None,
-        "equal_logprobs": all(row["equal_logprobs_fraction"] == 1.0 for row in every)
-        if every
+        "equal_tokens": all(row["equal_tokens_fraction"] == 1.0 for row in rows) if rows else None,
+        "equal_logprobs": all(row["equal_logprobs_fraction"] == 1.0 for row in rows)
+        if rows
         else None,
         "missed": [text for row in rows for text in _missed(row)],
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sgl_kvtier.lab.experiment.log import Log
-from sgl_kvtier.lab.experiment.restore.trial import Trial
+from sgl_kvtier.lab.experiment.restore.trial import Attempt, Batch, Trial
 
 GRID, FIRST, CURVE, RESIDENT, PAGE, WARM, PRIME = (
     "grid",
@@ -53,28 +53,27 @@ class Scale:
 
 
 class RestoreLog(Log):
-    """Trials and scales. With a path every one is on disk before the next begins."""
+    """Trials, batches, and the scales they stand on. With a path every one is on disk before the next
+    begins. A `PRIME` batch has the answers that computing each prompt alone gave.
+    """
 
-    kinds: ClassVar = {"trial": Trial, "scale": Scale, "fluctuation": dict}
+    kinds: ClassVar = {"trial": Trial, "scale": Scale, "batch": Batch}
 
     def __init__(self, path: Path | None = None) -> None:
         super().__init__(path)
         self.trials: list[Trial] = []
         self.scales: list[Scale] = []
-        self.fluctuations: list[dict[str, Any]] = []
-        """Finished cells of the fluctuation part."""
+        self.batches: list[Batch] = []
 
     def take(self, kind: str, record: Any) -> None:
-        """Adds a record; a cell of the fluctuation part in place of an earlier one of its trace."""
-        if kind == "fluctuation":
-            others = [one for one in self.fluctuations if _trace_of(one) != _trace_of(record)]
-            self.fluctuations[:] = [*others, record]
-        else:
-            (self.trials if kind == "trial" else self.scales).append(record)
+        """Adds a record."""
+        kept: dict[str, list[Any]]
+        kept = {"trial": self.trials, "scale": self.scales, "batch": self.batches}
+        kept[kind].append(record)
 
-    def keep(self, trial: Trial) -> None:
-        """Adds a trial."""
-        self.add("trial", trial)
+    def keep(self, made: Attempt) -> None:
+        """Adds a trial or a batch."""
+        self.add("batch" if isinstance(made, Batch) else "trial", made)
 
     def scale(self, model: str, length: int) -> Scale | None:
         """The scale this length was measured with; None when it was not measured yet."""
@@ -104,9 +103,17 @@ class RestoreLog(Log):
         key = _key(wanted)
         return any(_key(one) == key for one in self.of(wanted.model, wanted.length, wanted.kind))
 
+    def made(self, wanted: Batch) -> list[Batch]:
+        """Batches of this kind and key that did not fail."""
+        return [
+            one
+            for one in self.batches
+            if (one.kind, one.key, one.error) == (wanted.kind, wanted.key, None)
+        ]
 
-def _trace_of(cell: dict[str, Any]) -> tuple[Any, ...]:
-    return cell["model"], cell["length"], cell["kind"], cell["trace"]
+    def reference(self, one: Batch) -> Batch | None:
+        """The batch with the answers that a batch is compared with."""
+        return next((b for b in self.batches if (b.kind, b.place) == (PRIME, one.place)), None)
 
 
 def _key(trial: Trial) -> tuple[Any, ...]:

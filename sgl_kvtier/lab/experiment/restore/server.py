@@ -4,7 +4,6 @@ running already.
 
 from __future__ import annotations
 
-import argparse
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +13,9 @@ from typing import Any
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import Shape, setup_of
-from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
-from sgl_kvtier.lab.experiment.restore.arms import FIXED_SPLITS, LAYERS, RULES_IN_TURN
+from sgl_kvtier.lab.experiment.arms import OURS, WITHOUT_LOOKAHEAD, Setup, prepare
+from sgl_kvtier.lab.experiment.restore.arms import LAYERS, RULES_IN_TURN
+from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions
 from sgl_kvtier.lab.experiment.rounds import START_S
 from sgl_kvtier.lab.outside.lab_model import write_named
 from sgl_kvtier.lab.outside.model_shapes import UNWEIGHTED, check_heads, is_ours, kv_bytes
@@ -68,12 +68,7 @@ class Target:
 
 @contextmanager
 def started(
-    args: argparse.Namespace,
-    shape: Shape,
-    model: str,
-    demand: Demand,
-    decision_log: str,
-    folder: Path,
+    args: RestoreOptions, shape: Shape, model: str, demand: Demand, decision_log: str, folder: Path
 ) -> Iterator[Target]:
     """The server while the block runs. Raises BenchError, with the end of its log, when it does not
     start.
@@ -94,7 +89,7 @@ def started(
         server.raise_if_ended("while it was measured")
 
 
-def paced_of(args: argparse.Namespace) -> Paced | None:
+def paced_of(args: RestoreOptions) -> Paced | None:
     """The paced device that these arguments ask for, if any."""
     if not is_paced(args.device):
         return None
@@ -103,7 +98,7 @@ def paced_of(args: argparse.Namespace) -> Paced | None:
 
 
 def setup_for(
-    args: argparse.Namespace, shape: Shape, model: str, demand: Demand, decision_log: str, key: str
+    args: RestoreOptions, shape: Shape, model: str, demand: Demand, decision_log: str, key: str
 ) -> Setup:
     """The same settings as in a comparison, with a store whose bandwidth can be changed."""
     paced = paced_of(args)
@@ -130,7 +125,7 @@ def setup_for(
 
 
 def _sections(
-    args: argparse.Namespace, decision_log: str, paced: Paced | None
+    args: RestoreOptions, decision_log: str, paced: Paced | None
 ) -> dict[str, dict[str, Any]]:
     # A throttle has to be there to be changed; so much is none. A mode named at the start is
     # restored in anywhere.
@@ -138,8 +133,9 @@ def _sections(
     found = free if paced is None else paced.sections()
     found["policy"] |= {
         "restore": "both",
+        **WITHOUT_LOOKAHEAD,
         "decision_log": decision_log,
-        "rules": RULES_IN_TURN if args.at_once else FIXED_SPLITS if args.fluctuate else "",
+        "rules": RULES_IN_TURN if args.at_once else "",
     }
     if args.hole:
         found["lab"]["faults"] = {"lose_first": 1}

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import psutil
@@ -66,8 +66,6 @@ class Attempt:
     this run.
     """
     repeats: int = 0
-    fixed_split: float | None = None
-    """The computed share of the prefix, where it was fixed beforehand."""
     error: str | None = None
     sent_s: float = 0.0
     """When its first request was sent, on the monotonic clock of this machine."""
@@ -102,12 +100,42 @@ class Trial(Attempt):
         return self.ttft_s
 
 
-_Made = TypeVar("_Made", bound=Attempt)
+@dataclass(frozen=True)
+class Batch(Attempt):
+    """A batch's outcome. Its requests stand in the order they were drawn in, not that of sending.
 
-Beside = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
-"""Other work during a trial. It is started with the request, and told by the event that the answer
-is complete.
-"""
+    `makespan_s` is from the first request's sending to the last first token. `gaps_s` are the
+    seconds between two tokens of the requests beside, as far as the batch was under way, and
+    `decoded` their output. `computing_s` are seconds of prefill steps, where a device writes them.
+    `answers` are the planner's: how many hits it took or declined, by mode and reason.
+    """
+
+    at_once: int = 0
+    poisson: float | None = None
+    requests: tuple[Trial, ...] = ()
+    makespan_s: float | None = None
+    gaps_s: tuple[float, ...] = ()
+    decoded: tuple[tuple[int, ...], ...] = ()
+    computing_s: float | None = None
+    read_bytes: float = 0.0
+    answers: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def took_s(self) -> float | None:
+        return self.makespan_s
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from others of its kind."""
+        return (*self.place, self.arm, self.load_over_compute)
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What tells its requests from others."""
+        return self.model, self.round, self.at_once, self.poisson
+
+
+_Made = TypeVar("_Made", bound=Attempt)
 
 
 class ServerCpu:
@@ -179,24 +207,17 @@ class Trials:
         self._best_pace_s = float("inf")
 
     async def run(
-        self,
-        base: Trial,
-        ids: Sequence[int],
-        *,
-        flush: bool = True,
-        beside: Beside | None = None,
-        repeat: bool = True,
+        self, base: Trial, ids: Sequence[int], *, flush: bool = True, repeat: bool = True
     ) -> Trial:
         """The trial `base` describes, its outcome filled in; a disturbed one is repeated.
 
-        `beside` runs while the request does, and ends soon after the event it is given is set.
         `repeat` False keeps the first attempt, however disturbed. Raises BenchError when the server
         refuses a setting or to flush; a request that fails is a trial with `error`.
         """
 
         async def once() -> Trial:
             await self.ready(base, flush=flush)
-            return await self.watched(lambda: self._ask(base, ids, beside))
+            return await self.watched(lambda: self._ask(base, ids))
 
         return await self.repeated(once, repeat=repeat)
 
@@ -233,7 +254,7 @@ class Trials:
         await self.settle()
         if flush:
             await self.client.flush()
-        await self.switch.use(base.arm, base.gbps, base.fixed_split)
+        await self.switch.use(base.arm, base.gbps)
 
     async def watched(self, make: Callable[[], Awaitable[_Made]]) -> _Made:
         """What `make` measures, with what disturbed it meanwhile."""
@@ -249,13 +270,8 @@ class Trials:
             **self._kept_pace(made.sent_s),
         )
 
-    async def _ask(self, base: Trial, ids: Sequence[int], beside: Beside | None) -> Trial:
-        over = asyncio.Event()
-        other = asyncio.create_task(beside(over)) if beside is not None else None
+    async def _ask(self, base: Trial, ids: Sequence[int]) -> Trial:
         done = await self.client.generate(ids, OUTPUT_TOKENS, logprobs=True)
-        over.set()
-        if other is not None:
-            await other
         return outcome(base, done, len(ids))
 
     def _kept_pace(self, began: float) -> dict[str, Any]:

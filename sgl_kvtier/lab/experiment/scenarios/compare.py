@@ -6,10 +6,10 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sgl_kvtier.arguments import not_negative, positive
 from sgl_kvtier.errors import BenchError
@@ -39,7 +39,15 @@ from sgl_kvtier.lab.experiment.arms import (
     check_arms,
     oracle,
 )
-from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
+from sgl_kvtier.lab.experiment.comparison import (
+    Cell,
+    Comparison,
+    device_of,
+    failed,
+    over_cells,
+    paced_notes,
+)
+from sgl_kvtier.lab.experiment.frame import check, work_folder
 from sgl_kvtier.lab.experiment.hindsight.bounds import bound_of, requests_of
 from sgl_kvtier.lab.experiment.hindsight.offers import declined_of
 from sgl_kvtier.lab.experiment.load import (
@@ -49,8 +57,9 @@ from sgl_kvtier.lab.experiment.load import (
     load,
     undisturbed_tokens,
 )
-from sgl_kvtier.lab.experiment.measures import Reference, arm_figures, left_out, ratios, sample_rows
-from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, Replaying, RoundLog, Rounds
+from sgl_kvtier.lab.experiment.measures import Reference, arm_figures, ratios, sample_rows
+from sgl_kvtier.lab.experiment.options import Options
+from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog
 from sgl_kvtier.lab.experiment.timeline import timelines, watch_first
 from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions
@@ -121,6 +130,9 @@ _BEHIND = (
     "All tables: kvtier report FILE, of what --json FILE wrote. Plots: the page of --html PAGE."
 )
 
+_KNOWN = "Answers follow from the tokens alone, so recompute is measured in the first round alone."
+"""Of a paced device."""
+
 STANDING = (
     "Every round starts cold: device and host pools flushed, storage emptied. The operating system's page cache is not.",
     "The arm recompute has no host pool; the others have the same one.",
@@ -129,6 +141,20 @@ STANDING = (
     "bytes: tokens that the server counts to and from storage, times its bytes per token. disk_bytes: block-device traffic "
     "of the server's processes as the kernel counts it; reads served from the page cache are not in it.",
 )
+
+
+@dataclass(frozen=True)
+class ServedOptions(Options):
+    """The options of `add_comparison`."""
+
+    arms: str | None = None
+    device_tokens: int | None = None
+    host_ratio: float = 1.5
+    servers: str = "auto"
+    decisions: bool = False
+
+
+_Served = TypeVar("_Served", bound=ServedOptions)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -199,16 +225,15 @@ def add_comparison(parser: argparse.ArgumentParser, quick: str, rounds: str) -> 
     add_load_arguments(parser, _CPU, others)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     """Compares and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises
     KVTierError.
     """
-    choose_device(args)
-    name_outputs(args, "compare")
+    args = name_outputs(choose_device(ServedOptions.of(given)), "compare")
     check(args)
     arms = chosen_arms(args)
-    outcome = Outcome()
-    with work_folder(args.folder, lambda: bool(outcome.failures)) as folder:
+    cells: list[Cell] = []
+    with work_folder(args.folder, lambda: failed(cells)) as folder:
         shape = shape_of(args)
         model = model_of(args, shape.device)
         wanted = load_options(args, load_defaults(args, shape.device))
@@ -218,38 +243,45 @@ def run(args: argparse.Namespace) -> int:
         setup = make_setup(args, shape, model, chosen, replaying)
         rounds = args.rounds or _rounds(args, shape.device)
         plan = plan_of(args, arms, setup, folder, rounds, replaying.route)
+        watch = partial(watch_first, page_tokens=setup.page_size)
+        work = Replaying(chosen, replaying, setup, folder / "requests.jsonl", watch)
+        cells.append(Cell({}, "", plan, work))
         log = RoundLog.open(args.log, about(setup, chosen, replaying))
-        print(_announcement(plan, chosen), file=sys.stderr)
-        watching = partial(watch_first, page_tokens=setup.page_size)
-        work = Replaying(chosen, replaying, setup, folder / "requests.jsonl", watching)
-        return Experiment(
-            args,
-            SCHEMA,
-            measure=Rounds(plan, work, outcome, log).run,
-            results=lambda: results(plan, work, outcome),
-            tables=main_tables,
-            page=compare_page,
-            sentence=sentence,
-            behind=_BEHIND,
-            standing=[
-                *paced_notes(setup.paced),
-                *chosen.notes,
-                *replay_notes(replaying),
-                *STANDING,
-            ],
-            notes=lambda: [
-                *lost_pace(setup.paced, outcome),
-                *outcome.notes,
-                *left_out(outcome.rounds),
-                *outcome.failed(),
-            ],
-            measured=lambda: any(one.samples for one in outcome.rounds),
-            sound=lambda _: not outcome.failures and not lost_pace(setup.paced, outcome),
-        ).run()
+        announce(chosen, "round and arm", plan, f"{rounds} rounds")
+        return (
+            Comparison(cells, log)
+            .experiment(
+                args,
+                SCHEMA,
+                results=lambda: results(chosen, replaying, cells[0]),
+                tables=main_tables,
+                page=compare_page,
+                standing=standing(setup, chosen, replaying),
+                sentence=sentence,
+                behind=_BEHIND,
+            )
+            .run()
+        )
+
+
+def standing(setup: Setup, chosen: Load, replaying: ReplayOptions) -> list[str]:
+    """Notes that belong to every such result."""
+    paced = paced_notes(setup.paced, _KNOWN, scaled=False)
+    return [*paced, *chosen.notes, *replay_notes(replaying), *STANDING]
+
+
+def announce(chosen: Load, per: str, plan: Plan, what: str) -> None:
+    """Says what will be measured."""
+    setup = plan.setup
+    print(
+        f"{chosen.describe(per)}; device pool {setup.device_tokens:,} tokens, host pool {setup.host_tokens:,}\n"
+        f"arms: {', '.join(plan.arms)}; {what}; logs in {plan.folder}",
+        file=sys.stderr,
+    )
 
 
 def plan_of(
-    args: argparse.Namespace,
+    args: ServedOptions,
     arms: Sequence[str],
     setup: Setup,
     folder: Path,
@@ -272,12 +304,16 @@ def plan_of(
 
 
 def make_setup(
-    args: argparse.Namespace, shape: Shape, model: str, chosen: Load, replaying: ReplayOptions
+    args: ServedOptions, shape: Shape, model: str, chosen: Load, replaying: ReplayOptions
 ) -> Setup:
     """The servers' common settings. The device pool holds the longest request and about a fifth of
     all contexts.
     """
-    paced = parse(shape.device, args.dilation, args.server_arg) if is_paced(shape.device) else None
+    paced = (
+        parse(shape.device, args.dilation or 1.0, args.server_arg)
+        if is_paced(shape.device)
+        else None
+    )
     cpu, page = host_of(shape.device) == "cpu", shape.page
     share = 5 if paced is None else 3
     at_once = replaying.concurrency or len(chosen.sessions)
@@ -295,7 +331,7 @@ def make_setup(
         host_ratio=args.host_ratio,
         context_tokens=tokens if cpu else None,
         max_running=max(at_once, 8) if cpu else None,
-        decisions=bool(vars(args).get("decisions")),
+        decisions=args.decisions,
         variants={ORACLE: oracle(undisturbed_tokens(chosen, page))},
         stock_reads=None if paced is None else _STOCK_READS[args.quick],
         **(thresholds(chosen, page) | _paced_sections(paced, chosen, page)),
@@ -304,10 +340,8 @@ def make_setup(
 
 _STOCK_READS = {False: "best_effort", True: "timeout"}
 """The best of SGLang's three policies of reading ahead on a paced device, by whether the load is that
-of --quick; the default is `timeout` (docs/results/data/paced.json, grid `policies`).
+of --quick; the default is `timeout` (docs/results/data/emulated-h100.json, grid `prefetch policies`).
 """
-_LOOKING_AHEAD = {"prefetch": "on", "eviction": "next-use"}
-"""On a paced device, where memory is a device's own and a host's: on a CPU both are one."""
 
 
 def _paced_sections(paced: Paced | None, chosen: Load, page: int) -> dict[str, Any]:
@@ -315,7 +349,7 @@ def _paced_sections(paced: Paced | None, chosen: Load, page: int) -> dict[str, A
     if paced is None:
         return {}
     found = paced.sections()
-    found["policy"] |= _LOOKING_AHEAD | thresholds(chosen, page)["sections"]["policy"]
+    found["policy"] |= thresholds(chosen, page)["sections"]["policy"]
     return {"sections": found}
 
 
@@ -329,34 +363,26 @@ def about(setup: Setup, chosen: Load, replaying: ReplayOptions) -> dict[str, Any
     return {"workload": work, **servers, **asdict(replaying)}
 
 
-def results(plan: Plan, work: Replaying, outcome: Outcome) -> dict[str, Any]:
+def results(chosen: Load, replaying: ReplayOptions, cell: Cell) -> dict[str, Any]:
     """The result of the rounds, schema kvtier.compare/1 (docs/manual/json.md)."""
-    paced = plan.setup.paced
-    computed = None if paced is None else _computed(work)
+    plan, outcome, setup = cell.plan, cell.outcome, cell.plan.setup
+    computed = None if setup.paced is None else _computed(chosen, replaying)
     rows = sample_rows(outcome.rounds, computed)
-    asked = {} if paced is None else requests_of(work.load, work.options, plan.setup.page_size)
+    asked = {} if setup.paced is None else requests_of(chosen, replaying, setup.page_size)
     figures = {
         arm: {
             **arm_figures(arm, outcome.rounds, rows),
-            **bound_of(arm, outcome.rounds, asked, plan.setup, work.options),
-            **declined_of(plan.folder / arm / DECISIONS, plan.setup),
-            "server_start_s": outcome.start_s.get(arm),
-            "failure": outcome.failures.get(arm),
-            "skipped": outcome.skipped.get(arm),
+            **bound_of(arm, outcome.rounds, asked, setup, replaying),
+            **declined_of(plan.folder / arm / DECISIONS, setup),
+            **over_cells([cell], arm),
         }
         for arm in plan.arms
     }
-    settings = {
-        **asdict(plan.setup),
-        "host_tokens": plan.setup.host_tokens,
-        **asdict(work.options),
-        "commands": outcome.commands,
-    }
     found: dict[str, Any] = {
-        **({} if paced is None else {"device": {"paced": paced.document()}}),
+        **device_of(setup.paced),
         **({} if computed is None else {"compared_with": BASELINE}),
-        "workload": work.load.to_json(),
-        "settings": settings,
+        "workload": chosen.to_json(),
+        "settings": settings_of(setup, replaying, outcome.commands),
         "rounds": plan.rounds,
         "arms": figures,
         "ratios": ratios(outcome.rounds, rows, plan.arms),
@@ -366,11 +392,19 @@ def results(plan: Plan, work: Replaying, outcome: Outcome) -> dict[str, Any]:
     return {"summary": sentence(found)[0], **found}
 
 
-def _computed(work: Replaying) -> Reference | None:
+def settings_of(
+    setup: Setup, replaying: ReplayOptions, commands: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    """The settings of a result."""
+    servers = {**asdict(setup), "host_tokens": setup.host_tokens}
+    return {**servers, **asdict(replaying), "commands": commands}
+
+
+def _computed(chosen: Load, options: ReplayOptions) -> Reference | None:
     """What a paced device has to answer. Imports torch, which only this end of a run needs."""
     from sgl_kvtier.lab.experiment.hindsight.answers import answers_of
 
-    return answers_of(work.load, work.options)
+    return answers_of(chosen, options)
 
 
 def replay_notes(options: ReplayOptions) -> list[str]:
@@ -393,66 +427,44 @@ def replay_notes(options: ReplayOptions) -> list[str]:
     ]
 
 
-def paced_notes(paced: Paced | None) -> list[str]:
-    """What has to be known of a result of a paced device; nothing of another."""
-    if paced is None:
-        return []
-    return [
-        f"Paced, not computed: forwards, copies and the disk take the time of {paced.modelled}, "
-        f"dilation {paced.dilation:g}; times are divided by it.",
-        "Answers follow from the tokens alone, so recompute is measured in the first round alone.",
-    ]
-
-
-def lost_pace(paced: Paced | None, outcome: Outcome) -> list[str]:
-    """A note for every arm that a paced device could not keep the pace of."""
-    if paced is None:
-        return []
-    rows, notes = sample_rows(outcome.rounds), []
-    for arm in dict.fromkeys(one.arm for one in outcome.rounds):
-        pace = arm_figures(arm, outcome.rounds, rows).get("pace")
-        if pace is None:
-            notes.append(f"INVALID: {arm}: the paced device wrote no step.")
-        elif pace["valid"] is not True:
-            notes.append(
-                f"INVALID: {arm} lost {pace['overrun']:.0%} of its steps' time (10 % are allowed), "
-                f"{pace['mismatches']} mismatches."
-            )
-    return notes
-
-
-def choose_device(args: argparse.Namespace) -> None:
-    """The device, its dilation and the lab model, where the options do not say."""
-    if args.device is None:
+def choose_device(args: _Served) -> _Served:
+    """With the device, its dilation and the lab model, where the options do not say. Raises
+    BenchError.
+    """
+    device, dilation = args.device, args.dilation
+    if device is None:
         found = detect_device()
         computes = found != "cpu" or args.model_path is not None or args.lab_model is not None
-        args.device = found if computes else _DEFAULT_DEVICE
-    if args.dilation is None:
-        args.dilation = _PACED_DILATION if is_paced(args.device) and not args.quick else 1.0
-    if is_paced(args.device) and args.lab_model is not None:
-        raise BenchError(f"--lab-model: {args.device} brings a model of its own")
-    args.lab_model = args.lab_model or "lab-mha"
+        device = found if computes else _DEFAULT_DEVICE
+    if dilation is None:
+        dilation = _PACED_DILATION if is_paced(device) and not args.quick else 1.0
+    if is_paced(device) and args.lab_model is not None:
+        raise BenchError(f"--lab-model: {device} brings a model of its own")
+    model = args.lab_model or "lab-mha"
+    return replace(args, device=device, dilation=dilation, lab_model=model)
 
 
-def name_outputs(args: argparse.Namespace, command: str) -> None:
-    """Names the result and the page where --json or --html say a folder: by the command, the device
-    if it is a paced one, and the time.
+def name_outputs(args: _Served, command: str) -> _Served:
+    """With names of the result and the page where --json or --html say a folder: by the command, the
+    device if it is a paced one, and the time.
     """
-    kind = "paced-" if is_paced(args.device) else ""
+    kind = "paced-" if is_paced(args.device or "") else ""
     name = f"{command}-{kind}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-    for ending in ("json", "html"):
-        target = vars(args)[ending]
-        if target is not None and target.endswith("/"):
-            setattr(args, ending, f"{target}{name}.{ending}")
+
+    def named(target: str | None, ending: str) -> str | None:
+        folder = target is not None and target.endswith("/")
+        return f"{target}{name}.{ending}" if folder else target
+
+    return replace(args, json=named(args.json, "json"), html=named(args.html, "html"))
 
 
-def _rounds(args: argparse.Namespace, device: str) -> int:
+def _rounds(args: ServedOptions, device: str) -> int:
     if is_paced(device):
         return _PACED_ROUNDS
     return 2 if args.quick else 3
 
 
-def load_defaults(args: argparse.Namespace, device: str) -> LoadOptions:
+def load_defaults(args: ServedOptions, device: str) -> LoadOptions:
     """Which sessions are replayed on a device where nothing else is asked for."""
     if is_paced(device):
         usual = _PACED_QUICK if args.quick else _PACED
@@ -463,7 +475,7 @@ def load_defaults(args: argparse.Namespace, device: str) -> LoadOptions:
     return _CPU if device == "cpu" else _GPU
 
 
-def replay_defaults(args: argparse.Namespace, device: str, chosen: Load) -> ReplayOptions:
+def replay_defaults(args: ServedOptions, device: str, chosen: Load) -> ReplayOptions:
     """How they are replayed where nothing else is asked for: on a paced device all at a time."""
     if not is_paced(device):
         return REPLAY
@@ -471,7 +483,7 @@ def replay_defaults(args: argparse.Namespace, device: str, chosen: Load) -> Repl
     return replace(REPLAY, concurrency=len(chosen.sessions), pause_s=pause_s)
 
 
-def chosen_arms(args: argparse.Namespace) -> list[str]:
+def chosen_arms(args: ServedOptions) -> list[str]:
     """The arms to compare, in their order. Raises BenchError."""
     if args.arms is None:
         paced = is_paced(args.device)
@@ -481,12 +493,3 @@ def chosen_arms(args: argparse.Namespace) -> list[str]:
     arms = words(args.arms)
     check_arms(arms, (ORACLE,))
     return [arm for arm in (*ARMS, ORACLE) if arm in arms]
-
-
-def _announcement(plan: Plan, chosen: Load) -> str:
-    setup = plan.setup
-    return (
-        f"{chosen.describe('round and arm')}; device pool {setup.device_tokens:,} tokens, "
-        f"host pool {setup.host_tokens:,}\n"
-        f"arms: {', '.join(plan.arms)}; {plan.rounds} rounds; logs in {plan.folder}"
-    )

@@ -5,17 +5,15 @@ server that never evicts.
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
+import itertools
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.arguments import not_negative, positive
-from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
     RUN,
     SERVER,
@@ -31,22 +29,25 @@ from sgl_kvtier.lab.experiment.argtypes import (
     words,
 )
 from sgl_kvtier.lab.experiment.arms import OURS, Setup
-from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
+from sgl_kvtier.lab.experiment.comparison import Cell, Comparison, failed
+from sgl_kvtier.lab.experiment.frame import check, work_folder
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.lab.experiment.lookahead.arms import (
     AUTO,
     LOOKAHEAD_ARMS,
     ORACLE,
+    Pools,
     arm_names,
     arm_setup,
     pools,
 )
-from sgl_kvtier.lab.experiment.lookahead.result import Cell, make_results, notes_of
-from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog, Rounds
+from sgl_kvtier.lab.experiment.lookahead.result import make_results, notes_of
+from sgl_kvtier.lab.experiment.options import Options
+from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog
 from sgl_kvtier.lab.experiment.scenarios.compare import about
 from sgl_kvtier.lab.experiment.timeline import watch
 from sgl_kvtier.lab.outside.replay import ReplayOptions
-from sgl_kvtier.lab.pages.lookahead import SCHEMA, lookahead_page, lookahead_tables
+from sgl_kvtier.lab.pages.kinds import LOOKAHEAD
 from sgl_kvtier.outside import is_number
 
 _GAPS = (0.0, 0.1, 0.5, 1.0, 3.0)
@@ -86,6 +87,18 @@ _STANDING = (
     "Hits are where tokens lay when their request was scheduled: by the server's own count where it has one, else by its responses.",
     "The operating system's page cache is not emptied: hicache-file may read from it, kvtier goes round it where it can.",
 )
+
+
+@dataclass(frozen=True)
+class LookaheadOptions(Options):
+    """The command's options."""
+
+    arms: Sequence[str] | None = None
+    oversubscription: Sequence[float] = (3.0,)
+    gaps: Sequence[float] | None = None
+    lookahead: Sequence[int] = (AUTO,)
+    restore: str | None = None
+    read_gbps: float | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,18 +156,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(replaying, RUN, "seed")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     """Compares and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises
     KVTierError.
     """
+    args = LookaheadOptions.of(given)
     check(args)
     arms = arm_names(args.arms, args.lookahead)
     cells: list[Cell] = []
-    with work_folder(args.folder, lambda: _failed(cells)) as folder:
+    with work_folder(args.folder, lambda: failed(cells)) as folder:
         shape = shape_of(args)
-        wanted = load_options(
-            args, _QUICK if args.quick else _CPU if shape.device == "cpu" else _GPU
-        )
+        usual = _QUICK if args.quick else _CPU if shape.device == "cpu" else _GPU
+        wanted = load_options(args, usual)
         model = model_of(args)
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
         setup = _setup(args, model, chosen)
@@ -164,120 +177,76 @@ def run(args: argparse.Namespace) -> int:
             named=True,
             seed=args.seed,
         )
-        one = _Run(args, arms, setup, chosen, replaying, folder)
-        cells += one.cells()
-        log = RoundLog.open(args.log, one.about(cells))
-        print(one.announcement(cells), file=sys.stderr)
-        return Experiment(
+        sizes = {over: pools(chosen, over, setup.page_size) for over in args.oversubscription}
+        cells += _cells(args, arms, setup, sizes, chosen, replaying, folder)
+        log = RoundLog.open(args.log, _about(cells[0], setup, chosen, replaying))
+        trials = sum(cell.plan.rounds * len(arms) for cell in cells)
+        print(
+            f"{chosen.describe('trial')}\n"
+            f"arms: {', '.join(arms)}; {trials} trials, each with a server of its own; logs in {folder}",
+            file=sys.stderr,
+        )
+        compared = Comparison(cells, log, keeps_storage=False)
+        return compared.experiment(
             args,
-            SCHEMA,
-            measure=lambda: one.measure(cells, log),
-            results=lambda: one.results(cells),
-            tables=lookahead_tables,
-            page=lookahead_page,
+            LOOKAHEAD.schema,
+            results=lambda: make_results(cells, sizes, chosen, replaying),
+            tables=LOOKAHEAD.tables,
+            page=LOOKAHEAD.page,
             standing=[*chosen.notes, *_STANDING],
             notes=lambda: notes_of(cells, arms),
-            measured=lambda: any(r.samples for cell in cells for r in cell.outcome.rounds),
-            sound=lambda _: not _failed(cells),
         ).run()
 
 
-@dataclass(frozen=True)
-class _Run:
-    args: argparse.Namespace
-    arms: Sequence[str]
-    setup: Setup
-    chosen: Load
-    replaying: ReplayOptions
-    folder: Path
-
-    def cells(self) -> list[Cell]:
-        """Every oversubscription with every pause."""
-        args, setup = self.args, self.setup
-        rounds = args.rounds or (1 if args.quick else 3)
-        restore = args.restore or ("auto" if setup.device == "cpu" and setup.tp == 1 else "both")
-        until = deadline_of(args)
-        found: list[Cell] = []
-        for oversubscription in args.oversubscription:
-            sizes = pools(self.chosen, oversubscription, setup.page_size)
-            for gap_s in args.gaps or (_QUICK_GAPS if args.quick else _GAPS):
-                plan = Plan(
-                    arms=self.arms,
-                    setup=arm_setup(setup, sizes, restore, args.lookahead),
-                    folder=self.folder / f"{oversubscription:g}x-{gap_s:g}s",
-                    rounds=rounds,
-                    together=False,
-                    first_round=len(found) * rounds + 1,
-                    place=partial(_place, oversubscription, gap_s),
-                    until=until,
-                )
-                found.append(Cell(oversubscription, gap_s, sizes, plan))
-        return found
-
-    def about(self, cells: Sequence[Cell]) -> dict[str, Any]:
-        """The settings that trials of one log have in common, but for the pools and the pauses. Of
-        a sweep the arm with K from measured speeds counts; the others are named by theirs.
-        """
-        ours = cells[0].plan.setup.variants[OURS].policy
-        same = {name: ours[name] for name in ("restore", "rules")}
-        return {**about(self.setup, self.chosen, self.replaying), **same}
-
-    def announcement(self, cells: Sequence[Cell]) -> str:
-        """The plan of the run as text for people."""
-        trials = sum(cell.plan.rounds * len(self.arms) for cell in cells)
-        return (
-            f"{self.chosen.describe('trial')}\n"
-            f"arms: {', '.join(self.arms)}; {trials} trials, each with a server of its own; "
-            f"logs in {self.folder}"
+def _cells(
+    args: LookaheadOptions,
+    arms: Sequence[str],
+    setup: Setup,
+    sizes: Mapping[float, Pools],
+    chosen: Load,
+    replaying: ReplayOptions,
+    folder: Path,
+) -> list[Cell]:
+    """Every oversubscription with every pause."""
+    rounds = args.rounds or (1 if args.quick else 3)
+    restore = args.restore or ("auto" if setup.device == "cpu" and setup.tp == 1 else "both")
+    until = deadline_of(args)
+    found: list[Cell] = []
+    gaps = args.gaps or (_QUICK_GAPS if args.quick else _GAPS)
+    for over, gap_s in itertools.product(args.oversubscription, gaps):
+        name, own, pool = (
+            f"{over:g}x, pause {gap_s:g} s",
+            folder / f"{over:g}x-{gap_s:g}s",
+            sizes[over],
         )
-
-    def measure(self, cells: Sequence[Cell], log: RoundLog) -> None:
-        """Every cell in turn. One in which every arm failed is noted, and the next one is tried."""
-        failed = 0
-        for cell in cells:
-            plan, sizes = cell.plan, cell.sizes
-            print(
-                f"{cell.name}: device pool {sizes.device:,} tokens, host pool {sizes.host:,}",
-                file=sys.stderr,
-            )
-            options = replace(self.replaying, pause_s=cell.gap_s)
-            path, beside = (
-                plan.folder / "requests.jsonl",
-                partial(watch, page_tokens=plan.setup.page_size),
-            )
-            work = Replaying(self.chosen, options, plan.setup, path, beside)
-            try:
-                Rounds(plan, work, cell.outcome, log).run()
-            except BenchError as error:
-                failed += 1
-                if failed == len(cells):
-                    raise
-                cell.outcome.notes.append(str(error).splitlines()[0])
-            finally:
-                for storage in plan.folder.glob("*/storage"):
-                    shutil.rmtree(storage, ignore_errors=True)
-
-    def results(self, cells: Sequence[Cell]) -> dict[str, Any]:
-        """The result of the cells, schema kvtier.compare.lookahead/1 (docs/manual/json.md)."""
-        first = cells[0].plan
-        settings = {
-            **asdict(replace(first.setup, variants={})),
-            "arms": {name: asdict(variant) for name, variant in first.setup.variants.items()},
-            "concurrency": self.replaying.concurrency,
-            "most_output_tokens": self.replaying.most_output_tokens,
-            "feedback": self.replaying.feedback,
-            "cores": os.cpu_count(),
-        }
-        return {
-            "workload": self.chosen.to_json(),
-            "settings": settings,
-            "rounds": first.rounds,
-            **make_results(cells, self.arms),
-        }
+        plan = Plan(
+            arms=arms,
+            setup=arm_setup(setup, pool, restore, args.lookahead),
+            folder=own,
+            rounds=rounds,
+            together=False,
+            first_round=len(found) * rounds + 1,
+            place=partial(_place, over, gap_s),
+            until=until,
+        )
+        axes = {"oversubscription": over, "gap_s": gap_s}
+        about = f"{name}: device pool {pool.device:,} tokens, host pool {pool.host:,}"
+        asked, path = replace(replaying, pause_s=gap_s), own / "requests.jsonl"
+        beside = partial(watch, page_tokens=setup.page_size)
+        work = Replaying(chosen, asked, plan.setup, path, beside)
+        found.append(Cell(axes, name, plan, work, about))
+    return found
 
 
-def _failed(cells: Sequence[Cell]) -> bool:
-    return any(cell.outcome.failures for cell in cells)
+def _about(cell: Cell, setup: Setup, chosen: Load, replaying: ReplayOptions) -> dict[str, Any]:
+    """The settings that trials of one log have in common, but for the pools and the pauses. Of
+    a sweep the arm with K from measured speeds counts; the others are named by theirs.
+    """
+    ours = cell.plan.setup.variants[OURS].policy
+    return {
+        **about(setup, chosen, replaying),
+        **{name: ours[name] for name in ("restore", "rules")},
+    }
 
 
 def _place(oversubscription: float, gap_s: float, arm: str) -> str:
@@ -288,7 +257,7 @@ def _place(oversubscription: float, gap_s: float, arm: str) -> str:
     return pause if arm == ORACLE else f"{oversubscription:g}x, {pause}"
 
 
-def _setup(args: argparse.Namespace, model: str, chosen: Load) -> Setup:
+def _setup(args: LookaheadOptions, model: str, chosen: Load) -> Setup:
     shape = shape_of(args)
     cpu = shape.device == "cpu"
     setup = setup_of(

@@ -18,9 +18,11 @@ from sgl_kvtier.arguments import positive
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import RUN, SERVER, add_options, setup_of, shape_of, words
 from sgl_kvtier.lab.experiment.arms import ARMS, NOT_RESTORED, OURS, Setup, Variant, check_arms
-from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
+from sgl_kvtier.lab.experiment.comparison import Cell, Comparison, failed
+from sgl_kvtier.lab.experiment.frame import check, work_folder
 from sgl_kvtier.lab.experiment.measures import Round
-from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, Rounds, backwards
+from sgl_kvtier.lab.experiment.options import Options
+from sgl_kvtier.lab.experiment.rounds import Plan, backwards
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.outside.lab_model import write_named
 from sgl_kvtier.lab.outside.model_shapes import BYTES
@@ -44,15 +46,18 @@ OVERHEAD_VARIANTS = {
 
 
 @dataclass(frozen=True)
-class OverheadOptions:
-    """How much is asked, the same of every arm."""
+class OverheadOptions(Options):
+    """The command's options: how much is asked, the same of every arm."""
 
     arms: Sequence[str] = OVERHEAD_ARMS
     rounds: int = 7
     requests: int = 4
     prompt_tokens: int = 256
     output_tokens: int = 64
-    seed: int = 0
+
+
+_MEASURED = ("arms", "rounds", "requests", "prompt_tokens", "output_tokens", "seed")
+"""Options that are in the result."""
 
 
 @dataclass
@@ -115,49 +120,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     """Measures and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises
     KVTierError; where the bench could not go on, after what had been measured is reported.
     """
-    check(args)
-    check_arms(args.arms, OVERHEAD_VARIANTS)
-    names = ("arms", "rounds", "requests", "prompt_tokens", "output_tokens", "seed")
-    options = OverheadOptions(**{name: getattr(args, name) for name in names})
-    outcome = Outcome()
-    with work_folder(args.folder, lambda: bool(outcome.failures)) as folder:
-        setup = make_setup(args)
+    options = OverheadOptions.of(given)
+    check(options)
+    check_arms(options.arms, OVERHEAD_VARIANTS)
+    cells: list[Cell] = []
+    with work_folder(options.folder, lambda: failed(cells)) as folder:
+        setup = make_setup(options)
         plan = Plan(options.arms, setup, folder, options.rounds, together=True, order=backwards)
-        return Experiment(
-            args,
-            SCHEMA,
-            measure=Rounds(plan, Decoding(options), outcome).run,
-            results=lambda: results(options, setup, outcome.rounds),
-            tables=overhead_tables,
-            notes=lambda: [*outcome.notes, *outcome.failed()],
-            measured=lambda: any(one.samples for one in outcome.rounds),
-            sound=lambda _: not outcome.failures,
-        ).run()
+        cells.append(Cell({}, "", plan, Decoding(options)))
+        return (
+            Comparison(cells)
+            .experiment(
+                options,
+                SCHEMA,
+                results=lambda: results(options, setup, cells[0].outcome.rounds),
+                tables=overhead_tables,
+            )
+            .run()
+        )
 
 
 def results(options: OverheadOptions, setup: Setup, rounds: Sequence[Round]) -> dict[str, Any]:
-    """The result of the rounds, schema kvtier.restore-overhead/1 (docs/manual/json.md)."""
+    """The result of the rounds, schema kvtier.restore-overhead/1."""
     rows = [round_row(one) for one in rounds if one.complete]
-    settings = {**asdict(options), **asdict(setup)}
+    settings = {**{name: getattr(options, name) for name in _MEASURED}, **asdict(setup)}
     return {"settings": settings, **overhead_figures(rows, options.arms), "rounds": rows}
 
 
-def make_setup(args: argparse.Namespace) -> Setup:
+def make_setup(options: OverheadOptions) -> Setup:
     """Room for all requests at once, so that nothing is evicted or waits."""
-    shape = shape_of(args)
-    each = args.prompt_tokens + args.output_tokens + 4 * shape.page
-    tokens = each * (args.requests + 1) // shape.page * shape.page
+    shape = shape_of(options)
+    each = options.prompt_tokens + options.output_tokens + 4 * shape.page
+    tokens = each * (options.requests + 1) // shape.page * shape.page
     return setup_of(
-        args,
+        options,
         shape,
-        write_named(args.lab_model),
+        write_named(options.lab_model or "lab-mha"),
         device_tokens=tokens,
         context_tokens=tokens,
-        max_running=max(args.requests, 8),
+        max_running=max(options.requests, 8),
         variants=OVERHEAD_VARIANTS,
     )
 

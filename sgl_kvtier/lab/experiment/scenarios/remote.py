@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier import __version__
-from sgl_kvtier.arguments import count, positive, size
+from sgl_kvtier.arguments import positive, size
 from sgl_kvtier.console import progress
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
@@ -25,18 +25,19 @@ from sgl_kvtier.lab.experiment.argtypes import (
     words,
 )
 from sgl_kvtier.lab.experiment.arms import Setup, check_names
+from sgl_kvtier.lab.experiment.comparison import paced_notes
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.machine import made_with
+from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.remote.arms import REMOTE_ARMS, ROUTES
 from sgl_kvtier.lab.experiment.remote.figures import about_arms, remote_results
 from sgl_kvtier.lab.experiment.remote.run import RemoteOptions, RemoteRun
-from sgl_kvtier.lab.experiment.remote.trouble import Trouble, TroubleOptions
 from sgl_kvtier.lab.experiment.remote.turns import NEW_TOKENS, WARM, Cell, MovedLog
 from sgl_kvtier.lab.experiment.scenarios.restore_arguments import ratios
 from sgl_kvtier.lab.outside.lab_model import write_named
-from sgl_kvtier.lab.paced.launching import Paced, is_paced, parse
+from sgl_kvtier.lab.paced.launching import is_paced, parse
 from sgl_kvtier.lab.paced.pace import MOST_OVERRUN
-from sgl_kvtier.lab.pages.remote import SCHEMA, remote_page, remote_tables, trouble_tables
+from sgl_kvtier.lab.pages.kinds import REMOTE
 from sgl_kvtier.launch import host_of
 from sgl_kvtier.outside import is_number
 from sgl_kvtier.remote.servers import missing_engine
@@ -61,10 +62,20 @@ STANDING = (
     "SGLang's own settings (prefetch policy timeout, write-through) are left as they are in all arms.",
 )
 
-TROUBLE = (
-    "Two servers take turns, one with a remote store and one without; each answers the same new prompts, and which of them is first "
-    "alternates. The master is stopped or killed before the first request of its state. Nothing that they ask for is stored there.",
-)
+
+@dataclass(frozen=True)
+class RemoteCommand(Options):
+    """The command's options. `tokens` is known when the device is."""
+
+    device: str = "cpu"
+    dilation: float = 1.0
+    lab_model: str = ""
+    tokens: int = 0
+    arms: Sequence[str] | None = None
+    route: str = "moved"
+    gbps: Sequence[float] | None = None
+    load_over_compute: Sequence[float] | None = None
+    segment: int = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,27 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of a session, each {NEW_TOKENS} tokens longer (default 2, 4 with round-robin)",
     )
     servers = parser.add_argument_group("servers")
-    trouble = parser.add_argument_group("trouble")
-    trouble.add_argument(
-        "--trouble",
-        action="store_true",
-        help="instead: what a remote store adds to the time to first token while its master has nothing, hangs and is dead, and to a "
-        "server's start without a master",
-    )
-    trouble.add_argument(
-        "--requests",
-        type=positive,
-        default=40,
-        metavar="N",
-        help="with --trouble: to each of two servers in each state (default %(default)s)",
-    )
-    trouble.add_argument(
-        "--starts",
-        type=count,
-        default=3,
-        metavar="N",
-        help="with --trouble: of servers of each kind (default %(default)s)",
-    )
     add_options(
         servers,
         PACED_SERVER,
@@ -161,10 +151,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     """Compares and reports. The exit status: 0, 1 when an arm failed or an answer differs, 130
     after Ctrl-C. Raises KVTierError.
     """
+    args = RemoteCommand.of(given)
     if host_of(args.device) != "cpu":
         raise BenchError(
             f"--device {args.device}: two servers on one card would share it; leave it out"
@@ -172,23 +163,21 @@ def run(args: argparse.Namespace) -> int:
     paced = is_paced(args.device)
     if paced and args.lab_model:
         raise BenchError(f"--lab-model: {args.device} brings a model of its own")
-    args.tokens = args.tokens or (16384 if paced else 2048)
-    args.lab_model = args.lab_model or "lab-mha"
+    tokens = args.tokens or (16384 if paced else 2048)
+    args = replace(args, tokens=tokens, lab_model=args.lab_model or "lab-mha")
     check(args)
     if reason := missing_engine():
         raise BenchError(reason)
-    if args.trouble:
-        return run_trouble(args)
     one = Moving(args)
     log = MovedLog.open(args.log, one.about())
     with work_folder(args.folder, lambda: bool(one.failures)) as folder:
         return Experiment(
             args,
-            SCHEMA,
+            REMOTE.schema,
             measure=lambda: one.measure(log, folder),
             results=lambda: one.results(log),
-            tables=remote_tables,
-            page=remote_page,
+            tables=REMOTE.tables,
+            page=REMOTE.page,
             standing=[*paced_notes(one.setup.paced), *STANDING],
             notes=lambda: [*one.notes, *lost_pace(one.results(log))],
             measured=lambda: bool(log.turns),
@@ -196,44 +185,9 @@ def run(args: argparse.Namespace) -> int:
         ).run()
 
 
-def run_trouble(args: argparse.Namespace) -> int:
-    """Measures what trouble costs; the exit status as of `run`."""
-    if args.html or args.log:
-        raise BenchError("--trouble has neither --html nor --log; leave them out")
-    options = TroubleOptions(args.tokens, args.requests, args.starts, args.seed)
-    with work_folder(args.folder, lambda: False) as folder:
-        one = Trouble(options, _setup(args, _TURNS["moved"]), folder)
-        return Experiment(
-            args,
-            SCHEMA,
-            measure=one.run,
-            results=lambda: {"settings": asdict(options), "cells": [], "trouble": one.results()},
-            tables=trouble_tables,
-            standing=[*paced_notes(one.setup.paced), *TROUBLE],
-            measured=lambda: bool(one.times),
-            sound=lambda result: (
-                not any(
-                    state["errors"] or state["unequal"]
-                    for state in result["trouble"]["states"].values()
-                )
-            ),
-        ).run()
-
-
 def is_sound(summary: dict[str, Any]) -> bool:
     """Whether no request failed and no answer differs."""
     return not summary["errors"] and summary["equal_tokens_fraction"] in (None, 1.0)
-
-
-def paced_notes(paced: Paced | None) -> list[str]:
-    """What has to be known of a result of a paced device; nothing of another."""
-    if paced is None:
-        return []
-    return [
-        f"Paced, not computed: forwards, copies and the disk take the time of {paced.modelled}, "
-        f"dilation {paced.dilation:g}; times are divided by it. Bytes and bandwidths are "
-        f"those of the modelled machine: {paced.bytes_scale:g} times those kept and moved here."
-    ]
 
 
 def lost_pace(result: dict[str, Any]) -> list[str]:
@@ -250,7 +204,7 @@ def lost_pace(result: dict[str, Any]) -> list[str]:
 class Moving:
     """One comparison: what its options say, and what came of its arms."""
 
-    args: argparse.Namespace
+    args: RemoteCommand
 
     def __post_init__(self) -> None:
         args = self.args
@@ -328,19 +282,19 @@ class Moving:
         return {"settings": settings, "arms": about_arms(self.arms), **found}
 
 
-def _cells(args: argparse.Namespace) -> Sequence[Cell]:
+def _cells(args: RemoteCommand) -> Sequence[Cell]:
     gbps = [0.0] if args.gbps is None else args.gbps
     usual = (1.0,) if args.quick else _RATIOS
     derived = args.load_over_compute or (usual if args.gbps is None else ())
     return [*(Cell(one) for one in gbps), *(Cell(None, ratio) for ratio in derived)]
 
 
-def _rounds(args: argparse.Namespace) -> int:
+def _rounds(args: RemoteCommand) -> int:
     found: int = args.rounds or (1 if args.quick else 3)
     return found
 
 
-def _setup(args: argparse.Namespace, turns: int) -> Setup:
+def _setup(args: RemoteCommand, turns: int) -> Setup:
     shape = shape_of(args)
     paced = parse(args.device, args.dilation, args.server_arg) if is_paced(args.device) else None
     longest = args.tokens + turns * NEW_TOKENS

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.arguments import not_negative
+from sgl_kvtier.arguments import not_negative, url
 from sgl_kvtier.console import Column, Table, format_bytes, progress
 from sgl_kvtier.errors import BenchError, KVTierError
 from sgl_kvtier.lab.experiment.argtypes import (
@@ -24,6 +24,7 @@ from sgl_kvtier.lab.experiment.frame import Experiment, check
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.lab.experiment.machine import CpuWatch
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, sample_rows
+from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions, SampleLog, replay
 from sgl_kvtier.lab.paced.launching import Paced, of_server
@@ -36,10 +37,21 @@ _LOAD = LoadOptions(turns=None, divisor=1)
 _REPLAY = ReplayOptions(concurrency=8)
 
 
+@dataclass(frozen=True)
+class ReplayedOptions(Options):
+    """The command's options."""
+
+    url: str = ""
+    tokenizer: Path | None = None
+    flush: bool = False
+    timeout: float = 600.0
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
         "url",
+        type=url,
         help="the server, such as http://127.0.0.1:30000; with --route openai of any kind that has /v1/completions. One on a paced "
         "device says so itself, and times are divided by its dilation",
     )
@@ -67,10 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_replay_arguments(parser, _REPLAY)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     """Replays and reports. The exit status: 0, 1 when requests failed, 130 after Ctrl-C. Raises
     KVTierError.
     """
+    args = ReplayedOptions.of(given)
     check(args, starts_servers=False)
     wanted = load_options(args, _LOAD)
     options = replay_options(args, _REPLAY, wanted.most_output_tokens)
@@ -92,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     ).run()
 
 
-async def _server(args: argparse.Namespace) -> tuple[str, Paced | None]:
+async def _server(args: ReplayedOptions) -> tuple[str, Paced | None]:
     """Its model's path, and the paced device that it is on."""
     async with ROUTES[args.route](args.url, timeout_s=30) as client:
         path = str((await client.model_info()).get("model_path", ""))
@@ -117,9 +130,7 @@ def _folder(model: Path) -> Path:
     return model if model.is_dir() else model.parent
 
 
-async def _measure(
-    args: argparse.Namespace, options: ReplayOptions, chosen: Load, one: Round
-) -> None:
+async def _measure(args: ReplayedOptions, options: ReplayOptions, chosen: Load, one: Round) -> None:
     async with ROUTES[args.route](
         args.url, timeout_s=args.timeout, dilation=one.dilation
     ) as client:
@@ -155,7 +166,7 @@ def _log_path(path: Path | None) -> Path | None:
 
 
 def _results(
-    args: argparse.Namespace, options: ReplayOptions, chosen: Load, one: Round, paced: Paced | None
+    args: ReplayedOptions, options: ReplayOptions, chosen: Load, one: Round, paced: Paced | None
 ) -> dict[str, Any]:
     rows = sample_rows([one])
     return {

@@ -9,9 +9,14 @@ from sgl_kvtier.arguments import above_nought, count, not_negative, positive
 from sgl_kvtier.console import check_target
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import PACED_SERVER, RUN, add_options, shape_of, words
-from sgl_kvtier.lab.experiment.batches.arms import BATCH_ARMS, DEFAULT_BATCH_ARMS, SHORTEST_FIRST
-from sgl_kvtier.lab.experiment.batches.draw import DECODERS
-from sgl_kvtier.lab.experiment.restore.arms import DEFAULT_RESTORE_ARMS, RESTORE_ARMS
+from sgl_kvtier.lab.experiment.restore.arms import (
+    BATCH_ARMS,
+    DEFAULT_BATCH_ARMS,
+    DEFAULT_RESTORE_ARMS,
+    RESTORE_ARMS,
+    SHORTEST_FIRST,
+)
+from sgl_kvtier.lab.experiment.restore.plan import DECODERS, RestoreOptions
 from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, UNWEIGHTED
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced
 from sgl_kvtier.outside import is_number, is_whole, shown
@@ -21,7 +26,6 @@ FOREIGN_CORES, PACED_FOREIGN_CORES = 0.1, 0.5
 _NOT_PACED = {
     "models": "brings a model of its own",
     "url": "is started by this command, which reads the device's own log; leave one of the two out",
-    "fluctuate": "has the grid alone: the other requests of a fluctuation cost nothing there",
 }
 """Options that a paced device has no use for, and why."""
 
@@ -64,15 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"of {', '.join(RESTORE_ARMS)} (default {','.join(DEFAULT_RESTORE_ARMS)}); with --at-once of {', '.join(BATCH_ARMS)} "
         f"(default {','.join(DEFAULT_BATCH_ARMS)})",
-    )
-    parser.add_argument(
-        "--fluctuate",
-        type=positive,
-        metavar="N",
-        help="also N traces of each kind of fluctuation per length",
-    )
-    parser.add_argument(
-        "--no-grid", action="store_true", help="with --fluctuate: only what its bound needs"
     )
     parser.add_argument(
         "--hole",
@@ -155,7 +150,7 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
     )
     server.add_argument(
         "--url",
-        help="measure a running server instead: kvtier backend, a section lab.throttle (and policy.rules = sgl_kvtier.lab.rules:FixedSplit for --fluctuate), --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto is off (an accelerator, several ranks)",
+        help="measure a running server instead: kvtier backend, a section lab.throttle, --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto is off (an accelerator, several ranks)",
     )
     server.add_argument("--admin-key", help="with --url: its admin key")
     server.add_argument(
@@ -165,16 +160,14 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
     )
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(args: RestoreOptions) -> None:
     """Raises BenchError for options that do not go together."""
     if is_paced(args.device):
         _check_paced(args)
     _check_batches(args)
-    for name in ("url", "at_once", "fluctuate"):
+    for name in ("url", "at_once"):
         if args.hole and getattr(args, name):
             raise BenchError(f"--hole: not with --{name.replace('_', '-')}; leave one of them out")
-    if args.no_grid and not args.fluctuate:
-        raise BenchError("--no-grid leaves nothing to measure: add --fluctuate N")
     if args.decision_log is not None:
         if args.url is not None:
             raise BenchError(
@@ -186,13 +179,13 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise BenchError(f"--lengths: must be whole pages of {page} tokens")
 
 
-def _check_batches(args: argparse.Namespace) -> None:
+def _check_batches(args: RestoreOptions) -> None:
     if not args.at_once:
         for name in ("poisson", "decoders"):
             if getattr(args, name) is not None:
                 raise BenchError(f"--{name}: add --at-once N, which it is about")
         return
-    for name in ("url", "fluctuate", "slow_rounds"):
+    for name in ("url", "slow_rounds"):
         if getattr(args, name):
             raise BenchError(
                 f"--at-once: not with --{name.replace('_', '-')}; leave one of them out"
@@ -202,7 +195,7 @@ def _check_batches(args: argparse.Namespace) -> None:
             raise BenchError(f"--poisson: the arm {arm} sends all together; leave one of them out")
 
 
-def _check_paced(args: argparse.Namespace) -> None:
+def _check_paced(args: RestoreOptions) -> None:
     for name, why in _NOT_PACED.items():
         if getattr(args, name):
             raise BenchError(f"--{name}: {args.device} {why}")

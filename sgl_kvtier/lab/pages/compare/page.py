@@ -1,4 +1,4 @@
-"""A comparison as one HTML page, made from its JSON result (docs/manual/json.md): results first,
+"""A comparison as one HTML page, made from its JSON result (kvtier.compare/1): results first,
 settings last.
 """
 

@@ -1,4 +1,4 @@
-"""What tables, plots and the sentence read from a comparison's result (docs/manual/json.md)."""
+"""What tables, plots and the sentence read from a comparison's result (kvtier.compare/1)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""Several restorations at once."""

@@ -1,0 +1,544 @@
+"""What is particular to each kind of result in cells (schemas: docs/manual/json.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from sgl_kvtier.console.table import Column, format_share, format_value
+from sgl_kvtier.lab.pages import html
+from sgl_kvtier.lab.pages.cells import Kind, Measure, Plot, Statement, curves, grouped, over
+from sgl_kvtier.lab.pages.compare.figures import first_token_cdf
+from sgl_kvtier.lab.pages.compare.result import ORACLE, OURS, STOCK, TIERS, skipped_arms
+from sgl_kvtier.lab.pages.listing import ARM, Listing, Row, arm_rows, ms, share
+from sgl_kvtier.lab.pages.plots import Series, lines
+from sgl_kvtier.sizes import format_bytes
+
+_TTFT = {q: Measure(f"TTFT {q}", f"ttft_ms.{q}") for q in ("p50", "p90", "p99")}
+
+
+# compare sweep
+
+_LOADS = {"concurrency": "at a time", "rate": "a second"}
+_SWEPT = (
+    *(_TTFT["p50"], _TTFT["p99"], Measure("output tokens/s", "throughput_tokens_per_s", "")),
+    Measure("requests/s in time", "goodput_requests_per_s", "", 2),
+)
+
+
+def load_of(result: dict) -> str:
+    """What changes from cell to cell: concurrency or rate."""
+    return next(name for name in _LOADS if name in result["cells"][0])
+
+
+def _load(cell: Row) -> str:
+    return next(f"{name} {cell[name]:g}" for name in _LOADS if name in cell)
+
+
+def _sweep_columns(result: dict) -> Sequence[Column]:
+    return (
+        Column(load_of(result), "Sessions", _LOADS[load_of(result)], format="{:g}".format),
+        *(ARM, ms("ttft_ms.p50", "TTFT p50"), ms("ttft_ms.p99", "TTFT p99")),
+        ms("ttft_later_ms.p50", "later p50"),
+        Column("throughput_tokens_per_s", "Output", "tokens/s", decimals=1),
+        Column("goodput_requests_per_s", "In time", "requests/s", decimals=2),
+        Column("errors", "Errors"),
+    )
+
+
+def _sweep_notes(result: dict) -> list[str]:
+    bound = result["settings"]["ttft_bound_ms"]
+    about = f"In time: requests whose first token came within {bound:g} ms. Later: without each session's first."
+    return [about, *skipped_arms(result)]
+
+
+def _over_stock(result: dict) -> Iterator[Statement]:
+    for cell in result["cells"]:
+        mine, theirs = (cell["arms"].get(arm) for arm in (OURS, STOCK))
+        pairs = [(one.label, one.of(mine), one.of(theirs)) for one in _SWEPT]
+        said = [f"{label} {a / b:.2f} times" for label, a, b in pairs if a is not None and b]
+        if said:
+            yield f"{_load(cell)}, {OURS} over {STOCK}: {', '.join(said)}.", False
+
+
+def pareto(result: dict, quantile: str) -> str:
+    """Throughput against a quantile of the time to first token: a line for each arm, a point for
+    each load. Further right and further down is better.
+    """
+    shown = {"concurrency": "×{:g}", "rate": "{:g}/s"}[load_of(result)]
+    series = []
+    for arm in result["arms"]:
+        rows = [row for row in arm_rows(result) if row["arm"] == arm]
+        rows = [row for row in rows if row.get("throughput_tokens_per_s") is not None]
+        x = [row["throughput_tokens_per_s"] for row in rows]
+        y = [row["ttft_ms"].get(quantile) for row in rows]
+        labels = [shown.format(row[load_of(result)]) for row in rows]
+        series += [Series(arm, x, y, labels=labels)] if rows else []
+    title = f"Throughput and time to first token, {quantile}"
+    axes = ("output tokens per second", f"TTFT {quantile} (ms), logarithmic")
+    return lines(series, title, *axes, log_y=True)
+
+
+def _sweep_plots(result: dict) -> Iterator[Plot]:
+    what = f"sessions {_LOADS[load_of(result)]}"
+    caption = f"A point for each load, labelled with its {what}. Further right and further down is better."
+    yield pareto(result, "p50"), caption
+    yield pareto(result, "p99"), caption
+    yield first_token_cdf(result, "loads and rounds")
+
+
+SWEEP = Kind(
+    "kvtier.sweep/1",
+    "Throughput and time to first token",
+    _load,
+    [Listing("Throughput and time to first token", _sweep_columns, notes=_sweep_notes)],
+    _SWEPT,
+    _sweep_plots,
+    _over_stock,
+)
+
+
+# compare lookahead
+
+_AIM_P50, _AIM_WASTED = 1.1, 0.1
+_PLACE = (
+    Column("oversubscription", "Over", "times", decimals=1),
+    Column("gap_s", "Pause", "s", decimals=1),
+    ARM,
+)
+
+
+def _pause(cell: Row) -> str:
+    return f"{cell['oversubscription']:g} times oversubscribed, pause {cell['gap_s']:g} s"
+
+
+def _over_oracle(result: dict) -> Iterator[Statement]:
+    for cell in result["cells"]:
+        found = (cell["over_oracle"].get(OURS) or {}).get("p50")
+        if found is not None:
+            text = f"median TTFT of {OURS} is {found:.2f} times the oracle's (aim: at most {_AIM_P50:g})."
+            yield f"{_pause(cell)}: {text}", found > _AIM_P50
+    wasted = result["arms"].get(OURS, {}).get("wasted_fraction")
+    if wasted is not None:
+        text = f"Of what {OURS} moved ahead {format_share(wasted)} was never used."
+        yield text, wasted > _AIM_WASTED
+
+
+def _times(result: dict) -> Iterator[Row]:
+    for row in arm_rows(result):
+        if row["requests"]:
+            yield {**row, "over": row["over_oracle"].get(row["arm"], {})}
+
+
+def _hits(result: dict) -> Iterator[Row]:
+    for row in arm_rows(result):
+        if prompt := row["prompt_tokens"]:
+            shares = {t: row["hit_tokens_at_schedule"].get(t, 0) / prompt for t in TIERS}
+            yield {**row, "share": {**shares, "nowhere": max(0.0, 1 - sum(shares.values()))}}
+
+
+def _moved(result: dict) -> Iterator[Row]:
+    for row in arm_rows(result):
+        if row["bytes"]["read"] or row["moved_bytes"] or row["bytes"]["written"]:
+            yield row
+
+
+def _lookahead_plots(result: dict) -> Iterator[Plot]:
+    yield first_token_cdf(result, "cells and rounds")
+    pause = ("gap_s", "pause between turns (s)")
+    yield from over(
+        result,
+        _TTFT["p50"],
+        pause,
+        by=["oversubscription"],
+        where=lambda cell: f"{cell['oversubscription']:g} times oversubscribed",
+        log_y=True,
+    )
+    last = result["cells"][-1]
+    caption = f"{_pause(last)}, first round, read from /metrics. Device: cached or in use; host has copies of what is on the device."
+    for arm, readings in last["occupancy"].items():
+        known = {tier: [one for one in readings if tier in one] for tier in TIERS}
+        series = [
+            Series(tier, [one["t_s"] for one in there], [one[tier] for one in there])
+            for tier, there in known.items()
+            if there
+        ]
+        if series and len(readings) > 1:
+            axes = ("seconds since the first request", "tokens")
+            yield lines(series, f"Tokens in each tier: {arm}", *axes), caption
+
+
+LOOKAHEAD = Kind(
+    "kvtier.compare.lookahead/1",
+    "Looking ahead",
+    _pause,
+    [
+        Listing(
+            "Time to first token",
+            (
+                *_PLACE,
+                *(ms(one.path, one.label) for one in _TTFT.values()),
+                *(Column(f"over.{q}", f"{q} / oracle", decimals=2) for q in _TTFT),
+                *(ms(f"ttft_later_ms.{q}", f"later turns {q}") for q in ("p50", "p99")),
+                *(ms("tpot_ms.p50", "TPOT p50"), Column("requests", "Requests")),
+                *(Column("errors", "Errors"), share("equal_tokens_fraction", "Equal output")),
+            ),
+            _times,
+            lambda result: [
+                "oracle: a device pool that holds everything. Later turns: all but the first of each session, of which nothing was cached. "
+                f"Equal output: the tokens {html.reference_of(result)} answered first."
+            ],
+        ),
+        Listing(
+            "Where prompts' tokens lay when they were scheduled",
+            (
+                *_PLACE,
+                *(share(f"share.{tier}", tier.capitalize()) for tier in (*TIERS, "nowhere")),
+                Column("hit_tokens_counted_by", "Counted by"),
+                Column("evicted_tokens", "Evicted", "tokens", decimals=0),
+            ),
+            _hits,
+            ["Shares of all prompt tokens. Evicted: tokens that left the device pool."],
+        ),
+        Listing(
+            "Moved ahead of requests",
+            (
+                *_PLACE,
+                Column("moved_bytes.storage-host", "Storage to host", format=format_bytes),
+                Column("moved_bytes.host-device", "Host to device", format=format_bytes),
+                Column("wasted_bytes", "Wasted", format=format_bytes),
+                share("wasted_fraction", "of moved"),
+                Column("surplus_read_bytes", "Read for nothing", format=format_bytes),
+                Column("storage_read_bytes", "Read", format=format_bytes),
+                Column("lookahead.victims", "Victims", decimals=0),
+                Column("lookahead.drift", "Drift", decimals=0),
+            ),
+            _moved,
+            [
+                "Wasted: moved ahead and never used. Read for nothing: read from storage beyond what requests used or was moved ahead and used."
+            ],
+        ),
+    ],
+    tuple(_TTFT.values()),
+    _lookahead_plots,
+    _over_oracle,
+    bounds=[ORACLE],
+)
+
+
+# compare remote
+
+_REMOTE = "kvtier-remote"
+
+
+def _turns(result: dict) -> Iterator[Row]:
+    for row in arm_rows(result):
+        if row["ttft_ms"]["n"] or row["errors"]:
+            prompt, ratio = row["prompt_tokens"], row["ratios"].get(f"{row['arm']}/{_REMOTE}")
+            yield {
+                **row,
+                "gbps": row["gbps"] or "full",
+                "times": (ratio or {}).get("median"),
+                "share": row["cached_tokens"]["total"] / prompt if prompt else None,
+            }
+
+
+def _link(cell: Row) -> str:
+    return f"{cell['gbps']:.3g} Gbit/s" if cell["gbps"] else "full speed"
+
+
+def _remote_plots(result: dict) -> Iterable[Plot]:
+    limited = sorted((c for c in result["cells"] if c["gbps"]), key=lambda cell: cell["gbps"])
+    axis = ("gbps", "Gbit/s between servers and store")
+    return over({**result, "cells": limited}, _TTFT["p50"], axis, log_x=True, log_y=True)
+
+
+REMOTE = Kind(
+    "kvtier.compare.remote/1",
+    "Two servers on one remote store",
+    _link,
+    [
+        Listing(
+            "Moved turns",
+            (
+                Column("gbps", "Link", "Gbit/s", decimals=3),
+                Column("load_over_compute", "Load/compute", decimals=2),
+                *(ARM, ms("ttft_ms.p50", "TTFT p50", 0), ms("ttft_ms.p99", "p99", 0)),
+                Column("times", "Ours is x faster", decimals=2),
+                share("share", "Not computed"),
+                Column("remote_bytes", "Remote", format=lambda n: format_bytes(int(float(str(n))))),
+                *(Column("ttft_ms.n", "Turns"), Column("errors", "Errors")),
+                share("equal_tokens_fraction", "Equal output"),
+            ),
+            _turns,
+            lambda result: [
+                "Turns whose session was served by the other server before. Ours is x faster: the arm's time over "
+                f"that of {_REMOTE}, the median over equal turns. Remote: bytes that kvtier read from there.",
+                *result["summary"]["missed"],
+            ],
+        )
+    ],
+    [Measure("TTFT p50", "ttft_ms.p50", decimals=0)],
+    _remote_plots,
+    ours=_REMOTE,
+    bounds=[ORACLE],
+)
+
+# compare restore
+
+
+def _ratio(value: object) -> str:
+    number = float(value)  # type: ignore[arg-type]
+    return f"1/{1 / number:g}" if 0 < number < 1 else f"{number:g}"
+
+
+_GRID_PLACE = (
+    Column("model", "Model"),
+    Column("length", "Prefix", "tokens"),
+    Column("load_over_compute", "Load / compute", format=_ratio),
+)
+
+
+def _prefix(cell: Row) -> str:
+    ratio = _ratio(cell["load_over_compute"])
+    return f"{cell['model']}, {cell['length']:,} tokens, load over compute {ratio}"
+
+
+def _grid(result: dict) -> Iterator[Row]:
+    for cell in result["cells"]:
+        split = cell["best_computed_tokens"]
+        low, high = (cell[key].get(OURS) for key in ("ttft_ms_low", "ttft_ms_high"))
+        yield {
+            **cell,
+            "best_loaded": None if split is None else cell["length"] - split,
+            "spread": None if low is None else f"{low:,.0f} to {high:,.0f}",
+            "failed": sum(cell["errors"].values()),
+        }
+
+
+def _grid_columns(result: dict) -> Sequence[Column]:
+    # SGLang's own load is one of the two; our engine's is a third only where it was measured.
+    single = "vs better of compute, load"
+    if "load_kvtier" in result["arms"]:
+        single = "vs best of compute, load, load_kvtier"
+    return (
+        *_GRID_PLACE,
+        *(ms(f"ttft_ms.{arm}", arm, 0) for arm in result["arms"]),
+        Column("speedup_vs_load", "vs load", decimals=2),
+        Column("speedup_vs_compute", "vs compute", decimals=2),
+        Column("speedup_vs_best_single", single, decimals=2),
+        share("bound_fraction", "of T_opt"),
+        share("link_bound_fraction", "of T_link"),
+        share("tstar_fraction", "of T*"),
+        share("equal_tokens_fraction", "Equal tokens"),
+        Column("failed", "Failed"),
+    )
+
+
+def _grid_notes(result: dict) -> list[str]:
+    summary = result["summary"]
+    worst = format_value(summary["worst_speedup_vs_best_single"], 3)
+    median, least, link = (
+        "–" if value is None else format_share(value)
+        for value in (
+            summary[f"{name}_fraction"]
+            for name in ("median_bound", "worst_bound", "median_link_bound")
+        )
+    )
+    failed = f"Requests that failed: {summary['errors']}."
+    return [
+        f"Speedups and shares are those of {OURS}; above 1 it is faster.",
+        f"Worst against the better of one resource: {worst}. Share of T_opt for ratios from 1/4 to 4: "
+        f"median {median}, worst {least}; of T_link: median {link}.",
+        *([failed] if summary["errors"] else []),
+        *(f"Missed: {text}" for text in summary["missed"]),
+    ]
+
+
+def _curve_notes(result: dict) -> list[str]:
+    return [
+        f"{one['model']} {one['length']:,} tokens: {format_value(one['resident_ms'], 0)} ms with the prefix in device memory, "
+        f"{format_value(one['request_ms'], 1)} ms a request without computing, balance at {one['balanced_gbps']:.3f} Gbit/s"
+        for one in result["curves"]
+    ]
+
+
+def _best(result: dict) -> Iterator[Statement]:
+    best = max(result["cells"], key=lambda cell: cell["speedup_vs_best_single"] or 0)
+    if times := best["speedup_vs_best_single"]:
+        what = f"Up to {times:.2f} times as fast as the better of computing and loading"
+        yield f"{what} ({_prefix(best)}).", False
+
+
+def _grid_plots(result: dict) -> Iterator[Plot]:
+    ratio, axis = "load_over_compute", "loading over computing"
+    for (model, length), cells in grouped(result, "model", "length").items():
+        x = [cell[ratio] for cell in cells]
+        series = curves(cells, result["arms"], ratio, "ttft_ms", ["ttft_ms_low", "ttft_ms_high"])
+        series.append(Series("T_opt", x, [cell["bound_ms"] for cell in cells]))
+        where = f"{model}, {length:,} tokens{html.paced_mark(result)}"
+        title = f"Time to first token, {where}"
+        caption = "Medians; the band is from the lowest to the highest round. T_opt is computed from the measured curve."
+        yield lines(series, title, axis, "TTFT (ms)", log_x=True, log_y=True), caption
+        keys = {
+            "speedup over the better": "speedup_vs_best_single",
+            "share of T_opt": "bound_fraction",
+        }
+        gains = [Series(name, x, [cell[key] for cell in cells]) for name, key in keys.items()]
+        caption = "Over the better of computing alone and loading alone, and the share of the best possible split."
+        yield lines(gains, f"Gain, {where}", axis, OURS, log_x=True), caption
+
+
+GRID = Kind(
+    "kvtier.restore/1",
+    "Restoring a stored prompt",
+    _prefix,
+    [
+        Listing("Time to first token of a stored prompt", _grid_columns, _grid, _grid_notes),
+        Listing(
+            "What the grid is made of",
+            (
+                *_GRID_PLACE,
+                Column("read_gbps", "Bandwidth", "Gbit/s", decimals=3),
+                *(ms("bound_ms", "T_opt", 0), ms("link_bound_ms", "T_link", 0)),
+                ms("above_bound_ms", "Above it", 0),
+                Column(f"loaded_tokens.{OURS}", "Loaded", "tokens"),
+                Column("best_loaded", "In T_opt", "tokens"),
+                Column("spread", "Lowest to highest", "ms"),
+                ms(f"first_ttft_ms.{OURS}", "First after a change", 0),
+                Column(f"rounds.{OURS}", "Rounds"),
+                share("equal_logprobs_fraction", "Equal log-probs"),
+                Column("foreign_cores", "Others' cores", decimals=2),
+                Column("slowness", "Machine slower by", decimals=2),
+                Column("repeated", "Repeated"),
+            ),
+            _grid,
+        ),
+        Listing(
+            "Computing the front",
+            (*_GRID_PLACE[:2], Column("tokens", "Computed", "tokens"), ms("ttft_ms", "TTFT", 0)),
+            lambda result: [
+                {**one, **point} for one in result["curves"] for point in one["points"]
+            ],
+            _curve_notes,
+        ),
+    ],
+    [Measure("TTFT", "ttft_ms", decimals=0)],
+    _grid_plots,
+    _best,
+)
+
+
+# compare restore --at-once
+
+_BATCH_PLACE = (
+    Column("at_once", "At once"),
+    Column("load_over_compute", "Load / compute", decimals=2),
+)
+_BATCHES = (
+    Measure("mean TTFT", "ttft_ms.mean", decimals=0),
+    Measure("makespan", "makespan_s", "s", 2),
+    Measure("largest gap between tokens", "token_gap_ms.max", decimals=0),
+)
+
+
+def _batch(cell: Row) -> str:
+    stream = "" if cell["poisson"] is None else f" as a stream of load {cell['poisson']:g}"
+    ratio = cell["load_over_compute"]
+    return f"{cell['at_once']} at once{stream}" + (
+        "" if ratio == 1 else f", load/compute {ratio:g}"
+    )
+
+
+def _batch_columns(result: dict) -> Sequence[Column]:
+    streams = any(cell["poisson"] is not None for cell in result["cells"])
+    return (
+        *(*_BATCH_PLACE, ARM, ms("ttft_ms.mean", "TTFT mean", 0)),
+        *(ms("ttft_ms.p50", "p50", 0), ms("ttft_ms.p99", "p99", 0)),
+        *([ms("ttft_ms.max", "longest", 0)] if streams else []),
+        Column("makespan_s", "Makespan", "s", decimals=2),
+        Column("computed_tokens", "Computed", "tokens"),
+        share("link_busy_fraction", "Link busy"),
+        share("compute_busy_fraction", "Compute busy"),
+        ms("token_gap_ms.p99", "Gap p99", 0),
+        ms("token_gap_ms.max", "Gap largest", 0),
+        share("equal_tokens_fraction", "Equal tokens"),
+        Column("errors", "Failed"),
+    )
+
+
+def _batch_notes(result: dict) -> Iterator[str]:
+    for cell in result["cells"]:
+        mean, makespan = (cell["vs_best_paper"][name] for name in ("ttft_ms_mean", "makespan_s"))
+        if mean is not None and makespan is not None:
+            yield (
+                f"{_batch(cell)}: {OURS} over the better of the papers' rules: mean TTFT {mean:.3f}, makespan "
+                f"{makespan:.3f}."
+            )
+        for arm, found in cell["vs_variants"].items():
+            mean, longest = (found[f"ttft_ms_{name}"] for name in ("mean", "max"))
+            if mean is not None and longest is not None:
+                yield f"{_batch(cell)}: {OURS} over {arm}: mean TTFT {mean:.3f}, longest {longest:.3f}."
+    for text in result["summary"]["missed"]:
+        yield f"Missed: {text}."
+
+
+def _best_paper(result: dict) -> Iterator[Statement]:
+    for cell in result["cells"]:
+        ratio = cell["vs_best_paper"]["ttft_ms_mean"]
+        if ratio is not None:
+            text = f"{OURS}'s mean TTFT is {ratio:.2f} of the better of the papers' rules."
+            yield f"{_batch(cell)}: {text}", False
+
+
+def _batch_plots(result: dict) -> Iterator[Plot]:
+    for measure in _BATCHES:
+        yield from over(
+            result,
+            measure,
+            ("at_once", "restorations at once"),
+            by=["model", "load_over_compute", "poisson"],
+            where=lambda cell: f"{cell['model']}, load over compute {cell['load_over_compute']:g}",
+            whole_x=True,
+        )
+
+
+BATCHES = Kind(
+    "kvtier.restore.batches/1",
+    "Several restorations at once",
+    _batch,
+    [
+        Listing("Several restorations at once", _batch_columns, notes=_batch_notes),
+        Listing(
+            f"{OURS} over the others, round by round",
+            (
+                *_BATCH_PLACE,
+                Column("arm", "Over"),
+                Column("ttft_ms_mean.median", "TTFT mean", decimals=3),
+                Column("ttft_ms_mean.p25", "p25", decimals=3),
+                Column("ttft_ms_mean.p75", "p75", decimals=3),
+                Column("makespan_s.median", "Makespan", decimals=3),
+                Column("makespan_s.n", "Rounds"),
+            ),
+            lambda result: [
+                {**cell, "arm": name.removeprefix(f"{OURS}/"), **found}
+                for cell in result["cells"]
+                for name, found in cell["ratios"].items()
+            ],
+        ),
+        Listing(
+            "What the planner answered",
+            (*_BATCH_PLACE, ARM, Column("answer", "Answer"), Column("count", "Prefixes")),
+            lambda result: [
+                {**row, "answer": answer, "count": int(count)}
+                for row in arm_rows(result)
+                for answer, count in sorted(row["answers"].items())
+            ],
+        ),
+    ],
+    _BATCHES,
+    _batch_plots,
+    _best_paper,
+)
+
+KINDS = {kind.schema: kind for kind in (SWEEP, LOOKAHEAD, REMOTE, GRID, BATCHES)}
+"""By the schema of the result."""

@@ -1,1 +1,0 @@
-"""Results of restorations: the grid of one, and batches."""

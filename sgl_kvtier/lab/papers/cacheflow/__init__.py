@@ -1,1 +1,0 @@
-"""CacheFlow's tables and figures."""

@@ -1,1 +1,0 @@
-"""Cake's tables and figures."""

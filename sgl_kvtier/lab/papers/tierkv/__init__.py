@@ -1,1 +1,0 @@
-"""TierKV's tables and figures."""
