@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# An SGLang server with the kvtier storage tier, in SGLang's own words. `kvtier serve MODEL --store FOLDER --print` shows the
-# command with all of our recommended flags for this machine.
+# An SGLang server on a GPU with the kvtier storage tier, in SGLang's own words: the flags of `kvtier serve MODEL --config FILE
+# --device cuda --print`. SGLang chooses the attention backend by the model and the GPU.
 #   examples/serve.sh MODEL [kvtier.json [more SGLang options]]
 set -euo pipefail
 model=${1:?usage: examples/serve.sh MODEL [kvtier.json [more SGLang options]]}
@@ -13,7 +13,6 @@ exec python -m sglang.launch_server \
   --hicache-ratio 2 \
   --hicache-storage-backend kvtier \
   --hicache-storage-backend-extra-config "@$config" \
-  --hicache-storage-prefetch-policy timeout \
-  --enable-cache-report \
   --enable-metrics \
+  --enable-cache-report \
   "$@"
