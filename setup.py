@@ -16,8 +16,9 @@ from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = "sgl_kvtier/store/native"
+THREADS = sorted(map(str, Path(NATIVE).glob("*.[ch]")))
 TO_CARD = "sgl_kvtier/runtime/cuda/native/pages.c"
-SOURCE_ONLY = ("__init__.py", "messages.py", "decision_log.py", "log_keys.py", "rules.py")
+SOURCE_ONLY = ("__init__.py", "messages.py", "decision_log.py", "rules.py")
 """Messages stay Python: any executor of plans may make them, and the decision log reads their
 annotations. So do rules, since users write subclasses of them.
 """
@@ -78,9 +79,15 @@ setup(
         Extension(
             "sgl_kvtier.store._native",
             sources=[f"{NATIVE}/module.c"],
-            depends=[
-                f"{NATIVE}/{name}.h" for name in ("find", "pool", "rings", "runs", "uring", "xxh3")
-            ],
+            depends=THREADS,
+            extra_compile_args=["-O3", "-std=gnu11", "-pthread"],
+            extra_link_args=["-pthread"],
+            optional=True,
+        ),
+        Extension(
+            "sgl_kvtier.lab.torture._native_faults",
+            sources=["sgl_kvtier/lab/torture/native/faulty.c"],
+            depends=THREADS,
             extra_compile_args=["-O3", "-std=gnu11", "-pthread"],
             extra_link_args=["-pthread"],
             optional=True,

@@ -71,6 +71,15 @@ def size(text: str) -> int:
         ) from error
 
 
+def url(text: str) -> str:
+    """The address of a server, with its scheme."""
+    if text.startswith(("http://", "https://")):
+        return text
+    if "://" in text or not text:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be http://HOST:PORT")
+    raise argparse.ArgumentTypeError(f"{shown(text)}: give the scheme, as in http://{text[:60]}")
+
+
 def device(text: str) -> str:
     """A kind of machine: cpu or cuda."""
     if text in ("cpu", "cuda"):

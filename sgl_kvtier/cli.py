@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from sgl_kvtier import __version__
 from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.extras import how_to_install
+from sgl_kvtier.outside import brief
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ COMMANDS = {
     ),
     "compare restore": Command(
         "sgl_kvtier.lab.experiment.scenarios.restore",
-        "restore stored prompts at many bandwidths: computed, loaded, stock's way, and ours",
+        "restore stored prompts at many bandwidths: computed, loaded, SGLang's way, and ours",
         "kvtier compare restore --quick\n  kvtier compare restore --lengths 4k --load-over-compute "
         "1/4,1,4 --json out.json\n  kvtier compare restore --at-once 2,4,8 --device "
         "paced:h100-llama8b --dilation 2 --html out.html",
@@ -92,22 +96,50 @@ COMMANDS = {
         "kvtier sim run --trace swe_mini_deepseek --sessions 20 --start-every 2 --host-size 64GiB "
         "--policy kvtier,stock,oracle\n  kvtier sim paper cake --table 3",
     ),
-    "bench": Command(
-        "sgl_kvtier.lab.bench_command",
-        "measure one part: attention, copies, copy-table, equal, remote, store, torture, "
-        "restore, restore-fuzz, restore-overhead, restore-timeline",
-        "kvtier bench attention --tokens 8192 --chunk 512 --plot attention.svg\n  kvtier bench "
-        "torture --quick",
+    "bench copy-table": Command(
+        "sgl_kvtier.lab.copies.copy_table_command",
+        "every way to bring host pages to the device: bandwidth, time to begin, and what a GEMM "
+        "that runs at the same time loses",
+        "kvtier bench copy-table --mib 2,16,128",
     ),
-    "profile": Command(
-        "sgl_kvtier.runtime.tools.profile_command",
-        "what servers learned of prefill and links, and what follows for restoring prefixes",
-        "kvtier profile /mnt/nvme/kvtier\n  kvtier profile /mnt/nvme/kvtier --lengths 4k,32k "
-        "--json -",
+    "bench equal": Command(
+        "sgl_kvtier.lab.equal.command",
+        "restored answers, beside how far SGLang's own differ between two chunk sizes",
+        "kvtier bench equal --device cpu",
+    ),
+    "bench restore": Command(
+        "sgl_kvtier.lab.experiment.scenarios.restore",
+        "stored prompts at many bandwidths: computed, loaded, SGLang's way, and ours",
+        "kvtier bench restore --quick",
+    ),
+    "bench restore-fuzz": Command(
+        "sgl_kvtier.lab.fuzz.command",
+        "agent sessions against a server in trouble: nothing hangs, leaks or differs",
+        "kvtier bench restore-fuzz --device paced:h100-llama8b --minutes 2",
+    ),
+    "bench restore-timeline": Command(
+        "sgl_kvtier.lab.pages.timeline",
+        "restorations of a decision log, and their two pointers",
+        "kvtier bench restore-timeline decisions.jsonl --plot one.svg",
+    ),
+    "bench restore-overhead": Command(
+        "sgl_kvtier.lab.experiment.scenarios.overhead",
+        "decoding where nothing is restored, stock and ours in paired rounds",
+        "kvtier bench restore-overhead --json out.json",
+    ),
+    "bench store": Command(
+        "sgl_kvtier.lab.storebench.command",
+        "the page store against fio and HiCache's file backend on this disk",
+        "kvtier bench store --quick",
+    ),
+    "bench torture": Command(
+        "sgl_kvtier.lab.torture.command",
+        "crashes, faults and damage: what the store loses, and that it never lies",
+        "kvtier bench torture --quick",
     ),
     "stat": Command(
-        "sgl_kvtier.store.tools.commands:stat",
-        "what is in a page store, and who has it open",
+        "sgl_kvtier.runtime.tools.stat_command:stat",
+        "what is in a page store, who has it open, and the speeds that its servers learned",
         "kvtier stat /mnt/nvme/kvtier\n  kvtier stat --remote 127.0.0.1:9003",
     ),
     "fsck": Command(
@@ -130,14 +162,26 @@ COMMANDS = {
         "check this machine: versions, SGLang's seams, platform, disk, memory",
         "kvtier doctor --config kvtier.json",
     ),
+    "schema": Command(
+        "sgl_kvtier.runtime.tools.schema_command",
+        "list what commands write with --json, or print the JSON Schema of one",
+        "kvtier schema\n  kvtier schema kvtier.stat/1",
+    ),
 }
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says an error in one line, and where the usage is, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, brief(f"{self.prog}: {message}. See {self.prog} --help") + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0 (done), 1 (failed), 2 (wrong arguments) or 130 (Ctrl-C)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_overview())
+        print(_overview(COMMANDS))
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"kvtier {__version__}")
@@ -145,15 +189,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
     name, rest = " ".join(arguments[:words]), arguments[words:]
     if name not in COMMANDS:
-        print(
-            f"kvtier: no command {name!r}. There are: {', '.join(COMMANDS)}. See kvtier --help",
-            file=sys.stderr,
-        )
-        return 2
+        return _parts_or_refusal(name, rest)
     command = COMMANDS[name]
     try:
         part = _load(command.where)
-        parser = argparse.ArgumentParser(
+        parser = _Parser(
             prog=f"kvtier {name}",
             description=command.summary,
             epilog=f"example:\n  {command.example}",
@@ -161,20 +201,66 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         part.add_arguments(parser)
         own, extra = _split(rest)
-        parsed = parser.parse_args(own)
+        parsed, unknown = parser.parse_known_args(own)
+        if unknown:
+            parser.error(_why_unknown(name, unknown, takes_more=hasattr(parsed, "extra")))
         if extra and not hasattr(parsed, "extra"):
             parser.error(f"nothing may follow --: {' '.join(extra)}")
         if extra:
             parsed.extra = extra
         return int(part.run(parsed) or 0)
     except KVTierError as error:
-        print(f"kvtier {name}: {error}", file=sys.stderr)
-        return 1
+        said = str(error)
+    except ModuleNotFoundError as error:
+        said = str(_not_installed(command.where, error))
     except KeyboardInterrupt:
         print(f"\nkvtier {name}: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        named = error.filename
+        named = os.fsdecode(named) if isinstance(named, bytes) else named
+        said = f"{named}: {error.strerror}. Choose another file or folder"
+    print(brief(f"kvtier {name}: {said}"), file=sys.stderr)
+    return 1
+
+
+def _parts_or_refusal(name: str, rest: Sequence[str]) -> int:
+    """What is said of a word that is no command: the commands that begin with it, or those there
+    are, and which may have been meant.
+    """
+    parts = {full: command for full, command in COMMANDS.items() if full.startswith(f"{name} ")}
+    if parts and rest and rest[0] in ("-h", "--help"):
+        print(_overview(parts))
+        return 0
+    known = list(parts or dict.fromkeys(full.split()[0] for full in COMMANDS))
+    if parts and not rest:
+        said = f"say which: {', '.join(f'kvtier {full}' for full in parts)}"
+    else:
+        given = f"{name} {rest[0]}" if parts else name
+        near = difflib.get_close_matches(given, known, n=1)
+        meant = f"Did you mean kvtier {near[0]}? " if near else ""
+        said = f"no command {given!r}. {meant}There are: {', '.join(known)}"
+    print(brief(f"kvtier: {said}. See kvtier --help"), file=sys.stderr)
+    return 2
+
+
+def _why_unknown(name: str, unknown: Sequence[str], *, takes_more: bool) -> str:
+    """What is said of arguments that a command does not have."""
+    first = unknown[0]
+    near = difflib.get_close_matches(f"{name} {first}", COMMANDS, n=1)
+    if not first.startswith("-") and near and near[0] != name:
+        return f"no argument {first!r}. Did you mean kvtier {near[0]}?"
+    said = f"unrecognized arguments: {' '.join(unknown)}"
+    if takes_more:
+        said += (
+            ". SGLang's own arguments go behind --, as in: kvtier serve MODEL --store DIR -- "
+            f"{' '.join(unknown)}"
+        )
+    return said
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -192,20 +278,37 @@ def _load(where: str) -> Any:
     try:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if not module.startswith("sgl_kvtier.lab.") or (
-            (error.name or "").startswith("sgl_kvtier.") and "lab" not in (error.name or "")
-        ):
-            raise
-        raise KVTierError(
-            f"this command is part of the laboratory, which needs {error.name}. Install it with: "
-            "pip install 'sgl-kvtier[lab]'"
-        ) from None
+        raise _not_installed(where, error) from None
     return getattr(loaded, attribute) if attribute else loaded
 
 
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+def _not_installed(where: str, error: ModuleNotFoundError) -> KVTierError:
+    """What to install for a command whose module or library is missing. Raises the error itself
+    where every installation has it: then the package is broken.
+    """
+    needed = error.name or str(error)
+    root, in_lab = needed.split(".")[0], where.startswith("sgl_kvtier.lab.")
+    if root == "sgl_kvtier" and not (in_lab and "lab" in needed):
+        raise error
+    if root in _WITH_SGLANG:
+        return KVTierError(f"this needs {needed}. Install it with: {how_to_install('sglang')}")
+    if not in_lab:
+        raise error
+    return KVTierError(
+        f"this command is part of the laboratory, which needs {needed}. Install it with: "
+        f"{how_to_install('lab')}"
+    )
+
+
+_WITH_SGLANG = frozenset(
+    {"sglang", "torch", "triton", "flashinfer", "sgl_kernel", "transformers", "tokenizers"}
+)
+"""Libraries that come with the extra [sglang]."""
+
+
+def _overview(commands: dict[str, Command]) -> str:
+    width = max(map(len, commands))
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in commands.items()]
     return "\n".join(
         [
             "usage: kvtier COMMAND [options]",

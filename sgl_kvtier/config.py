@@ -60,10 +60,11 @@ def setting(
     choices: tuple[str, ...] = (),
     is_bytes: bool = False,
     is_class: bool = False,
+    is_path: bool = False,
 ) -> Any:
     """A dataclass field with its description and its allowed range. Checks, messages and docs are
     made from them. Numbers have both bounds. `is_class`: beside its default and its choices it may
-    name a class, as package.module:Class.
+    name a class, as package.module:Class. `is_path`: a path, made absolute when it is read.
     """
     meta = {
         "doc": doc,
@@ -72,6 +73,7 @@ def setting(
         "choices": choices,
         "is_bytes": is_bytes,
         "is_class": is_class,
+        "is_path": is_path,
     }
     return field(default=default, metadata=meta)
 
@@ -80,7 +82,12 @@ def setting(
 class StoreConfig:
     """The page store on local disk (the SSD tier)."""
 
-    path: str = setting("", "folder for the pages; created with mode 0700. Required")
+    path: str = setting(
+        "",
+        "folder for the pages; created with mode 0700. ~ is this user's home, variables are not "
+        "expanded. Required",
+        is_path=True,
+    )
     capacity_bytes: int = setting(
         64 << 30,
         "most bytes on disk, all servers and ranks that use the folder together",
@@ -122,16 +129,8 @@ class StoreConfig:
     )
     admission: str = setting(
         "all",
-        "which new pages are written: all, second-hit = those offered twice, or recompute-cost = "
-        "those that take store.admission_cost_s or longer to compute again (both spare flash)",
-        choices=("all", "second-hit", "recompute-cost"),
-    )
-    admission_cost_s: float = setting(
-        0.0,
-        "for recompute-cost: least seconds to compute a page again; pages of unknown cost are "
-        "written",
-        low=0,
-        high=1_000_000,
+        "which new pages are written: all, or second-hit = those offered twice, which spares flash",
+        choices=("all", "second-hit"),
     )
     durable: bool = setting(
         False,
@@ -170,11 +169,20 @@ class PolicyConfig:
 
     restore: str = setting(
         "auto",
-        "how a prefix found in a lower tier comes back: auto = whatever is predicted fastest for "
-        "each request, both = compute its front while loading its back, load, compute, or off = "
-        "SGLang's own way. auto is off on more than one rank and on a GPU, where it was not shown "
-        "under stress yet",
-        choices=("auto", "both", "load", "compute", "off"),
+        "how a prefix found in a lower tier comes back: auto = fastest on one CPU rank and on one "
+        "NVIDIA GPU, off elsewhere; fastest = whatever is predicted fastest for each request, both "
+        "= compute its front while loading its back, load, compute, or off = SGLang's own way",
+        choices=("auto", "both", "load", "compute", "off", "fastest"),
+    )
+    proof: str = setting(
+        "auto",
+        "which restored pages are compared with what they were loaded from, before they are used: "
+        "auto = on an accelerator all of the first 16 loads and 8 GiB, then 1 in 64, and 1 in "
+        "1,024 after 64 GiB, and of some restorations a page computed after them; all = every "
+        "page and restoration, on a CPU too; off = none. One that differs ends "
+        "restoring for the server's life, and with the same GPU, driver and versions until "
+        "proof.json in the model's folder is deleted, or a server is started with all",
+        choices=("auto", "all", "off"),
     )
     min_restore_tokens: int = setting(
         256, "shorter restorations are left to SGLang's own way", low=0, high=10_000_000
@@ -197,7 +205,7 @@ class PolicyConfig:
         100.0,
         "most milliseconds that chunks of restorations are predicted to take between two tokens of "
         "running requests, but no less than ten times a chunk's fixed cost; 0 = no bound. Measured "
-        "gaps are longer, by up to about a third in p99 (docs/results/batches.md)",
+        "gaps are longer, by up to about a third in p99 (docs/results/restore.md)",
         low=0,
         high=100_000,
     )
@@ -216,10 +224,10 @@ class PolicyConfig:
         is_class=True,
     )
     prefetch: str = setting(
-        "off",
+        "auto",
         "on: pages of waiting requests and of sessions expected back are prefetched before their "
-        "turn, as far as links have time",
-        choices=("on", "off"),
+        "turn, as far as links have time; auto = on for one NVIDIA GPU that restores, else off",
+        choices=("auto", "on", "off"),
     )
     prefetch_share: float = setting(
         0.2, "most of the device pool that may hold prefetched pages not used yet", low=0, high=1
@@ -228,10 +236,11 @@ class PolicyConfig:
         0.1, "share of what is prefetched that may go unused; 1 = no limit", low=0, high=1
     )
     eviction: str = setting(
-        "lru",
+        "auto",
         "which pages leave device and host memory first: lru = least recently used, next-use = "
-        "those needed last, or a class of your own (examples/own_eviction.py)",
-        choices=("lru", "next-use"),
+        "those needed last, or a class of your own (examples/own_eviction.py); auto = next-use "
+        "for one NVIDIA GPU that restores, else lru",
+        choices=("auto", "lru", "next-use"),
         is_class=True,
     )
     map_pages: int = setting(
@@ -250,6 +259,7 @@ class PolicyConfig:
         "",
         "file for every fact, view and plan as lines of JSON, to be replayed (kvtier sim "
         "replay-log); empty = none",
+        is_path=True,
     )
 
 
@@ -325,6 +335,19 @@ class KVTierConfig:
     lab: LabConfig = field(default_factory=LabConfig)
 
 
+def full_path(text: str) -> str:
+    """A path as it is used: `~` is the user's home, and a relative path begins in the working
+    directory. Raises ValueError for a home that is not known, and for variables: nothing expands
+    those, and they would become the name of a folder.
+    """
+    if any(part.startswith("$") for part in text.split("/")):
+        raise ValueError("variables are not expanded: write the path itself")
+    try:
+        return str(Path(text).expanduser().absolute())
+    except RuntimeError:
+        raise ValueError("the home it begins with is not known: write the path itself") from None
+
+
 def load_config(path: str | Path) -> KVTierConfig:
     """The settings in a kvtier.json. Raises ConfigError where it is missing or wrong."""
     try:
@@ -383,13 +406,16 @@ def describe_config(
 
 
 def _parse_section(cls: Any, section: str, data: Any) -> Any:
+    if data is None:
+        return cls()  # a section without settings, as YAML reads it
     if not isinstance(data, dict):
         raise ConfigError(refusal(section, data, "an object"))
     known = {f.name: f for f in fields(cls)}
     values = {}
     for key, value in data.items():
         if key not in known:
-            raise ConfigError(_unknown(key, section + ".", list(known)))
+            removed = _REMOVED.get(f"{section}.{key}") if isinstance(key, str) else None
+            raise ConfigError(removed or _unknown(key, section + ".", list(known)))
         setting, name = known[key], f"{section}.{key}"
         if setting.default is MISSING:
             values[key] = _parse_section(_SECTIONS[name], name, value)
@@ -401,6 +427,12 @@ def _parse_section(cls: Any, section: str, data: Any) -> Any:
 def _parse_value(f: Any, key: str, value: Any) -> Any:
     wanted = type(f.default)
     meta = f.metadata
+    if value is None and f.default == "":
+        return f.default  # a setting without a value, as YAML reads it
+    if isinstance(value, bool) and _ON_OFF[value] in meta["choices"]:
+        value = _ON_OFF[value]
+    if _REMOVED.get(f"{key} = {value}" if isinstance(value, str) else ""):
+        raise ConfigError(_REMOVED[f"{key} = {value}"])
     wrong = ConfigError(refusal(key, value, f"{_allowed(f)} ({meta['doc']})"))
     if meta["is_bytes"]:
         try:
@@ -419,6 +451,11 @@ def _parse_value(f: Any, key: str, value: Any) -> Any:
         return value
     if (meta["choices"] or meta["is_class"]) and value not in (*meta["choices"], f.default):
         raise wrong
+    if meta["is_path"] and value:
+        try:
+            return full_path(value)
+        except ValueError as error:
+            raise ConfigError(f"{key} = {shown(value)}: {error}") from None
     return value
 
 
@@ -451,6 +488,14 @@ def _unknown(key: str, prefix: str, known: list[str]) -> str:
     return f"unknown setting {prefix}{named}.{hint} Known: {', '.join(prefix + k for k in known)}"
 
 
+_ON_OFF = {True: "on", False: "off"}
+"""YAML reads the words on and off as booleans."""
+_REMOVED = {
+    "store.admission_cost_s": "store.admission_cost_s is no setting any more, because no server "
+    "knew what a page costs: remove it",
+    "store.admission = recompute-cost": "store.admission = recompute-cost is no choice any more, "
+    "because no server knew what a page costs: choose all (the default) or second-hit",
+}
 LAB_SECTIONS = ("lab", "lab.throttle", "lab.remote_throttle", "lab.faults")
 """Sections that only the laboratory writes."""
 _SECTIONS: dict[str, Any] = {

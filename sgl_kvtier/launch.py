@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.types import PACED
 
 HOST = "127.0.0.1"
@@ -25,9 +26,11 @@ GPU_PAGE = 64
 
 
 def device_flags(device: str) -> list[str]:
-    """Flags for a kind of machine. The CPU platform brings an attention backend of its own."""
+    """Flags for a kind of machine: none on a GPU, where SGLang chooses attention and sampling by
+    the model and the GPU. The CPU platform brings an attention backend of its own.
+    """
     if device != "cpu":
-        return ["--attention-backend", "flashinfer"]
+        return []
     # Without --sleep-on-idle an idle server keeps one core busy, which is half of a small host.
     return [
         "--device",
@@ -48,34 +51,40 @@ def cache_flags(device: str, host_ratio: float) -> list[str]:
     return [*flags, "--hicache-io-backend", copies, "--hicache-mem-layout", layout]
 
 
-def storage_flags(backend: str, settings: Path) -> list[str]:
-    """Flags of the storage tier: its name and its settings file."""
+def storage_flags(backend: str, settings: str) -> list[str]:
+    """Flags of the storage tier: its name and its settings, as JSON text or as @FILE."""
     return [
         "--hicache-storage-backend",
         backend,
         "--hicache-storage-backend-extra-config",
-        f"@{settings}",
+        settings,
     ]
 
 
-def serve_flags(model: str, device: str, settings: Path, extra: Sequence[str] = ()) -> list[str]:
-    """The recommended flags for a user's own server. `extra` comes last, so that its flags win."""
-    page = 16 if device == "cpu" else GPU_PAGE
-    flags = [
-        "--model-path",
-        model,
-        "--page-size",
-        str(page),
-        *device_flags(device),
-        *cache_flags(device, 2.0),
-    ]
-    return [
-        *flags,
-        *storage_flags("kvtier", settings),
-        "--enable-metrics",
-        "--enable-cache-report",
-        *extra,
-    ]
+def tier_flags(settings: str) -> list[str]:
+    """What this tier adds to a launch line of SGLang's on a GPU. README, the manual, the examples,
+    `kvtier serve` and `kvtier doctor` all have these flags in this order. The copies and the host
+    layout are SGLang's defaults there.
+    """
+    flags = ["--page-size", str(GPU_PAGE), "--enable-hierarchical-cache", "--hicache-ratio", "2"]
+    return [*flags, *storage_flags("kvtier", settings)]
+
+
+def serve_flags(model: str, device: str, settings: str, extra: Sequence[str] = ()) -> list[str]:
+    """The recommended flags for a user's own server. `settings` are kvtier.json's, as JSON text or
+    as @FILE. `extra` comes last, so that its flags win.
+    """
+    if device == "cpu":
+        tier = [
+            "--page-size",
+            "16",
+            *device_flags(device),
+            *cache_flags(device, 2.0),
+            *storage_flags("kvtier", settings),
+        ]
+    else:
+        tier = tier_flags(settings)
+    return ["--model-path", model, *tier, "--enable-metrics", "--enable-cache-report", *extra]
 
 
 def host_of(device: str) -> str:
@@ -98,7 +107,7 @@ def paced_device(device: str, dilation: float, words: Sequence[str] = ()) -> Any
     except ImportError as error:
         raise BenchError(
             f"--device {device} is part of the laboratory, which needs {error.name}. Install it "
-            "with: pip install 'sgl-kvtier[lab]'"
+            f"with: {how_to_install('lab')}"
         ) from error
     return launching.parse(device, dilation, words)
 

@@ -9,6 +9,7 @@ Standard library only, any thread.
 from __future__ import annotations
 
 import json
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeGuard
@@ -20,12 +21,26 @@ MOST_WHOLE: Final = 1 << 53
 MOST_SETTINGS_BYTES: Final = 1 << 20
 """Largest file of settings or of learned costs, in bytes; real ones have under 10 KB."""
 _ITEMS, _LEVELS = 20, 3
+_LINE = 2000
+"""Characters of a line of an error on a terminal."""
 
 
 def shown(value: object) -> str:
     """A value as JSON for an error's text: at most `MOST_SHOWN` characters. Never raises."""
     text = _shown(value, 0)
     return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 1] + "…"
+
+
+def brief(message: str) -> str:
+    """An error's text for a terminal: long words, such as a name of thousands of characters, keep
+    their ends, and so do long lines. Never raises.
+    """
+    lines = re.sub(r"\S{257,}", lambda word: _ends(word[0], MOST_SHOWN), message).split("\n")
+    return "\n".join(line if len(line) <= _LINE else _ends(line, _LINE // 2) for line in lines)
+
+
+def _ends(text: str, each: int) -> str:
+    return f"{text[:each]}…{text[-each:]}"
 
 
 def refusal(name: str, value: object, allowed: str) -> str:

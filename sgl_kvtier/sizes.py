@@ -8,14 +8,14 @@ import re
 
 from sgl_kvtier.outside import is_whole, shown
 
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmgt]i?b?|b)?\s*$", re.IGNORECASE)
 _LONGEST = 40
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def parse_bytes(text: str | int) -> int:
-    """Bytes from 4096, "4096", "64KiB", "1.5 GB". Raises ValueError on anything else."""
-    nbytes: object = text
+def parse_bytes(text: str | float) -> int:
+    """Bytes from 4096, 4e9, "4096", "4e9", "64KiB", "1.5 GB". Raises ValueError on all else."""
+    nbytes: object = int(text) if isinstance(text, float) and text.is_integer() else text
     if isinstance(text, str):
         # The pattern takes time that grows with the square of a text's length.
         match = _SIZE.match(text) if len(text) <= _LONGEST else None

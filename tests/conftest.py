@@ -2,8 +2,10 @@
 machines are noisy and tests assert no times.
 
 Property tests try the same examples in every run, so that a change fails or passes by its own doing. With
-KVTIER_EXPLORE=20 in the environment they try other ones in each run, and those of policy/ 20 times
-as many: to be run after a change there.
+KVTIER_EXPLORE=20 in the environment they try other ones in each run, and 20 times as many: to be
+run in the folder that was changed.
+
+Every JSON result that a command writes is compared with its schema (`json_results.py`).
 
 KVTIER_MOONCAKE_SITE names a folder with Mooncake's wheel in it, for the tests with the marker
 mooncake and the servers that they start, where this interpreter does not have the wheel.
@@ -11,17 +13,22 @@ mooncake and the servers that they start, where this interpreter does not have t
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from json_results import wrong_in
 from server_starts import ServerStarts
 
+from sgl_kvtier.console import document
+
 LONG = (
+    "test_on_the_stand_in",
     "test_remote_trouble",
     "test_store_torture",
     "test_gpu_scripts",
@@ -57,6 +64,9 @@ server keeps nothing of what it learns.
 
 _GROUPS = {f"test_{name}": group for group, names in SHARING.items() for name in names}
 _SHARED: pytest.StashKey[Any] = pytest.StashKey()
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
+if TRACES.is_dir():
+    os.environ.setdefault("KVTIER_TRACES", str(TRACES))
 if folder := os.environ.get("KVTIER_MOONCAKE_SITE"):
     sys.path.append(folder)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getenv("PYTHONPATH"), folder)))
@@ -64,6 +74,7 @@ if folder := os.environ.get("KVTIER_MOONCAKE_SITE"):
 settings.register_profile(
     "kvtier",
     deadline=None,
+    max_examples=50 * max(1, int(os.environ.get("KVTIER_EXPLORE", "1"))),
     derandomize="KVTIER_EXPLORE" not in os.environ,
     suppress_health_check=[HealthCheck.too_slow],
 )
@@ -78,6 +89,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ServerStarts(config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported for the tests stays until the end, a million objects of torch and SGLang:
+    no collection of garbage walks through them, meanwhile or later, and no forked child copies them.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -98,6 +123,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return _GROUPS.get(Path(file).stem, file)
 
     return ByGroup(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _results_are_what_their_schemas_say() -> Iterator[None]:
+    """Every result that a command writes in this process is compared with its schema."""
+    made = document.to_json
+
+    def compared(result: dict[str, Any]) -> str:
+        text = made(result)
+        wrong = sorted(set(wrong_in(text)))
+        assert not wrong, f"not what the schema says: {wrong[:20]}"
+        return text
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(document, "to_json", compared)
+        yield
 
 
 def _group(item: pytest.Item) -> str:

@@ -1,8 +1,8 @@
 """Results as one JSON object that says where it came from, and files that are either complete or
 absent.
 
-docs/manual/json.md lists every schema. NaN and infinities, which JSON does not have, are written as
-null.
+docs/manual/json.md says what all have in common, `kvtier schema` the keys of each. NaN and
+infinities, which JSON does not have, are written as null.
 """
 
 from __future__ import annotations

@@ -22,9 +22,99 @@ def test_nothing_at_all_shows_the_help_and_fails(capsys):
     assert "usage: kvtier COMMAND" in capsys.readouterr().out
 
 
-def test_an_unknown_command_names_those_there_are(capsys):
-    assert cli.main(["comparre"]) == 2
-    assert "compare" in capsys.readouterr().err
+def said(capsys, *words: str) -> str:
+    """The one line of an error about arguments."""
+    try:
+        status = cli.main(words)
+    except SystemExit as end:
+        status = end.code
+    line = capsys.readouterr().err
+    assert status == 2 and line.count("\n") == 1
+    return line
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["comparre"], "compare"),
+        (["serv"], "serve"),
+        (["remote"], "remote up"),
+        (["bench", "tortur"], "bench torture"),
+        (["compare", "restor"], "compare restore"),
+    ],
+)
+def test_an_unknown_command_names_those_there_are_and_which_may_be_meant(words, meant, capsys):
+    line = said(capsys, *words)
+    assert f"kvtier {meant}" in line or f"say which: kvtier {meant}" in line
+
+
+def test_an_unknown_word_that_is_like_no_command_only_names_those_there_are(capsys):
+    line = said(capsys, "xyzzy")
+    assert "Did you mean" not in line and "serve, compare" in line
+
+
+def test_a_group_of_commands_without_a_part_names_its_parts(capsys):
+    assert "kvtier bench equal" in said(capsys, "bench")
+    assert cli.main(["bench", "--help"]) == 0
+    assert "bench torture" in capsys.readouterr().out
+
+
+def test_an_error_in_the_arguments_is_one_line_that_says_where_the_usage_is(capsys):
+    line = said(capsys, "stat", "/", "--jsn", "x")
+    assert line == "kvtier stat: unrecognized arguments: --jsn x. See kvtier stat --help\n"
+    assert said(capsys, "sim", "paper", "none").startswith("kvtier sim paper: argument paper:")
+
+
+def test_an_argument_of_sglangs_says_where_it_goes(capsys):
+    line = said(capsys, "serve", "m", "--store", "/s", "--tp", "2")
+    assert "kvtier serve MODEL --store DIR -- --tp 2" in line
+
+
+LONG = "n" * 100_000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["stat", LONG],
+        ["stat", "/tmp", "--json", LONG],
+        ["fsck", LONG],
+        ["purge", LONG, "--all"],
+        ["serve", "m", "--store", LONG, "--print"],
+        ["serve", "m", "--config", LONG, "--print"],
+        ["doctor", "--json", LONG],
+        ["trace", "describe", LONG],
+        ["trace", "list", "--traces", LONG],
+        ["sim", "run", "--trace", LONG],
+        ["sim", "run", "--config", LONG],
+        ["sim", "replay-log", LONG],
+        ["report", LONG],
+        ["bench", "restore-timeline", LONG],
+        [LONG],
+    ],
+    ids=lambda words: " ".join(words).replace(LONG, "LONG"),
+)
+def test_a_name_of_100_000_characters_is_one_short_line(words, capsys):
+    try:
+        status = cli.main(words)
+    except SystemExit as end:
+        status = end.code
+    line = capsys.readouterr().err
+    assert status in (1, 2)
+    assert line.count("\n") == 1 and len(line) < 1500, line[:200]
+
+
+def test_a_folder_that_the_system_refuses_is_one_line(capsys, monkeypatch):
+    class Refused:
+        add_arguments = staticmethod(lambda parser: None)
+
+        @staticmethod
+        def run(args):
+            raise PermissionError(13, "Permission denied", "/root/x")
+
+    monkeypatch.setattr(cli, "_load", lambda where: Refused)
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().err.startswith("kvtier doctor: /root/x: Permission denied. Choose ")
 
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))

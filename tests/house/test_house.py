@@ -1,8 +1,10 @@
-"""What `scripts/house` counts; tests/house/test_rooms.py runs it on the package."""
+"""`scripts/house`: what it counts, and that the package has no circle of imports."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections import Counter
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -39,5 +41,14 @@ def test_a_circle_and_an_upward_arrow_are_noticed():
 def test_no_two_test_files_have_one_name() -> None:
     """The folders of tests are no packages: pytest tells files apart by their names alone."""
     tests = Path(__file__).parents[1]
-    names = Counter(path.name for path in tests.rglob("*.py") if path.name != "conftest.py")
+    names = Counter(
+        path.name for path in tests.rglob("*.py") if path.name not in ("conftest.py", "__init__.py")
+    )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_package_has_no_circle_and_no_upward_import() -> None:
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
