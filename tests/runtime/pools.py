@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, LogicalHostPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -87,6 +88,30 @@ def index_key_pool() -> Any:
         index_head_dim=128, enable_memory_saver=False, kv_cache_dim=40, index_buf_size=256,
     )  # fmt: skip
     return DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), latent_host_pool(device))
+
+
+def numbering_pool() -> Any:
+    """DeepSeek V4's host pool of KV, which has slots for 16 pages of 256 tokens and no bytes."""
+    return LogicalHostPool(16 * 256, 256, layout="page_first_direct")
+
+
+def compressed_pool(seed: int) -> Any:
+    """A host pool beside it: 16 pages of its latents, one for four tokens, with random bytes."""
+    random = torch.Generator().manual_seed(seed)
+    item = 64 * 584
+    layers = [torch.zeros(8, item, dtype=torch.uint8) for _ in range(2)]
+    pool = DeepSeekV4PagedHostPool(
+        pool_name=str(PoolName.DEEPSEEK_V4_C4),
+        device_buffers=layers,
+        item_bytes=item,
+        num_host_pages=16,
+        slot_page_size=256,
+        layout="page_first_direct",
+        pin_memory=False,
+    )
+    shape = pool.kv_buffer.shape
+    pool.kv_buffer.copy_(torch.randint(0, 255, shape, dtype=torch.uint8, generator=random))
+    return pool
 
 
 def state_pool() -> Any:

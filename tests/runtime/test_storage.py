@@ -16,10 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pools import (
     PAGE,
+    compressed_pool,
     host_pool,
     index_key_pool,
     latent_host_pool,
     latent_pool,
+    numbering_pool,
     page_bytes,
     server_args,
     slots,
@@ -668,12 +670,66 @@ def test_tensor_ranks_of_other_models_have_pages_of_their_own(make):
     assert second.batch_exists(keys("a")) == 0
 
 
-def test_a_model_without_kv_pages_is_refused():
+def test_a_pool_without_pages_that_is_not_known_is_refused():
     backend = KVTierStorage(
         storage_config(extra_config={"module_path": "x", "store": {"path": "unused"}}), {}
     )
     with pytest.raises(ConfigError, match="Choose another --hicache-storage-backend"):
-        backend.register_mem_pool_host(type("LogicalHostPool", (), {"kv_buffer": None})())
+        backend.register_mem_pool_host(type("OtherHostPool", (), {"kv_buffer": None})())
+
+
+def test_pages_of_deepseek_v4_come_back_although_its_kv_pool_has_no_bytes(make):
+    """By the calls that SGLang's controller makes: flat copies of the KV pool, whose pages have no
+    bytes, and transfers of the pool beside it.
+    """
+    anchor, compressed = numbering_pool(), compressed_pool(seed=1)
+    backend = make(anchor, [(PoolName.DEEPSEEK_V4_C4, compressed)], is_mla_model=True)
+    names, page = keys(*range(5)), anchor.page_size
+
+    def transfer(first: int, count: int, **more: object) -> PoolTransfer:
+        places = torch.arange(first * page, (first + count) * page)
+        name = PoolName.DEEPSEEK_V4_C4
+        return PoolTransfer(name=name, host_indices=places, keys=names[:count], **more)
+
+    def usable() -> tuple[int, list[int]]:
+        asked = transfer(0, 5, hit_policy=PoolHitPolicy.ALL_PAGES)
+        found = backend.batch_exists_v2(names, [asked])
+        return found.kv_hit_pages, found.extra_pool_hit_pages.get(PoolName.DEEPSEEK_V4_C4, 0)
+
+    assert backend.batch_exists(names) == 0
+    assert backend.batch_set(names[:4], [anchor.get_data_page(i * page) for i in range(4)])
+    assert backend.batch_exists(names) == 4
+    assert usable()[0] == 0  # the pages themselves are not stored yet
+    backend.batch_set_v2([transfer(0, 3)])
+    assert usable() == (3, 3)
+
+    read = backend.batch_get(names, [anchor.get_dummy_flat_data_page() for _ in names])
+    assert [one is not None for one in read] == [True] * 4 + [False]
+    landed = backend.batch_get_v2([transfer(8, 4)])[PoolName.DEEPSEEK_V4_C4]
+    assert landed == [True, True, True, False]
+    for i in range(3):
+        stored = compressed.get_data_page(i * page, flat=True)
+        assert torch.equal(compressed.get_data_page((8 + i) * page, flat=True), stored)
+
+
+def test_ranks_of_deepseek_v4_share_their_pages(make):
+    """SGLang computes them in full on every rank; the first one writes."""
+    name, names = PoolName.DEEPSEEK_V4_C4, keys(*range(2))
+    pools = [compressed_pool(seed=1), compressed_pool(seed=2)]
+    anchor = numbering_pool()
+    first, second = (
+        make(anchor, [(name, pool)], is_mla_model=True, tp_size=2, tp_rank=rank)
+        for rank, pool in enumerate(pools)
+    )
+    places = torch.arange(2 * anchor.page_size)
+    values = [anchor.get_dummy_flat_data_page() for _ in names]
+    for backend in (second, first):  # the second writes nothing, although it is asked first
+        assert backend.batch_set(names, values)
+        backend.batch_set_v2([PoolTransfer(name=name, host_indices=places, keys=names)])
+    second._store.follow()
+    read = second.batch_get_v2([PoolTransfer(name=name, host_indices=places, keys=names)])
+    assert read[name] == [True, True]
+    assert torch.equal(pools[1].get_data_page(0, flat=True), pools[0].get_data_page(0, flat=True))
 
 
 def test_pages_whose_scales_lie_elsewhere_are_refused():

@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout
+from sglang.srt.mem_cache.memory_pool_host import (
+    DeepSeekV4PagedHostPool,
+    DeepSeekV4StateHostPool,
+    LogicalHostPool,
+)
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
@@ -37,12 +42,25 @@ def is_page_contiguous(pool: Any) -> bool:
 def is_replicated(pool: Any) -> bool:
     """Whether every TP rank of a model with latents (MLA) has the same pages of this host pool.
 
-    That is so for latents and for the index keys beside them, which SGLang computes in full on
-    every rank. States of linear layers, and keys and values of heads, are shares of a rank also
-    where they lie beside latents: the states of Kimi-Linear, an EAGLE3 draft of DeepSeek. A host
-    pool that is not known here counts as a share, which costs room and never an answer.
+    That is so for latents, for the index keys beside them, and for the compressed latents, index
+    keys and compressor states of DeepSeek V4, which SGLang computes in full on every rank (its
+    layers for them are ReplicatedLinear). States of linear layers, and keys and values of heads,
+    are shares of a rank also where they lie beside latents: the states of Kimi-Linear, an EAGLE3
+    draft of DeepSeek. A host pool that is not known here counts as a share, which costs room and
+    never an answer.
     """
-    return isinstance(pool, (MLATokenToKVPoolHost, DSAIndexerPoolHost))
+    return isinstance(pool, (MLATokenToKVPoolHost, DSAIndexerPoolHost)) or type(pool) in (
+        LogicalHostPool,
+        DeepSeekV4PagedHostPool,
+        DeepSeekV4StateHostPool,
+    )
+
+
+def has_bytes(pool: Any) -> bool:
+    """Whether pages of this host pool have bytes. Those of DeepSeek V4's KV pool have none: its
+    slots only number the pages of the pools beside it.
+    """
+    return not isinstance(pool, LogicalHostPool)
 
 
 def shape_of(pool: Any) -> PageShape:
@@ -98,7 +116,11 @@ def says_where_pages_lie(pool: Any) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor. The view keeps the tensor alive."""
+    """The memory of a contiguous host tensor. The view keeps the tensor alive. For a page without
+    bytes it is one byte of its own: a marker, by which the store knows that the page is there.
+    """
+    if not tensor.numel():
+        return memoryview(bytearray(1))
     return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
 
 

@@ -30,6 +30,7 @@ from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.backend import identity, remote, side_pools
 from sgl_kvtier.runtime.backend.host_pages import (
     bytes_of,
+    has_bytes,
     is_page_contiguous,
     is_replicated,
     nbytes_of,
@@ -107,8 +108,10 @@ class KVTierStorage(HiCacheStorage):
         storage_config.is_mla_model = False
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool of ordinary KV pages. Raises ConfigError for a model without one."""
-        if getattr(mem_pool_host, "kv_buffer", None) is None:
+        """The pool of ordinary KV pages. Raises ConfigError for a pool that is not known to hold
+        them, or to number those of its side pools.
+        """
+        if has_bytes(mem_pool_host) and getattr(mem_pool_host, "kv_buffer", None) is None:
             raise ConfigError(
                 f"this model's KV pool ({type(mem_pool_host).__name__}) holds no pages of its own, "
                 "which the kvtier backend does not support. Choose another "
