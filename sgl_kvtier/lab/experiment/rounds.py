@@ -1,7 +1,8 @@
 """Rounds of arms in turn: every arm a real server, the same work given to each.
 
 Cold means cold. Before every round an arm's device and host tiers are flushed and its storage is
-cleared, and the first answer must have no cached token. All servers are up at once where memory
+cleared, and the first answer must have no cached token. Where sessions return, what they were asked
+first is then stored, and device and host are flushed again. All servers are up at once where memory
 allows, the waiting ones asleep: starting one costs 40 processor seconds. Else each round has a
 fresh server with an emptied storage folder. The order of arms changes from round to round. The
 operating system's page cache is left alone: both storage backends may read from it.
@@ -40,7 +41,7 @@ from sgl_kvtier.lab.experiment.machine import CpuWatch
 from sgl_kvtier.lab.experiment.measures import Round
 from sgl_kvtier.lab.outside.client import Client, Metrics
 from sgl_kvtier.lab.outside.model_shapes import BYTES
-from sgl_kvtier.lab.outside.replay import ReplayOptions, SampleLog, replay
+from sgl_kvtier.lab.outside.replay import ReplayOptions, SampleLog, replay, serve_first
 from sgl_kvtier.lab.outside.server import Server, stop_servers
 from sgl_kvtier.lab.paced import launching, pace
 from sgl_kvtier.remote.servers import Servers
@@ -82,6 +83,11 @@ class Work(Protocol):
 
     async def warm_up(self, client: Client, arm: str) -> list[str]:
         """Before an arm's first round, not measured; notes for the result."""
+
+    async def prepare(self, client: Client) -> bool:
+        """Before every round, with all tiers empty, not measured. True where something was stored:
+        then device and host are emptied once more.
+        """
 
     async def measure(self, client: Client, one: Round, advance: Callable[[], None]) -> None:
         """The requests of a round, put into `one.samples` as they end."""
@@ -385,6 +391,10 @@ class Rounds:
             if has_storage(one.arm, plan.setup):
                 await client.clear_storage()
                 await client.flush()  # what was read ahead from storage before that was emptied
+            stored = await self._work.prepare(client)
+            if stored:
+                await settled_metrics(client)
+                await client.flush()
             one.before = await client.metrics()
             disk = server.disk_bytes()
             watch = CpuWatch(lambda: server.usage().cpu_s)
@@ -404,7 +414,7 @@ class Rounds:
                 lines = pace.read(server.folder / launching.LOG)
                 one.steps = [line for line in lines if line["at"] >= one.began_s]
             one.complete = True
-            notes += not_cold(one)
+            notes += [] if stored else not_cold(one)
 
 
 @dataclass
@@ -422,7 +432,8 @@ class Replaying:
     unit: str = "requests"
 
     def __post_init__(self) -> None:
-        self.steps = self.load.requests
+        first = len(self.load.sessions) if self.options.returning else 0
+        self.steps = self.load.requests - first
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.unlink(missing_ok=True)
 
@@ -445,6 +456,12 @@ class Replaying:
                 f"{arm}: the warm-up prompt did not come back from storage; see the server's log."
             ]
         return []
+
+    async def prepare(self, client: Client) -> bool:
+        """Where sessions return: what each was asked first."""
+        if self.options.returning:
+            await serve_first(self.load.sessions, client, self.load.encoder)
+        return self.options.returning
 
     async def measure(self, client: Client, one: Round, advance: Callable[[], None]) -> None:
         """All sessions."""

@@ -25,6 +25,7 @@ from typing import Any
 
 import aiofiles
 
+from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside.client import Client, Completion
 from sgl_kvtier.lab.workload.encoder import Encoder, PromptTokens, output_tokens
 from sgl_kvtier.lab.workload.session import Context, Message, Session
@@ -54,6 +55,10 @@ class ReplayOptions:
     """Of the arrivals."""
     route: str = "generate"
     """How a server is asked: a name of `openai.ROUTES`."""
+    returning: bool = False
+    """Sessions come back: their first request was served before (`serve_first`), so each begins
+    with its second, without waiting.
+    """
 
     def wait_s(self, turn: int, recorded_s: float) -> float:
         """How long to wait before a turn, counted from 1, where the trace waited `recorded_s`."""
@@ -160,6 +165,20 @@ async def replay(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def serve_first(sessions: Sequence[Session], client: Client, encoder: Encoder) -> None:
+    """Sends the first request of every session, one after the other, for what a server stores of
+    it. Raises BenchError when one fails.
+    """
+    for session in sessions:
+        context, tokens = Context(session), PromptTokens(encoder)
+        if context.next_call() is None:
+            continue
+        tokens.show(context.prompt)
+        done = await client.generate(tokens.ids.tolist(), 1)
+        if done.error is not None:
+            raise BenchError(f"{session.session_id}: its first request failed: {done.error}")
+
+
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
     """When `count` sessions arrive, in seconds: the first at 0, the others after exponentially
     distributed pauses of 1/`rate` seconds on average. The same in every process.
@@ -205,10 +224,13 @@ async def _replay_session(
 ) -> None:
     context = Context(session)
     tokens = PromptTokens(encoder)
-    turn = 0
+    turn = 1 if options.returning and context.next_call() is not None else 0
+    arrived = False
     while (call := context.next_call()) is not None:
         turn += 1
-        await asyncio.sleep(options.wait_s(turn, call.gap_s) * client.dilation)
+        if arrived or not options.returning:
+            await asyncio.sleep(options.wait_s(turn, call.gap_s) * client.dilation)
+        arrived = True
         tokens.show(context.prompt)
         wanted = output_tokens(call, encoder, options.most_output_tokens)
         name = session.session_id if options.named else None

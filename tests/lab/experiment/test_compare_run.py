@@ -99,6 +99,21 @@ def test_every_arm_replays_every_request_in_every_round(compare: Command, tmp_pa
     assert result["summary"] in page
 
 
+def test_sessions_that_return_find_their_first_prompt_in_storage_alone(compare: Command) -> None:
+    done = compare("--rounds", "2", "--arms", "recompute,kvtier", "--returning")
+    assert done.status == 0, done.err
+    samples = done.result["samples"]
+    assert [sample["turn"] for sample in samples] == [2] * (2 * 2 * 2)
+    cached = {
+        arm: [s["cached"] for s in samples if s["arm"] == arm] for arm in ("recompute", "kvtier")
+    }
+    assert all(tiers["storage"] > 0 for tiers in cached["kvtier"])
+    assert not any(tiers["total"] for tiers in cached["recompute"])
+    assert done.result["settings"]["returning"]
+    assert not [note for note in done.result["notes"] if "not cold" in note]
+    assert any("Sessions return" in note for note in done.result["notes"])
+
+
 def test_a_sentence_and_one_table_are_printed_and_where_the_others_are(compare: Command) -> None:
     done = compare("--rounds", "1", "--arms", "recompute,kvtier")
     assert done.out.startswith(done.result["summary"])

@@ -11,7 +11,14 @@ import pytest
 from fake_sglang import FakeServer
 
 from sgl_kvtier.lab.outside.client import Client
-from sgl_kvtier.lab.outside.replay import ReplayOptions, Sample, SampleLog, prompt_sizes, replay
+from sgl_kvtier.lab.outside.replay import (
+    ReplayOptions,
+    Sample,
+    SampleLog,
+    prompt_sizes,
+    replay,
+    serve_first,
+)
 from sgl_kvtier.lab.workload.encoder import ByteEncoder, PromptTokens
 from sgl_kvtier.lab.workload.session import Append, Call, Context, Message, Session
 
@@ -60,6 +67,28 @@ def test_recorded_outputs_are_fed_back_so_that_prompts_do_not_depend_on_the_serv
     run(fake_server, [session], ReplayOptions())
     assert [body["input_ids"] for body in fake_server.requests] == recorded_prompts(session)
     assert {body["sampling_params"]["max_new_tokens"] for body in fake_server.requests} == {4}
+
+
+def test_sessions_that_return_begin_with_their_second_request_and_do_not_wait(
+    fake_server: FakeServer,
+) -> None:
+    sessions = [make_session("a", gap_s=0.0), make_session("b", gap_s=0.0)]
+
+    async def go() -> None:
+        async with fake_server.up(), Client(fake_server.url) as client:
+            await serve_first(sessions, client, ENCODER)
+
+    asyncio.run(go())
+    first = [recorded_prompts(session)[0] for session in sessions]
+    assert [body["input_ids"] for body in fake_server.requests] == first
+    fake_server.requests.clear()
+    options = ReplayOptions(returning=True, concurrency=1, pause_s=0.0)
+    samples = run(fake_server, sessions, options)
+    assert [(sample.session, sample.turn) for sample in samples] == [
+        (name, turn) for name in "ab" for turn in (2, 3)
+    ]
+    asked = [body["input_ids"] for body in fake_server.requests]
+    assert asked == [prompt for session in sessions for prompt in recorded_prompts(session)[1:]]
 
 
 def test_the_servers_own_tokens_are_fed_back_when_asked_for(fake_server: FakeServer) -> None:

@@ -44,12 +44,12 @@ def bound_of(
     arm: str, rounds: Sequence[Round], requests: Requests, setup: Setup, options: ReplayOptions
 ) -> dict[str, Any]:
     """Under `bound`: an arm's figures of `paced.bound`, means over its complete rounds, beside
-    `wall_s`, what these took. Nothing where nothing is paced or measured, or where prompts follow
-    from a server's answers.
+    `wall_s`, what these took. Nothing where nothing is paced or measured, where prompts follow from
+    a server's answers, or where storage is not empty at first.
     """
     mine = [one for one in rounds if one.arm == arm and one.complete and one.samples]
     machine = _machine(arm, setup, options, len({session for session, _ in requests}))
-    if machine is None or not mine or options.feedback != "recorded":
+    if machine is None or not mine or options.feedback != "recorded" or options.returning:
         return {}
     each = [bound(_order(one, requests), machine) for one in mine]
     each = [{**found, "wall_s": one.wall_s} for found, one in zip(each, mine, strict=True)]

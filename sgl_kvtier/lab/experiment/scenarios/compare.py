@@ -133,6 +133,11 @@ _BEHIND = (
 _KNOWN = "Answers follow from the tokens alone, so recompute is measured in the first round alone."
 """Of a paced device."""
 
+_RETURNING = (
+    "Sessions return: their first prompts were served and stored before each round, then device and host were emptied. "
+    "Their first turns are not measured."
+)
+
 STANDING = (
     "Every round starts cold: device and host pools flushed, storage emptied. The operating system's page cache is not.",
     "The arm recompute has no host pool; the others have the same one.",
@@ -152,6 +157,7 @@ class ServedOptions(Options):
     host_ratio: float = 1.5
     servers: str = "auto"
     decisions: bool = False
+    returning: bool = False
 
 
 _Served = TypeVar("_Served", bound=ServedOptions)
@@ -175,6 +181,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"default on a paced device with --quick: {_QUICK_PAUSE_S:g}; --gap-scale 1: as recorded"
     )
     add_replay_arguments(parser, REPLAY, "; on a paced device all", paused)
+    parser.add_argument(
+        "--returning",
+        action="store_true",
+        help="sessions come back after a restart: before a round each session's first prompt is served and stored, and "
+        "device and host are emptied; measured from the second on (with --rate: when they come back)",
+    )
 
 
 def add_comparison(parser: argparse.ArgumentParser, quick: str, rounds: str) -> None:
@@ -240,6 +252,7 @@ def run(given: argparse.Namespace) -> int:
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
         usual = replay_defaults(args, shape.device, chosen)
         replaying = replay_options(args, usual, wanted.most_output_tokens)
+        replaying = replace(replaying, returning=args.returning)
         setup = make_setup(args, shape, model, chosen, replaying)
         rounds = args.rounds or _rounds(args, shape.device)
         plan = plan_of(args, arms, setup, folder, rounds, replaying.route)
@@ -417,6 +430,7 @@ def replay_notes(options: ReplayOptions) -> list[str]:
     arrive = "Open loop: sessions arrive at random times, the same in all arms and rounds."
     return [
         *([] if options.rate is None else [arrive]),
+        *([_RETURNING] if options.returning else []),
         f"Tool gaps are the trace's times {scale:g}"
         + ("." if cap is None else f", at most {cap:g} s.")
         if options.pause_s is None

@@ -75,6 +75,11 @@ class Decoding:
         await self.measure(client, Round(arm, 0), lambda: None)
         return []
 
+    async def prepare(self, client: Client) -> bool:
+        """Nothing."""
+        del client
+        return False
+
     async def measure(self, client: Client, one: Round, advance: Callable[[], None]) -> None:
         """Raises BenchError when a request fails."""
 
