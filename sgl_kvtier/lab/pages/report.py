@@ -5,7 +5,9 @@ data behind a page of docs/results, all of its grids.
 from __future__ import annotations
 
 import argparse
+import gzip
 import sys
+import zlib
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         type=Path,
-        help="what --json of kvtier compare, compare restore, compare lookahead or compare sweep wrote, or a file of "
-        "docs/results/data",
+        help="what --json of kvtier compare, compare restore, compare lookahead or compare sweep wrote, also compressed "
+        "(.gz), or a file of docs/results/data",
     )
     parser.add_argument(
         "--html", metavar="FILE", help="write one self-contained page with tables and plots"
@@ -135,9 +137,12 @@ def grids_page(data: dict[str, Any]) -> str:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A result of one of `KINDS`. Raises KVTierError on any other file."""
+    """A result of one of `KINDS`, perhaps compressed. Raises KVTierError on any other file."""
     try:
-        result = parse_json(path.read_bytes())
+        text = path.read_bytes()
+        result = parse_json(gzip.decompress(text) if path.suffix == ".gz" else text)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise KVTierError(f"{path} is not compressed by gzip: {error!s:.100}") from error
     except OSError as error:
         raise KVTierError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

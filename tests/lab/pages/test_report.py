@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import recorded_runs
 
 from sgl_kvtier.cli import main
 from sgl_kvtier.console import to_json
+from sgl_kvtier.lab.pages.report import read_result
 
 DATA = Path(__file__).parents[3] / "docs" / "results" / "data"
 
@@ -125,6 +128,42 @@ def test_the_data_of_every_results_page_can_be_shown(
     grids = json.loads((DATA / name).read_text())["grids"]
     shown = capsys.readouterr().out.splitlines()
     assert set(grids) <= set(shown)
+
+
+RAW = DATA.parent / "raw"
+
+
+def test_the_published_rows_of_the_proof_follow_from_their_raw_result() -> None:
+    result = read_result(RAW / "emulated-h100-proof.json.gz")
+    grid = json.loads((DATA / "emulated-h100.json").read_text())["grids"]["proof"]
+    rows = [dict(zip(grid["columns"], row, strict=True)) for row in grid["rows"]]
+    published = {row["policy.proof"]: row for row in rows if row["load"] == "long"}
+    for arm, proof in (("kvtier", "auto"), ("kvtier-unproven", "off")):
+        samples = [one for one in result["samples"] if one["arm"] == arm]
+        later = [one["ttft_ms"] for one in samples if one["turn"] > 1]
+        row = published[proof]
+        assert row["follow-up turns"] == len(later)
+        assert row["mean TTFT of these, ms"] == pytest.approx(fmean(later), abs=0.06)
+        everything = fmean(one["ttft_ms"] for one in samples)
+        assert row["mean TTFT, all turns, ms"] == pytest.approx(everything, abs=0.06)
+        assert row["answers equal"] == sum(one["equal"] for one in samples) == len(samples)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RAW.glob("*.json.gz")))
+def test_every_raw_result_can_be_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(RAW / name)]) == 0
+    assert "first token" in capsys.readouterr().out
+
+
+def test_a_compressed_result_that_is_cut_short_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = gzip.compress(b'{"schema": "kvtier.compare/1"}' * 100)
+    for name, text in (("cut.json.gz", whole[:20]), ("plain.json.gz", b"{}")):
+        (tmp_path / name).write_bytes(text)
+        assert main(["report", str(tmp_path / name)]) == 1
+        found = capsys.readouterr().err
+        assert "is not compressed by gzip" in found and len(found.splitlines()) == 1
 
 
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
