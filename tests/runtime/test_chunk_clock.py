@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sgl_kvtier.runtime.scheduler.hooks import _forward_stream
+from sgl_kvtier.runtime.sglang.step import is_longest
 from sgl_kvtier.runtime.step.chunk_clock import Chunk, ChunkClock
 
 
@@ -51,6 +52,21 @@ def test_a_chunk_whose_forward_still_runs_ends_without_a_time(
         clock.processed(batch)
     # As many facts on every rank, whichever of them have waited; 0 seconds teach nothing.
     assert [chunk.seconds for chunk in noted] == [None, 0.0, None, 0.25]
+    clock.launched(clock.launch(batch, stream), batch, whole=False)
+    assert len(noted) == 5  # it has not ended yet
+    clock.processed(batch)
+    assert noted[-1].seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tokens_by_rank", "longest"),
+    [(None, True), ([64], True), ([64, 64], True), ([64, 0], True), ([64, 65], False)],
+)
+def test_only_the_longest_rank_of_a_step_tells_how_long_its_tokens_take(
+    tokens_by_rank: list[int] | None, longest: bool
+) -> None:
+    batch = SimpleNamespace(extend_num_tokens=64, global_num_tokens=tokens_by_rank)
+    assert is_longest(batch) is longest
 
 
 def test_a_forward_that_computed_less_than_its_tokens_teaches_nothing() -> None:

@@ -43,10 +43,8 @@ BY_FLAGS = [
     ("speculative decoding", "--speculative-algorithm", "--model-path MLA --speculative-algorithm NEXTN"),
     ("deterministic inference", "--prefill-attention-backend triton", "--device cuda --enable-deterministic-inference --attention-backend triton --prefill-attention-backend flashinfer"),
     ("mixed chunks", "--enable-mixed-chunk", "--enable-mixed-chunk"),
-    ("data-parallel attention", "--enable-dp-attention", "--enable-dp-attention --dp 2 --tp 2"),
-    ("data-parallel attention", "--attn-dp-size", "--attn-dp-size 2 --tp 2"),
-    ("data-parallel attention", "--dwdp-size", "--dwdp-size 2 --tp 2"),
-    ("data-parallel attention", "--elastic-ep-join-mode", "--elastic-ep-backend mooncake --elastic-ep-join-mode scale --elastic-ep-join-rank-offset 1 --nnodes 2 --node-rank 1 --max-ep-size 2 --tp 2"),
+    ("experts whose weights move", "--dwdp-size", "--dwdp-size 2 --tp 2"),
+    ("experts whose weights move", "--elastic-ep-join-mode", "--elastic-ep-backend mooncake --elastic-ep-join-mode scale --elastic-ep-join-rank-offset 1 --nnodes 2 --node-rank 1 --max-ep-size 2 --tp 2"),
     ("apart", "--disaggregation-mode", "--disaggregation-mode prefill"),
     ("several machines", "--nnodes 1", "--pp-size 2 --nnodes 2"),
     ("parallelism of attention", "--attn-cp-size 1", "--attn-cp-size 2 --tp 2"),
@@ -194,8 +192,7 @@ def test_all_reasons_are_said_at_once(launch):
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["--enable-dp-attention --dp 2 --tp 2", "--model-path MLA --speculative-algorithm EAGLE"],
+    "flags", ["--enable-mixed-chunk", "--model-path MLA --speculative-algorithm EAGLE"]
 )
 def test_a_server_that_was_to_look_ahead_says_that_it_does_not(launch, drafts, flags):
     args = launch(flags)

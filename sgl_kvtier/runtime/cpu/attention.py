@@ -101,6 +101,12 @@ class ChunkAttentionBackend(TorchNativeAttnBackend):
             )
         self.page_size = model_runner.server_args.page_size or 1
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of the requests with which SGLang pads a batch of data-parallel attention, so
+        that all ranks have equally many.
+        """
+        return 1
+
     def _run_sdpa_forward_extend(
         self,
         query: torch.Tensor,

@@ -129,7 +129,8 @@ def time_batch(
     if attach is not None:
         attach.launched(completed, stream)
     layers = parts.engine.layers
-    clock.launched(timed, batch, whole=layers is None or layers.all_computed())
+    whole = (layers is None or layers.all_computed()) and step.is_longest(batch)
+    clock.launched(timed, batch, whole=whole)
     return result
 
 

@@ -33,10 +33,8 @@ class Refusal:
         return f"{self.what} ({self.remedy})"
 
 
-def _attention_is_data_parallel(args: Any) -> bool:
-    from sglang.srt.runtime_context import attn_dp_enabled_of  # only a scheduler asks
-
-    return bool(attn_dp_enabled_of(args))
+def _ranks_come_or_differ(args: Any) -> bool:
+    return bool(args.dwdp_size > 1 or args.ep_join_mode is not None)
 
 
 def _prefill_is_tiled(args: Any) -> bool:
@@ -114,9 +112,9 @@ OF_ARGUMENTS = (
         "mixed chunks", "leave --enable-mixed-chunk away", lambda args: args.enable_mixed_chunk
     ),
     Refusal(
-        "data-parallel attention",
-        "leave --attn-dp-size, --enable-dp-attention, --dwdp-size and --elastic-ep-join-mode away",
-        _attention_is_data_parallel,
+        "experts whose weights move between ranks, or whose ranks join later",
+        "leave --dwdp-size and --elastic-ep-join-mode away",
+        _ranks_come_or_differ,
     ),
     Refusal(
         "prefill and decode are apart",

@@ -43,6 +43,14 @@ def admits(adder: Any) -> bool:
     )
 
 
+def is_longest(batch: Any) -> bool:
+    """Whether no other rank of data-parallel attention has more tokens in this prefill's step. All
+    of them leave a forward together, so where one has more, it takes as long as theirs.
+    """
+    counts = batch.global_num_tokens
+    return counts is None or int(batch.extend_num_tokens) >= max(counts)
+
+
 def decoding(scheduler: Scheduler) -> list[Req]:
     """Requests that decode, and those of the last batch's prompts, which join in this step."""
     running, last = list(scheduler.running_batch.reqs), scheduler.last_batch

@@ -45,6 +45,7 @@ class _Timed:
         self.started = time.monotonic()
         self.events: tuple[Any, Any] | None = None
         self.noted = False
+        self.whole = True
         self.stream: Any = None
 
 
@@ -81,11 +82,10 @@ class ChunkClock:
         """After it was launched: on a CPU it has ended. Not `whole`: its seconds are not those of
         its tokens, and nothing is learned of 0 seconds.
         """
-        if not whole:
-            self._end(timed, time.monotonic(), 0.0)
-            return
+        timed.whole = whole
         if timed.events is None:
-            self._end(timed, time.monotonic(), time.monotonic() - timed.started)
+            now = time.monotonic()
+            self._end(timed, now, now - timed.started if whole else 0.0)
             return
         timed.events[1].record(timed.stream)
         self._under_way[batch.forward_iter] = timed
@@ -98,9 +98,8 @@ class ChunkClock:
             # its forward either. The end is reported all the same, since all ranks report equally
             # much; nothing is learned of 0 seconds.
             begin, end = timed.events
-            self._end(
-                timed, time.monotonic(), begin.elapsed_time(end) / 1e3 if end.query() else 0.0
-            )
+            learns = timed.whole and end.query()
+            self._end(timed, time.monotonic(), begin.elapsed_time(end) / 1e3 if learns else 0.0)
 
     def _end(self, timed: _Timed, now: float, seconds: float) -> None:
         for rid, span, shared in timed.chunks:

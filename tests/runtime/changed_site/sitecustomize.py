@@ -5,7 +5,8 @@ every prefill that it runs into a file of that folder, named by its number: a li
 [tokens of the prompt, first one computed, tokens computed] for each request. With $MISTAKE, loaded
 pages are attached as the word in that file says, and a difference refutes nothing; each distance
 that is judged goes into the file with `.seen` behind its name, as a line [mistake, the page behind
-the loaded ones, the noise].
+the loaded ones, the noise]. With $PLAIN_COPIES, data-parallel attention works in ordinary memory and
+copies with torch, as SGLang does it for its own CPU engine alone, and a rank may have no token.
 """
 
 import importlib.abc
@@ -150,7 +151,38 @@ def _shift(module):
     module.ForwardBatch.init_new = classmethod(init_new_shifted)
 
 
+def _unpin(module):
+    torch = module.torch
+    make = torch.tensor
+
+    def unpinned(*args, pin_memory=False, **named):
+        del pin_memory
+        return make(*args, **named)
+
+    torch.tensor = unpinned
+
+
+def _copy_plainly(module):
+    module.memcpy_func = module.memcpy_cpu
+    mode = module.DpPaddingMode
+    mode.get_dp_padding_mode = classmethod(lambda cls, *args: cls.SUM_LEN)  # by a sum over ranks
+
+
+def _turn_nothing(module):
+    turn = module.RotaryEmbedding.forward_native
+
+    def turn_if_any(embedding, positions, query, key, *args, **named):
+        if not len(positions):  # of a rank that has no request in this step
+            return query, key
+        return turn(embedding, positions, query, key, *args, **named)
+
+    module.RotaryEmbedding.forward_native = turn_if_any
+
+
 for variable, name, change in (
+    ("PLAIN_COPIES", "sglang.srt.layers.rotary_embedding.base", _turn_nothing),
+    ("PLAIN_COPIES", "sglang.srt.model_executor.forward_batch_info", _unpin),
+    ("PLAIN_COPIES", "sglang.srt.layers.dp_attention", _copy_plainly),
     ("MISTAKE", "sgl_kvtier.runtime.restore.engine", _attach_wrongly),
     ("MISTAKE", "sgl_kvtier.runtime.proof.record", _forgive),
     ("MISTAKE", "sgl_kvtier.runtime.proof.attach", _judge),

@@ -1,0 +1,60 @@
+"""Data-parallel attention: two ranks with a tree, a planner and a device pool each, whose forwards
+go together. Each restores on its own, and finds what the other has stored.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from restore_lab import CHECKED, CHUNK, GBPS, LONG
+from serving import Answer, Served, changed, flags, prompts
+from shared import Shared
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def server(servers: Shared) -> Served:
+    pools = {"chunked_prefill_size": 2 * CHUNK, "page_size": 16, "max_total_tokens": 8192}
+    launch = flags("tiny-qwen3", tp_size=2, attn_dp_size=2, **pools)
+    sections = {
+        "throttle": {"read_gbps": GBPS},
+        "policy": {"restore": "both", "min_restore_tokens": 64, "proof": "all"},
+    }
+    return servers.get(launch, sections, {**CHECKED, **changed(PLAIN_COPIES=Path("yes"))})
+
+
+def by_rank(server: Served, metric: str, *labels: str) -> list[float]:
+    """A counter's value on each of the two ranks, over all series with these labels."""
+    sums = [0.0, 0.0]
+    for line in server.call("GET", "/metrics", None, raw=True).splitlines():
+        if line.startswith(f"kvtier:restore_{metric}{{") and all(one in line for one in labels):
+            rank = next(rank for rank in (0, 1) if f'dp_rank="{rank}"' in line)
+            sums[rank] += float(line.rsplit(" ", 1)[1])
+    return sums
+
+
+def test_each_rank_restores_its_own_and_the_others_pages_beside_the_other(server: Served) -> None:
+    asked, own = prompts(4, tokens=LONG, seed=7), [0, 1, 0, 1]
+
+    def ask(ids: list[int], rank: int) -> Answer:
+        return server.ask(ids, routed_dp_rank=rank)
+
+    first = list(map(ask, asked, own))
+    for ranks in (own, [1 - rank for rank in own]):
+        server.flush()
+        with ThreadPoolExecutor(len(asked)) as pool:
+            again = list(pool.map(ask, asked, ranks))
+        assert [a.tokens for a in again] == [a.tokens for a in first]
+        assert all(a.storage > 0 for a in again)
+        assert all(a.device == a.host == 0 for a in again)  # the flush has reached both ranks
+    time.sleep(1.2)  # counters are published twice a second
+    assert by_rank(server, "ended_total", 'how="met"') == [4.0, 4.0]
+    assert min(by_rank(server, "loaded_tokens_total", 'tier="storage"')) > 0
+    assert by_rank(server, "planner_failures_total") == [0.0, 0.0]
+    assert min(by_rank(server, "proof_pages_total", 'result="equal"')) > 0
+    assert by_rank(server, "proof_pages_total", 'result="differs"') == [0.0, 0.0]
+    assert by_rank(server, "proof_attaches_total", 'result="differs"') == [0.0, 0.0]
