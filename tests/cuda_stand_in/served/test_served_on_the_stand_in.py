@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from restore_lab import change
 from serving import Answer, Served, prompts
 from stand_in import unavailable
 
@@ -34,6 +35,7 @@ from served.asking import (
     wanted,
     with_shared_prefix,
 )
+from sgl_kvtier.launch import GPU_PAGE
 from sgl_kvtier.runtime.proof.record import FIRST_ATTACHES, FIRST_LOADS, State
 
 REASON = unavailable()
@@ -293,5 +295,67 @@ def test_the_check_at_start_leaves_a_wrong_way_of_copying_before_a_request_comes
         assert right.is_met(computed) and right.is_met(back)
 
 
+def loaded_bytes(server: Served) -> int:
+    """What restorations have loaded to the device."""
+    return sum(counted(server, "restore_loaded_bytes_total", "link").values())
+
+
+@pytest.mark.slow
+def test_a_refuted_server_serves_on_by_sglangs_own_way_and_the_next_one_begins_so(
+    tmp_path: Path,
+) -> None:
+    """A copy that writes a wrong row once requests are there, in a server with the launch line."""
+    long, *short = prompts(1, 1200, seed=15) + prompts(20, LONG, seed=16)
+    right, *others = wanted([long, *short])
+    spoil = tmp_path / "spoil"
+    env = {"STAND_IN_MISTAKE": "spoiled_row", "STAND_IN_SPOIL": str(spoil)}
+    with on_launch_line(tmp_path, env=env) as server:
+        server.restore("load")
+        assert right.is_met(server.ask(long)) and are_met(others, crowd(server, short, 4, 0))
+        server.flush()
+        again = server.ask(long)
+        assert right.is_met(again) and again.storage >= 16 * GPU_PAGE
+        assert waited_for(lambda: proof(server) == State.PROVING and loaded_bytes(server) > 0)
+
+        spoil.touch()
+        server.flush()
+        assert right.is_met(server.ask(long))
+        assert waited_for(lambda: proof(server) == State.REFUTED)
+        assert counted(server, "restore_proof_pages_total", "result")["differs"] > 0
+        log = log_of(server)
+        assert "restoration is not right on this device" in log
+        assert "not looking ahead any more" in log
+        assert waited_for(lambda: "refuted" in "".join(verdicts(tmp_path)))
+
+        server.settle()
+        before = loaded_bytes(server), counted(server, "lookahead_moved_bytes_total", "link")
+        from_storage = 0
+        for seed in range(1, 6):
+            server.flush()
+            answers = crowd(server, short, 4, seed)
+            assert are_met(others, answers)
+            from_storage += sum(answer.storage for answer in answers)
+        assert from_storage > 0, "SGLang reads them itself"
+        server.settle()
+        after = loaded_bytes(server), counted(server, "lookahead_moved_bytes_total", "link")
+        assert after == before
+        assert not change(server, policy__restore=1)
+        begun = len(log_of(server))
+
+    spoil.unlink()  # the check at start finds nothing: what is left is what was remembered
+    with on_launch_line(tmp_path, env=env) as server:
+        log = log_of(server)[begun:]
+        assert "restoring is off: it was not right on" in log
+        assert "kvtier: looking ahead" not in log
+        assert are_met([right, *others], crowd(server, [long, *short], 4, 6))
+        assert waited_for(lambda: proof(server) == State.REFUTED)
+        assert not loaded_bytes(server)
+
+
 def are_met(right: list[Wanted], answers: list[Answer]) -> bool:
     return all(one.is_met(answer) for one, answer in zip(right, answers, strict=True))
+
+
+def verdicts(folder: Path) -> list[str]:
+    """What was written of the proof beside the store's pages."""
+    return [path.read_text() for path in (folder / "store").glob("**/proof.json")]
