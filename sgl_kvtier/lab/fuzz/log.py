@@ -25,6 +25,7 @@ _CRASH = re.compile(
     r"Traceback \(most recent call last\)|Scheduler hit an exception|Segmentation fault"
     r"|Fatal Python error"
 )
+_REFUTED = re.compile(r"restoration is not right on this device")
 _FREEZE = re.compile(r"post-warmup freeze_gc failed\n(?:(?!\[\d{4}-).*\n)*")
 """SGLang 0.5.23 says it with --skip-server-warmup, since it asks itself before it listens."""
 
@@ -234,12 +235,14 @@ MUST_BE_ZERO = (
 
 
 def suspicious(text: str) -> list[str]:
-    """Lines of a server's log that speak of lost memory ("leak: ...") or of an uncaught exception
-    ("crash: ...").
+    """Lines of a server's log that speak of lost memory ("leak: ..."), of an uncaught exception
+    ("crash: ..."), or of a restored page that its proof found wrong ("mismatch: ...").
     """
     found = []
     for line in _FREEZE.sub("", text).splitlines():
-        if _CRASH.search(line):
+        if _REFUTED.search(line):
+            found.append(f"mismatch: {line.strip()[:300]}")
+        elif _CRASH.search(line):
             found.append(f"crash: {line.strip()[:300]}")
         elif _LEAK.search(line) and "server_args" not in line.lower():
             found.append(f"leak: {line.strip()[:300]}")

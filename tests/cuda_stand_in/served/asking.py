@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from serving import Answer, Served, config_file, flags, prompts, serving
 from served.launch import served_environment, served_flags
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.outside.lab_model import write_model
+from sgl_kvtier.launch import serve_flags
 
 MODEL = "tiny-llama"
 PAGE = 16
@@ -44,12 +47,16 @@ class Wanted:
         return self.tokens == answer.tokens and all(abs(a - b) < CLOSE for a, b in pairs)
 
 
-def wanted(asked: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[Wanted]:
-    """What transformers answers, in float32 on the CPU: it shares no code with SGLang."""
+def wanted(
+    asked: Sequence[Sequence[int]], tokens: int = TOKENS, path: Path | None = None
+) -> list[Wanted]:
+    """What transformers answers with the model in `path` (default: `MODEL`), in float32 on the CPU:
+    it shares no code with SGLang.
+    """
     import torch
     import transformers
 
-    path = write_model(MODEL, seed=0)
+    path = path or write_model(MODEL, seed=0)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     found = []
     with torch.no_grad():
@@ -109,6 +116,34 @@ def on_stand_in(
         yield server
 
 
+BESIDE = [
+    "--max-total-tokens", "4096", "--context-length", "4096", "--max-running-requests", "8",
+    "--dtype", "float32", "--sleep-on-idle", "--admin-api-key", "test-admin",
+]  # fmt: skip
+"""Beside the README's launch line: pools that fit the memory of the host, which is the GPU's here,
+numbers that can be compared with those of transformers, and the key to flush caches.
+"""
+
+
+@contextmanager
+def on_launch_line(
+    folder: Path, *, graphs: Sequence[int] = (), seed: int = 1, env: dict[str, str] | None = None
+) -> Iterator[Served]:
+    """A server that is started with the launch line of the README (`tier_flags`; tests/house
+    compares them) and a kvtier.json of one setting. All of kvtier's settings are its defaults.
+    `env` are further variables.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "kvtier.json"
+    config.write_text(json.dumps({"store": {"path": str(folder / "store")}}))
+    model = str(write_model(MODEL, seed=0))
+    arguments = serve_flags(model, "cuda", f"@{config}", [*BESIDE, *served_flags(graphs)])
+    variables = served_environment(seed=seed, jitter_us=300)
+    with serving(folder, arguments, **variables, **(env or {})) as server:
+        assert "the CUDA stand-in is in place" in log_of(server)
+        yield server
+
+
 def log_of(server: Served) -> str:
     """What the server has said so far."""
     return (server.server.folder / "server.log").read_text(errors="replace")
@@ -122,6 +157,22 @@ def counted(server: Served, name: str, label: str) -> dict[str, int]:
             value = line.split(f'{label}="')[1].split('"')[0]
             found[value] = found.get(value, 0) + int(float(line.rsplit(" ", 1)[1]))
     return {value: count for value, count in found.items() if count}
+
+
+def proof(server: Served) -> int | None:
+    """The gauge `kvtier:restore_proof`: 0 refuted, 1 proving, 2 proven; None: not published yet."""
+    for line in server.call("GET", "/metrics", raw=True).splitlines():
+        if line.startswith("kvtier:restore_proof{"):
+            return int(float(line.rsplit(" ", 1)[1]))
+    return None
+
+
+def waited_for(condition: Callable[[], bool]) -> bool:
+    """Whether it holds, now or within a minute: what a server counts is published twice a second."""
+    end = time.monotonic() + 60
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.3)
+    return found
 
 
 def pages(server: Served) -> dict[str, int]:

@@ -6,6 +6,7 @@ put into the copies, and each of them is seen.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from restore_lab import change
 from serving import Answer, Served, prompts
 from stand_in import unavailable
 
@@ -25,17 +27,24 @@ from served.asking import (
     counted,
     crowd,
     log_of,
+    on_launch_line,
     on_stand_in,
     pages,
+    proof,
+    waited_for,
     wanted,
     with_shared_prefix,
 )
+from sgl_kvtier.launch import GPU_PAGE
+from sgl_kvtier.runtime.proof.record import FIRST_ATTACHES, FIRST_LOADS, State
 
 REASON = unavailable()
 pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(REASON is not None, reason=f"the CUDA stand-in: {REASON}"),
 ]
+ROOT = Path(__file__).resolve().parents[3]
+PROVEN_BYTES = "STAND_IN_PROVEN_BYTES"
 AHEAD = {"prefetch": "on", "eviction": "next-use"}
 LONG = 440
 CROWD = {"max_total_tokens": 1536, "context_length": 1500}
@@ -66,16 +75,57 @@ def check_restored(server: Served, again: list[Answer], ranks: int = 1) -> None:
     assert "Traceback" not in log and "cuda stand-in:" not in log
 
 
+def settings_in_force(server: Served) -> tuple[str, str, str]:
+    """Restoration, prefetching and eviction, as the log says at the start."""
+    log = log_of(server)
+    (restore,) = re.findall(r"kvtier: restoring prefixes, policy (\w+), ", log)
+    ((prefetch, eviction),) = re.findall(
+        r"kvtier: looking ahead, prefetch (\w+), eviction ([\w-]+), ", log
+    )
+    return restore, prefetch, eviction
+
+
+def settings_measured() -> tuple[str, str, str]:
+    """The same, of the kvtier whose figures are in the README."""
+    page = (ROOT / "docs" / "results" / "emulated-h100.md").read_text("utf-8")
+    said = r"restoration `(\w+)`, `policy\.prefetch` `(\w+)` and `policy\.eviction` `([\w-]+)`"
+    (found,) = re.findall(said, page)
+    return tuple(found)
+
+
 @pytest.mark.smoke
-def test_a_server_restores_and_answers_as_transformers_does(tmp_path: Path) -> None:
-    asked = prompts(3, LONG, seed=5)
-    with on_stand_in(tmp_path, graphs=(1, 2), policy=AHEAD) as server:
-        first, again = restored(server, asked)
-        check_restored(server, again)
-        assert "cuda graph: True" in log_of(server)
+def test_the_launch_line_starts_what_was_measured_and_it_proves_itself(tmp_path: Path) -> None:
+    """One server: its settings, then prefixes restored until it is proven. Which way is fastest on
+    this machine is no matter: all prefixes are restored from both ends.
+    """
+    asked = prompts(8, LONG, seed=5)
+    right = wanted(asked)
+    with on_launch_line(tmp_path, graphs=(1, 2), env={PROVEN_BYTES: str(2 << 20)}) as server:
+        assert settings_in_force(server) == settings_measured() == ("auto", "on", "next-use")
+        log = log_of(server)
+        assert "copies by StagedCopies by TritonScatter" in log
+        assert "keeps SGLang's order until restored pages are proven on this device" in log
+        assert waited_for(lambda: proof(server) == State.PROVING)
+
+        server.restore("both")
+        answers = [crowd(server, asked, at_once=4, seed=0)]
+        while proof(server) != State.PROVEN and len(answers) < 10:
+            server.flush()
+            answers.append(crowd(server, asked, at_once=4, seed=len(answers)))
+            server.settle()
+        assert proof(server) == State.PROVEN and "restoration is proven on" in log_of(server)
+        server.ask(asked[0], 48)  # SGLang says once in 40 decode steps what ran them
+
+        assert counted(server, "restore_ended_total", "how")["met"] >= FIRST_LOADS
+        found = counted(server, "restore_proof_pages_total", "result")
+        assert set(found) == {"equal"} and found["equal"] >= FIRST_LOADS, found
+        attaches = counted(server, "restore_proof_attaches_total", "result")
+        assert attaches["equal"] >= FIRST_ATTACHES and "differs" not in attaches, attaches
         assert not server.metric("kvtier:lookahead_failures_total")
-    for right, computed, back in zip(wanted(asked), first, again, strict=True):
-        assert right.is_met(computed) and right.is_met(back)
+        log = log_of(server)
+        assert "cuda graph: True" in log
+        assert "Traceback" not in log and "cuda stand-in:" not in log
+    assert all(are_met(right, said) for said in answers)
 
 
 @pytest.mark.slow
@@ -243,3 +293,69 @@ def test_the_check_at_start_leaves_a_wrong_way_of_copying_before_a_request_comes
         check_restored(server, again)
     for right, computed, back in zip(wanted(asked), first, again, strict=True):
         assert right.is_met(computed) and right.is_met(back)
+
+
+def loaded_bytes(server: Served) -> int:
+    """What restorations have loaded to the device."""
+    return sum(counted(server, "restore_loaded_bytes_total", "link").values())
+
+
+@pytest.mark.slow
+def test_a_refuted_server_serves_on_by_sglangs_own_way_and_the_next_one_begins_so(
+    tmp_path: Path,
+) -> None:
+    """A copy that writes a wrong row once requests are there, in a server with the launch line."""
+    long, *short = prompts(1, 1200, seed=15) + prompts(20, LONG, seed=16)
+    right, *others = wanted([long, *short])
+    spoil = tmp_path / "spoil"
+    env = {"STAND_IN_MISTAKE": "spoiled_row", "STAND_IN_SPOIL": str(spoil)}
+    with on_launch_line(tmp_path, env=env) as server:
+        server.restore("load")
+        assert right.is_met(server.ask(long)) and are_met(others, crowd(server, short, 4, 0))
+        server.flush()
+        again = server.ask(long)
+        assert right.is_met(again) and again.storage >= 16 * GPU_PAGE
+        assert waited_for(lambda: proof(server) == State.PROVING and loaded_bytes(server) > 0)
+
+        spoil.touch()
+        server.flush()
+        assert right.is_met(server.ask(long))
+        assert waited_for(lambda: proof(server) == State.REFUTED)
+        assert counted(server, "restore_proof_pages_total", "result")["differs"] > 0
+        log = log_of(server)
+        assert "restoration is not right on this device" in log
+        assert "not looking ahead any more" in log
+        assert waited_for(lambda: "refuted" in "".join(verdicts(tmp_path)))
+
+        server.settle()
+        before = loaded_bytes(server), counted(server, "lookahead_moved_bytes_total", "link")
+        from_storage = 0
+        for seed in range(1, 6):
+            server.flush()
+            answers = crowd(server, short, 4, seed)
+            assert are_met(others, answers)
+            from_storage += sum(answer.storage for answer in answers)
+        assert from_storage > 0, "SGLang reads them itself"
+        server.settle()
+        after = loaded_bytes(server), counted(server, "lookahead_moved_bytes_total", "link")
+        assert after == before
+        assert not change(server, policy__restore=1)
+        begun = len(log_of(server))
+
+    spoil.unlink()  # the check at start finds nothing: what is left is what was remembered
+    with on_launch_line(tmp_path, env=env) as server:
+        log = log_of(server)[begun:]
+        assert "restoring is off: it was not right on" in log
+        assert "kvtier: looking ahead" not in log
+        assert are_met([right, *others], crowd(server, [long, *short], 4, 6))
+        assert waited_for(lambda: proof(server) == State.REFUTED)
+        assert not loaded_bytes(server)
+
+
+def are_met(right: list[Wanted], answers: list[Answer]) -> bool:
+    return all(one.is_met(answer) for one, answer in zip(right, answers, strict=True))
+
+
+def verdicts(folder: Path) -> list[str]:
+    """What was written of the proof beside the store's pages."""
+    return [path.read_text() for path in (folder / "store").glob("**/proof.json")]

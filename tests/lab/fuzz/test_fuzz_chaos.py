@@ -185,6 +185,7 @@ def test_the_file_has_what_the_log_has(tmp_path: Path) -> None:
         ("[2026] pool memory leak detected! available=10", "leak"),
         ("Scheduler hit an exception: Traceback (most recent call last):", "crash"),
         ("ValueError: KV page invariants violated", "leak"),
+        ("kvtier: restoration is not right on this device, and ends: page: 1 page", "mismatch"),
         ("Prefill batch, #new-seq: 1", None),
         ("server_args=ServerArgs(enable_leak_check=False)", None),
     ],

@@ -150,7 +150,7 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
     )
     server.add_argument(
         "--url",
-        help="measure a running server instead: kvtier backend, a section lab.throttle, --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto is off (an accelerator, several ranks)",
+        help="measure a running server instead: kvtier backend, a section lab.throttle, --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto is off (several ranks, an AMD GPU)",
     )
     server.add_argument("--admin-key", help="with --url: its admin key")
     server.add_argument(

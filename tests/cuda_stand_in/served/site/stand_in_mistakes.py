@@ -4,8 +4,12 @@ each of them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from sgl_kvtier.runtime.cuda import fences, scatter, staged_copies
 
@@ -34,6 +38,28 @@ def fence_without_the_forward() -> None:
     staged_copies.fence = of_the_schedule  # type: ignore[assignment]
 
 
+def no_fence() -> None:
+    """Slots are written whatever still uses them: the fence is an event that was never recorded."""
+    staged_copies.fence = lambda module, controller: fences.sleeping_event(module)
+
+
+def spoiled_row() -> None:
+    """While the file that STAND_IN_SPOIL names is there, the scatter writes the fourth token's V of
+    the last layer with one bit of every byte flipped. So the check at start finds nothing.
+    """
+    file, launch = Path(os.environ["STAND_IN_SPOIL"]), scatter.TritonScatter.launch
+
+    def spoiled(self: Any, room: Any, slots: torch.Tensor) -> None:
+        launch(self, room, slots)
+        if file.exists():
+            layer, row = self._keep[-1], slots[3:4]
+            numbers = layer.view(len(layer), -1).view(torch.uint8)
+            numbers[row] = numbers[row] ^ 1
+
+    scatter.TritonScatter.launch = spoiled  # type: ignore[method-assign]
+
+
 MISTAKES: dict[str, Callable[[], None]] = {
-    mistake.__name__: mistake for mistake in (exchanged_layers, fence_without_the_forward)
+    mistake.__name__: mistake
+    for mistake in (exchanged_layers, fence_without_the_forward, no_fence, spoiled_row)
 }

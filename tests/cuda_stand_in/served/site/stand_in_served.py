@@ -21,6 +21,11 @@ out.
 MISTAKE = "STAND_IN_MISTAKE"
 """Names a mistake of `stand_in_mistakes.py` that is put into the project on purpose."""
 
+PROVEN_BYTES = "STAND_IN_PROVEN_BYTES"
+"""Says after how many bytes of loads a server can be proven, in the place of 8 GiB, which take
+hours here.
+"""
+
 HOST_RESERVE_BYTES = 1 << 30
 
 logger = logging.getLogger(__name__)
@@ -47,6 +52,10 @@ def _register() -> None:
     _small_host()
     _graphs()
     _gloo()
+    if nbytes := os.environ.get(PROVEN_BYTES):
+        from sgl_kvtier.runtime.proof import record
+
+        record.FIRST_BYTES = int(nbytes)
     if mistake := os.environ.get(MISTAKE):
         import stand_in_mistakes
 
@@ -67,11 +76,16 @@ def _attention() -> None:
     class Attention(AttentionBackend):
         """As FlashAttention does, a forward takes its requests' rows of slots and lengths aside at
         its beginning, inside of a decode graph too. Later it reads nothing of the scheduler's.
+
+        A model with latents (MLA) attends to these in prefills too, as SGLang does it where its
+        inference has to be deterministic: keys are rows of latents, values their first part.
         """
 
         def __init__(self, runner: Any) -> None:
             super().__init__()
             self._requests, self._pool = runner.req_to_token_pool, runner.token_to_kv_pool
+            if runner.use_mla_backend:
+                _attends_to_latents()
 
         def init_forward_metadata_in_graph(self, batch: Any) -> None:
             rows = batch.req_pool_indices.long()
@@ -122,6 +136,13 @@ def _attention() -> None:
             return out.view(len(query), -1)
 
     register_attention_backend(NAME)(Attention)
+
+
+def _attends_to_latents() -> None:
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register(NAME, lambda attention, batch: AttnForwardMethod.MLA)
 
 
 def _stores_rows_by_index() -> None:
