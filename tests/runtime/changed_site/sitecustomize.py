@@ -5,7 +5,7 @@ every prefill that it runs into a file of that folder, named by its number: a li
 [tokens of the prompt, first one computed, tokens computed] for each request. With $MISTAKE, loaded
 pages are attached as the word in that file says, and a difference refutes nothing; each distance
 that is judged goes into the file with `.seen` behind its name, as a line [mistake, the page behind
-the loaded ones, the noise].
+the loaded ones, the noise]. With $GONE, restoring needs a symbol that SGLang does not have.
 """
 
 import importlib.abc
@@ -150,7 +150,18 @@ def _shift(module):
     module.ForwardBatch.init_new = classmethod(init_new_shifted)
 
 
+def _need(module):
+    known = module.load_manifest
+
+    def load_manifest():
+        gone = "sglang.srt.managers.scheduler.Scheduler.gone"
+        return [*known(), module.Seam("restore", "step", gone, "a test needs it")]
+
+    module.load_manifest = load_manifest
+
+
 for variable, name, change in (
+    ("GONE", "sgl_kvtier.runtime.sglang.seams", _need),
     ("MISTAKE", "sgl_kvtier.runtime.restore.engine", _attach_wrongly),
     ("MISTAKE", "sgl_kvtier.runtime.proof.record", _forgive),
     ("MISTAKE", "sgl_kvtier.runtime.proof.attach", _judge),
