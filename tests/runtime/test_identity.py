@@ -85,8 +85,8 @@ def written_model(tmp_path):
 @pytest.mark.parametrize(
     ("config", "folder"),
     [
-        ({}, "tiny-qwen3-11b8cc8151af70e3"),
-        ({"tp_size": 2, "tp_rank": 1, "tp_lcm_size": 2}, "tiny-qwen3-6693ee7fbac7f250"),
+        ({}, "tiny-qwen3-88e44dd0c5671d89"),
+        ({"tp_size": 2, "tp_rank": 1, "tp_lcm_size": 2}, "tiny-qwen3-589045a0bdd69b6b"),
     ],
     ids=["one-rank", "two-ranks"],
 )

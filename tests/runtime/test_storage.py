@@ -717,9 +717,10 @@ def test_every_rank_writes_what_it_has_a_share_of(had):
 
 
 def test_nothing_is_read_ahead_or_by_address_by_an_sglang_that_was_not_tried(make, monkeypatch):
+    backend = make(host_pool())
     monkeypatch.setattr(backend_hooks.features, "moved", lambda name: (name,))
     controller = SimpleNamespace(
-        storage_backend=make(host_pool()), storage_host_pool=host_pool(), page_get_func="generic"
+        storage_backend=backend, storage_host_pool=host_pool(), page_get_func="generic"
     )
     backend_hooks.use_zero_copy(None, controller)
     assert controller.page_get_func == "generic"

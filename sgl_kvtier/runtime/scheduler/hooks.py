@@ -27,9 +27,9 @@ def build_tree(
     """Around SGLang's choice of a cache: ours where settings ask for it and the server can."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
-    args = resolving_view(ctx.server_args)
+    view = resolving_view(ctx.server_args)
     config = (
-        restore_setup.wanted(args)
+        restore_setup.wanted(view)
         if ctx.enable_hierarchical_cache and cache_class is None
         else None
     )
@@ -37,7 +37,7 @@ def build_tree(
         if cache_class is not None:
             kwargs["cache_class"] = cache_class
         return original(ctx, *args, **kwargs)
-    line = restore_setup.own_way(args, ctx, config.policy)
+    line = restore_setup.own_way(view, ctx, config.policy)
     if line is not None:
         logger.warning("%s", line)
         return original(ctx, *args, **kwargs)
