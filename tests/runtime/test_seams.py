@@ -94,8 +94,8 @@ def test_every_method_that_our_radix_cache_overrides_is_a_seam_of_restoring():
         name
         for name, value in vars(KVTierRadixCache).items()
         if isinstance(value, FunctionType)
-            and not name.startswith("__")
-            and hasattr(UnifiedRadixCache, name)
+        and not name.startswith("__")
+        and hasattr(UnifiedRadixCache, name)
     ]
     assert len(overridden) > 20
     assert [name for name in overridden if place + name not in called] == []

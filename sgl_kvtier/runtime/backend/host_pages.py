@@ -26,9 +26,10 @@ CONTIGUOUS = tuple(PAGE_AXES)
 """Host layouts in which a page can be read in place, as it lies in the store."""
 _USUAL = "nhd"
 """SGLang's usual order of a page on the device (KVBufferLayout, from 0.5.23 on)."""
-_MISSING_BEFORE_0_5_23 = frozenset({"dcp_size"})
-"""Fields of SGLang's storage configuration. Older releases refuse storage with what they are for,
-so that RankShare's own value holds there.
+_NEWER = frozenset({"dcp_size", "dp_rank"})
+"""Fields of SGLang's storage configuration that releases before 0.5.23 and 0.5.21 lack, so that
+RankShare's own value holds there. They refuse storage with parallel decode contexts, and no folder
+is named by a data-parallel rank.
 """
 
 
@@ -85,7 +86,7 @@ def share_of(storage_config: Any) -> RankShare:
         **{
             f.name: getattr(storage_config, f.name)
             for f in fields(RankShare)
-            if f.name not in _MISSING_BEFORE_0_5_23 or hasattr(storage_config, f.name)
+            if f.name not in _NEWER or hasattr(storage_config, f.name)
         }
     )
 
