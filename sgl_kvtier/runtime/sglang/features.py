@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from sgl_kvtier.errors import SeamError
+from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.runtime.sglang import seams
 from sgl_kvtier.runtime.sglang.seams import SeamStatus
 
@@ -109,7 +110,7 @@ def require(*names: str) -> None:
     """Raises SeamError unless every one of these features is there."""
     version = seams.installed_version()
     if version is None:
-        raise SeamError("SGLang is not installed. Run: pip install 'sgl-kvtier[sglang]'")
+        raise SeamError(f"SGLang is not installed. Run: {how_to_install('sglang')}")
     for name in names:
         if moved(name):
             raise SeamError(
