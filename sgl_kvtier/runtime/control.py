@@ -159,13 +159,15 @@ def handler(name: str) -> Handler | None:
     return HANDLERS.get(name)
 
 
-def set_internal_state(original: Callable[..., Any], controller: Any, message: Any) -> Any:
+def set_internal_state(
+    original: Callable[..., Any], controller: Any, message: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Around SGLang's own: takes out our names and applies them. Of ours nothing raises."""
     ours = {
         name: value for name, value in message.server_args.items() if str(name).startswith(PREFIX)
     }
     if not ours:
-        return original(controller, message)
+        return original(controller, message, *args, **kwargs)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     if len(ours) < len(message.server_args):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, TypeAlias
 
+from sgl_kvtier.runtime.sglang import features
 from sgl_kvtier.store.base import PageStore, StoreStats
 from sgl_kvtier.store.tiered.store import TieredStore
 
@@ -67,6 +68,12 @@ _STORE = (
     Metric("read_busy_s", "seconds in which a read was under way"),
     Metric("write_busy_s", "seconds in which a write was under way"),
     Metric("open_s", "seconds since the store was opened"),
+    Metric(
+        "feature",
+        "1 where this SGLang has all that the feature relies on, 0 where it is off",
+        ("feature",),
+        Kind.GAUGE,
+    ),
 )
 _REMOTE = (
     Metric(
@@ -206,6 +213,12 @@ def store_samples(store: PageStore) -> Iterator[Sample]:
     for field in fields(StoreStats):
         now = f"store_{field.name}"
         yield (now if now in METRICS else field.name), {}, getattr(stats, field.name)
+
+
+def feature_samples() -> Iterator[Sample]:
+    """Which features this SGLang allows."""
+    for feature in features.FEATURES:
+        yield "feature", {"feature": feature.name}, not features.moved(feature.name)
 
 
 def remote_samples(store: TieredStore) -> Iterator[Sample]:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """Registers our hooks; SGLang applies them right after. Runs once per process, before arguments
-    are parsed.
+    are parsed, whatever release of SGLang this is.
     """
     _know_attention_backend()
     hooks.register(Where.EVERY)
@@ -47,22 +47,26 @@ def _may_serve_http() -> bool:
 
 
 def _know_attention_backend() -> None:
+    from sgl_kvtier.runtime.cpu.platform import ATTENTION, activate
+
+    if activate() is None:
+        return
     from sglang.srt.arg_groups.choices import (
         ATTENTION_BACKEND_CHOICES,
         add_attention_backend_choices,
     )
 
-    from sgl_kvtier.runtime.cpu.platform import ATTENTION, activate
-
-    if activate() is not None and ATTENTION not in ATTENTION_BACKEND_CHOICES:
+    if ATTENTION not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION])
 
 
-def widen_command_line(result: None, parser: argparse.ArgumentParser) -> None:
+def widen_command_line(
+    result: None, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any
+) -> None:
     """After SGLang declared its options: our name is among the choices of
     --hicache-storage-backend.
     """
-    del result
+    del result, args, kwargs
     for action in parser._actions:
         if (
             action.dest == "hicache_storage_backend"
@@ -72,27 +76,40 @@ def widen_command_line(result: None, parser: argparse.ArgumentParser) -> None:
             action.choices = [*action.choices, BACKEND]
 
 
-def check_arguments(result: None, server_args: Any) -> None:
-    """After SGLang resolved the cache's arguments: a wrong setting, a changed SGLang or a host that
-    cannot compile SGLang's page hash stops the launch here.
+def check_arguments(result: None, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """After SGLang resolved the cache's arguments: a wrong setting, an SGLang that lacks what
+    storage or a setting needs, or a host that cannot compile SGLang's page hash stops the launch
+    here. Whatever else this SGLang lacks is said here, a line each.
     """
-    del result
+    del result, args, kwargs
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     from sgl_kvtier.runtime import settings
-    from sgl_kvtier.runtime.sglang import page_hash, seams
+    from sgl_kvtier.runtime.sglang import features, page_hash
 
-    args = resolving_view(server_args)
-    if settings.uses_backend(args):
-        seams.require("storage", "hints")
-        settings.check_server(args)
+    view = resolving_view(server_args)
+    if settings.uses_backend(view):
+        features.require("storage")
+        features.require(*settings.named_features(settings.check_server(view).policy))
+        said = [features.untried(), *map(features.line, _SAID_AT_LAUNCH)]
+        for line in filter(None, said):
+            logger.warning("kvtier: %s", line)
         page_hash.load()
 
 
-def choose_page_size(result: dict[str, Any], view: Any) -> dict[str, Any] | None:
+_SAID_AT_LAUNCH = ("arguments", "zero-copy", "hints", "weights", "control")
+"""Features of which the launcher says that they are off. The scheduler says it of restoring and
+looking ahead, and the platform of itself.
+"""
+
+
+def choose_page_size(
+    result: dict[str, Any], view: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any] | None:
     """Hook after SGLang chose a page size because the user had not: one that can be stored and
     restored, where one token was chosen.
     """
+    del args, kwargs
     from sgl_kvtier.runtime import settings
 
     if result.get("page_size") != 1 or not settings.wants_larger_pages(view):

@@ -65,11 +65,13 @@ def _say_relative(path: str, used: str) -> None:
     logger.warning("kvtier: store.path = %s begins in the working directory: %s", shown(path), used)
 
 
-def check_server(args: Any) -> None:
-    """Raises ConfigError when a resolved SGLang configuration that uses our backend cannot work."""
+def check_server(args: Any) -> KVTierConfig:
+    """The settings in a resolved SGLang configuration that uses our backend. Raises ConfigError
+    when it cannot work.
+    """
     if not args.enable_hierarchical_cache:
         raise ConfigError("--hicache-storage-backend kvtier needs --enable-hierarchical-cache")
-    of_server(args)
+    return of_server(args)
 
 
 def of_server(args: Any) -> KVTierConfig:
@@ -124,6 +126,14 @@ def wants_larger_pages(args: Any) -> bool:
         and args.disaggregation_mode == "null"
         and max(0, args.chunked_prefill_size or 0) % GPU_PAGE == 0
     )
+
+
+def named_features(policy: PolicyConfig) -> tuple[str, ...]:
+    """The features (`sglang/features.py`) that these settings ask for by name. A server that cannot
+    have one of them is refused; what is left at auto is left to SGLang instead.
+    """
+    named = {"restore": policy.restore not in ("auto", "off"), "lookahead": looks_ahead(policy)}
+    return tuple(name for name, asked in named.items() if asked)
 
 
 def looks_ahead(policy: PolicyConfig) -> bool:

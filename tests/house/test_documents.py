@@ -4,7 +4,9 @@ those of the code.
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import subprocess
 from pathlib import Path
 
@@ -109,6 +111,14 @@ def test_settings_that_documents_name_are_there():
             named += [f"{section}.{key}" for key in re.findall(r'"(\w+)"\s*:', keys)]
         missing |= {(path.name, name) for name in named if name not in known}
     assert sorted(missing) == []
+
+
+def test_the_table_of_releases_is_made_from_what_was_found_of_them():
+    results = [json.loads(path.read_text()) for path in (ROOT / "docs/manual/releases").iterdir()]
+    made = runpy.run_path(str(ROOT / "scripts" / "check-release"))["table"](results)
+    assert made in (ROOT / "docs/manual/install.md").read_text(), (
+        "scripts/check-release --table docs/manual/releases/*.json prints it"
+    )
 
 
 def test_the_page_of_settings_has_the_settings_of_the_code():

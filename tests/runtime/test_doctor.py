@@ -12,21 +12,17 @@ from sgl_kvtier import cli, extras
 from sgl_kvtier.remote.child.memory import set_faults
 from sgl_kvtier.runtime.proof import memory
 from sgl_kvtier.runtime.proof.start import StartDiffers, StartResult
-from sgl_kvtier.runtime.sglang import seams
+from sgl_kvtier.runtime.sglang import features, seams
+from sgl_kvtier.runtime.sglang.features import FEATURES
 from sgl_kvtier.runtime.tools import doctor, gpu_probe
 
-CHECK = seams.check
-
-
-@pytest.fixture(scope="module")
-def symbols() -> list[seams.SeamStatus]:
-    """What there is of SGLang here: some seconds to find out."""
-    return CHECK()
+SYMBOLS = seams.check
+"""Asked for all symbols it takes a second, so that most tests do without."""
 
 
 @pytest.fixture(autouse=True)
-def checked_once(symbols: list[seams.SeamStatus], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seams, "check", lambda: symbols)
+def checked_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seams, "check", lambda groups=(): SYMBOLS(groups) if groups else [])
 
 
 def findings(capsys, *arguments: str) -> dict[str, dict[str, str]]:
@@ -41,7 +37,7 @@ def findings(capsys, *arguments: str) -> dict[str, dict[str, str]]:
 def test_a_good_machine_is_ready(tmp_path, capsys):
     found = findings(capsys, "--store", str(tmp_path))
     assert {f["state"] for f in found.values()} <= {"ok", "warn"}
-    assert found["seams: storage"]["state"] == "ok"
+    assert found["feature: storage"]["state"] == "ok"
     assert found["I/O threads"]["found"] in ("compiled", "Python")
     assert "MB/s" in found["disk speed"]["found"]
     assert list(tmp_path.iterdir()) == []
@@ -158,12 +154,12 @@ def test_failures_come_first_and_what_to_do_is_whole_on_a_line_of_its_own(
     assert lines[-1] == "1 to correct before a server can run here"
 
 
-def test_groups_of_symbols_that_are_as_expected_are_one_row(capsys, symbols):
-    assert not any(" seams: " in line for line in shown(capsys))
-    (row,) = (line for line in shown(capsys) if "SGLang's code" in line)
-    assert f" {len(symbols)} symbols as expected" in row
-    features = {status.seam.feature for status in symbols}
-    assert sum(" seams: " in line for line in shown(capsys, "--verbose")) == len(features)
+def test_features_that_are_there_are_one_row(capsys):
+    assert not any(" feature: " in line for line in shown(capsys))
+    (row,) = (line for line in shown(capsys) if " features " in line)
+    assert row.endswith(", ".join(feature.name for feature in FEATURES))
+    rows = [line for line in shown(capsys, "--verbose") if " feature: " in line]
+    assert len(rows) == len(FEATURES) and all("symbols as expected" in row for row in rows)
 
 
 def test_a_machine_that_is_ready_is_told_how_to_start_a_server(tmp_path, capsys):
@@ -172,20 +168,37 @@ def test_a_machine_that_is_ready_is_told_how_to_start_a_server(tmp_path, capsys)
     assert "--hicache-storage-backend kvtier" in last[1]
 
 
-@pytest.mark.parametrize(("version", "text"), [(None, "not installed"), ("0.6.0", "0.6.0")])
-def test_no_or_another_sglang_fails(version, text, capsys, monkeypatch):
-    monkeypatch.setattr(seams, "installed_version", lambda: version)
-    found = findings(capsys)
-    assert (found["sglang"]["state"], found["sglang"]["found"]) == ("fail", text)
+def test_no_sglang_fails(capsys, monkeypatch):
+    monkeypatch.setattr(seams, "installed_version", lambda: None)
+    found = findings(capsys)["sglang"]
+    assert (found["state"], found["found"]) == ("fail", "not installed")
 
 
-def test_a_changed_symbol_is_named(capsys, monkeypatch):
-    monkeypatch.setattr(seams, "check", CHECK)
-    broken = seams.Seam("storage", "sglang.srt.server_args.ServerArgs.gone", "we call it")
-    monkeypatch.setattr(seams, "load_manifest", lambda: [broken])
-    found = findings(capsys)
-    assert found["seams: storage"]["state"] == "fail"
-    assert "gone: missing" in found["seams: storage"]["found"]
+def test_an_sglang_that_nobody_has_tried_is_a_warning(capsys, monkeypatch):
+    monkeypatch.setattr(seams, "installed_version", lambda: "0.6.0")
+    found = findings(capsys)["sglang"]
+    assert (found["state"], found["found"]) == ("warn", "0.6.0")
+    assert "was not tried" in found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("feature", "cards", "state"),
+    [
+        ("storage", [], "fail"),
+        ("storage", ["/dev/nvidia0"], "fail"),
+        ("hints", [], "warn"),
+        ("cpu", [], "fail"),
+        ("cpu", ["/dev/nvidia0"], "warn"),
+    ],
+)
+def test_a_feature_that_is_off_is_a_row_that_names_the_symbol(feature, cards, state, monkeypatch):
+    gone = seams.Seam("any", "server", "sglang.srt.server_args.ServerArgs.gone", "we call it")
+    status = (seams.SeamStatus(gone, "missing"),)
+    monkeypatch.setattr(features, "moved", lambda name: status if name == feature else ())
+    found = {f.check: f for f in doctor._features(cards)}
+    assert [name for name, f in found.items() if f.state != "ok"] == [f"feature: {feature}"]
+    row = found[f"feature: {feature}"]
+    assert (row.state, row.found) == (state, "ServerArgs.gone: missing") and row.advice
 
 
 def test_a_plugin_list_without_us_fails(capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from safetensors.numpy import save_file
 from sgl_kvtier.runtime.backend import file_digests, identity
 from sgl_kvtier.runtime.backend.host_pages import shape_of, share_of
 from sgl_kvtier.runtime.backend.page_shape import PageShape, RankShare
+from sgl_kvtier.runtime.sglang import page_hash, seams
 
 TINY_QWEN3 = PageShape(
     layout="page_first_direct",
@@ -83,8 +85,8 @@ def written_model(tmp_path):
 @pytest.mark.parametrize(
     ("config", "folder"),
     [
-        ({}, "tiny-qwen3-11b8cc8151af70e3"),
-        ({"tp_size": 2, "tp_rank": 1, "tp_lcm_size": 2}, "tiny-qwen3-6693ee7fbac7f250"),
+        ({}, "tiny-qwen3-88e44dd0c5671d89"),
+        ({"tp_size": 2, "tp_rank": 1, "tp_lcm_size": 2}, "tiny-qwen3-589045a0bdd69b6b"),
     ],
     ids=["one-rank", "two-ranks"],
 )
@@ -109,6 +111,37 @@ def test_an_identity_needs_no_host_pool(written_model):
 )  # fmt: skip
 def test_every_kind_of_host_pool_is_described_as_before(pool, says):
     assert shape_of(pool()).fields() == {**says, "format": "None"}
+
+
+def test_a_release_that_names_and_lays_out_pages_alike_has_the_same_identity(model, monkeypatch):
+    here = fingerprint(model)
+    monkeypatch.setattr(seams, "installed_version", lambda: "0.6.0")
+    assert fingerprint(model) == here
+    monkeypatch.setattr(seams, "page_format", lambda: "code-0123")
+    other = fingerprint(model)
+    assert other != here
+    monkeypatch.setattr(page_hash, "names_digest", lambda: "0123")
+    assert fingerprint(model) not in (here, other)
+
+
+def test_an_argument_that_is_off_is_as_one_that_an_older_release_does_not_have(model):
+    assert fingerprint(model, enable_hisparse=False) == fingerprint(model)
+    assert fingerprint(model, enable_hisparse=True) != fingerprint(model)
+
+
+def test_a_storage_configuration_of_an_older_release_is_one_rank_of_what_it_does_not_know():
+    config = storage_config()
+    older = SimpleNamespace(
+        **{
+            f.name: getattr(config, f.name)
+            for f in dataclasses.fields(config)
+            if not f.name.startswith(("dcp", "dp_"))
+        }
+    )
+    assert share_of(older) == share_of(config)
+    del older.tp_size
+    with pytest.raises(AttributeError):
+        share_of(older)
 
 
 def test_the_same_server_has_the_same_identity(model):

@@ -2,42 +2,83 @@
 
 from __future__ import annotations
 
-import pytest
+import ast
+from pathlib import Path
+from types import FunctionType
 
-from sgl_kvtier.errors import SeamError
-from sgl_kvtier.runtime.sglang import seams
+import pytest
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sgl_kvtier.runtime.scheduler.radix_cache import KVTierRadixCache
+from sgl_kvtier.runtime.sglang import seams, types
 from sgl_kvtier.runtime.sglang.hooks import HOOKS
-from sgl_kvtier.runtime.sglang.seams import Seam
+from sgl_kvtier.runtime.sglang.seams import (
+    AND_MORE,
+    CALLS,
+    DATA,
+    HOW,
+    PAGES,
+    REPLACES,
+    Release,
+    Seam,
+)
+
+HOUSE = """
+from fakehost.attic import Roof as _Roof
+LIMIT = 3
+class House(_Roof[int]):
+    floors: int = 1
+    def __init__(self):
+        self.rooms, self.cellar = 3, None
+    def door(self, key, *, wide=False, lock):
+        return key
+"""
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A small package in place of SGLang, with one function to rely on."""
+    """A small package in place of SGLang, with one class to rely on."""
     folder = tmp_path / "fakehost"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
-    (folder / "room.py").write_text(
-        "LIMIT = 3\nclass House:\n    def door(self, key, *, wide=False):\n        return key\n"
-    )
+    (folder / "attic.py").write_text("class Roof:\n    tiles = 9\n")
+    (folder / "room.py").write_text(HOUSE)
     monkeypatch.syspath_prepend(str(tmp_path))
     seams._parse.cache_clear()
     yield folder
     seams._parse.cache_clear()
 
 
-def door(**changes: str) -> Seam:
-    values = {"feature": "f", "symbol": "fakehost.room.House.door", "why": "w"}
+def door(**changes) -> Seam:
+    values = {"feature": "f", "port": "server", "symbol": "fakehost.room.House.door", "why": "w"}
     return Seam(**{**values, **changes})
+
+
+def rewrite(package: Path, old: str, new: str) -> None:
+    (package / "room.py").write_text(HOUSE.replace(old, new))
+    seams._parse.cache_clear()
 
 
 def test_every_seam_is_as_the_installed_sglang_has_it():
     assert [(s.seam.symbol, s.problem) for s in seams.check() if s.problem] == []
 
 
-def test_every_function_in_the_manifest_has_a_digest():
-    functions = [s for s in seams.load_manifest() if s.signature]
-    assert len(functions) > 20
-    assert all(len(s.digest) == 16 for s in functions)
+def test_the_installed_sglang_is_a_release_that_was_tried():
+    version = seams.installed_version()
+    assert version in [release.version for release in seams.releases()], (
+        "scripts/check-release tries it; CONTRIBUTING.md says what to do then"
+    )
+
+
+def test_every_seam_says_how_it_is_relied_on():
+    manifest = seams.load_manifest()
+    assert {seam.how for seam in manifest} == set(HOW)
+    assert [s.symbol for s in manifest if s.how in (REPLACES, PAGES) and s.names] == []
+
+
+def test_every_body_of_the_newest_release_is_listed():
+    bodies = {s.symbol for s in seams.load_manifest() if s.how in (REPLACES, PAGES)}
+    assert bodies == set(seams.releases()[-1].digests)
 
 
 def test_every_hook_is_a_seam():
@@ -45,62 +86,106 @@ def test_every_hook_is_a_seam():
     assert [hook.target for hook in HOOKS if hook.target not in symbols] == []
 
 
+def test_every_method_that_our_radix_cache_overrides_is_a_seam_of_restoring():
+    """Also those for lookahead: they are overridden where only prefixes are restored."""
+    place = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
+    called = {s.symbol for s in seams.load_manifest() if (s.feature, s.how) == ("restore", CALLS)}
+    overridden = [
+        name
+        for name, value in vars(KVTierRadixCache).items()
+        if isinstance(value, FunctionType)
+        and not name.startswith("__")
+        and hasattr(UnifiedRadixCache, name)
+    ]
+    assert len(overridden) > 20
+    assert [name for name in overridden if place + name not in called] == []
+
+
+def test_what_types_say_of_sglangs_objects_is_checked():
+    read = {s.why: set(s.names) for s in seams.load_manifest() if s.how == DATA}
+    tree = ast.parse(Path(types.__file__).read_text())
+    given = {"Operation": {"handle"}}  # SGLang's tree gives it to an operation
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name not in ("Handle",):
+            names = {
+                one.name if isinstance(one, ast.FunctionDef) else one.target.id
+                for one in node.body
+                if isinstance(one, (ast.FunctionDef, ast.AnnAssign))
+            }
+            assert read[f"`types.{node.name}`: what is used of it"] == names - given.get(
+                node.name, set()
+            )
+
+
 def test_every_seam_names_its_port_and_no_port_is_without_one():
     named = {seam.port for seam in seams.load_manifest()}
     assert named == set(seams.PORTS)
 
 
-def test_a_symbol_has_one_port_whatever_it_is_needed_for():
-    ports: dict[str, set[str]] = {}
-    for seam in seams.load_manifest():
-        ports.setdefault(seam.symbol, set()).add(seam.port)
-    assert {symbol: named for symbol, named in ports.items() if len(named) > 1} == {}
-
-
 def test_a_missing_symbol_is_missing(package):
     assert seams._problem(door(symbol="fakehost.room.House.window")) == "missing"
-    assert seams._problem(door(symbol="fakehost.attic.House")) == "missing"
+    assert seams._problem(door(symbol="fakehost.cellar.House")) == "missing"
     assert seams._problem(door(symbol="no_such_host.room.House")) == "missing"
 
 
-def test_data_only_has_to_be_there(package):
-    assert seams._problem(door(symbol="fakehost.room.LIMIT")) == ""
+def test_data_has_to_have_the_attributes_that_are_read(package):
+    assert seams._problem(door(symbol="fakehost.room.LIMIT", how=DATA)) == ""
+    house = {"symbol": "fakehost.room.House", "how": DATA}
+    assert seams._problem(door(**house, names=("floors", "rooms", "cellar", "door", "tiles"))) == ""
+    assert seams._problem(door(**house, names=("floors", "stairs"))) == "it has no stairs"
 
 
-def test_another_signature_is_told(package):
-    signature, _ = seams._find("fakehost.room.House.door")
-    assert signature == "(self, key, *, wide=False)"
-    assert "expected (self, key)" in seams._problem(door(signature="(self, key)"))
+def test_a_call_fits_while_what_it_passes_is_taken(package):
+    fitting = door(names=("self", "key", "lock"))
+    assert seams._problem(fitting) == ""
+    rewrite(package, "wide=False", "wide=False, high=2")
+    assert seams._problem(fitting) == "", "another optional parameter"
+    rewrite(package, "return key", "return None")
+    assert seams._problem(fitting) == "", "its body does not matter"
 
 
-def test_another_body_is_told_though_the_signature_is_the_same(package):
-    signature, digest = seams._find("fakehost.room.House.door")
-    same = door(signature=signature, digest=digest)
-    assert seams._problem(same) == ""
-    (package / "room.py").write_text(
-        "class House:\n    def door(self, key, *, wide=False):\n        return None\n"
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("lock)", "bolt)", "it takes no lock"),
+        ("key, *", "key, hour, *", "it demands hour"),
+        ("self, key", "key, self", "it takes key, self, wide, lock in this order"),
+    ],
+)
+def test_a_call_that_no_longer_fits_is_told(package, old, new, problem):
+    rewrite(package, old, new)
+    assert seams._problem(door(names=("self", "key", "lock"))) == problem
+
+
+def test_what_is_passed_on_may_be_demanded(package):
+    rewrite(package, "key, *", "key, hour, *")
+    assert seams._problem(door(names=("self", "key", AND_MORE))) == ""
+
+
+def test_a_body_has_to_be_one_of_those_that_were_tried(package, monkeypatch):
+    body = door(how=REPLACES)
+    listed = {}
+    monkeypatch.setattr(
+        seams, "releases", lambda: (Release("1", "1", {}), Release("2", "1", listed))
     )
-    seams._parse.cache_clear()
-    assert seams._problem(same) == "its source has changed"
+    assert seams._problem(body) == "its source is not one that was tried"
+    listed[body.symbol] = seams._find(body.symbol).digest
+    assert seams._problem(body) == ""
+    rewrite(package, "return key", "return None")
+    assert seams._problem(body) == "its source is not one that was tried"
 
 
-def test_another_release_is_refused_with_what_to_do(monkeypatch):
-    monkeypatch.setattr(seams, "installed_version", lambda: "0.6.0")
-    with pytest.raises(
-        SeamError, match=r"SGLang 0\.6\.0 is installed.*pip install 'sglang==0\.5\.23'"
-    ):
-        seams.require("storage")
-
-
-def test_no_sglang_is_refused_with_what_to_do(monkeypatch):
-    monkeypatch.setattr(seams, "installed_version", lambda: None)
-    with pytest.raises(SeamError, match="not installed"):
-        seams.require("storage")
-
-
-def test_a_changed_symbol_is_refused_by_name_and_reason(monkeypatch):
-    broken = Seam("storage", "sglang.srt.server_args.ServerArgs.gone", "we call it")
-    monkeypatch.setattr(seams, "load_manifest", lambda: [broken])
-    with pytest.raises(SeamError, match=r"ServerArgs\.gone: missing \(needed: we call it\)"):
-        seams.require("storage")
-    seams.require("platform")
+def test_pages_are_named_by_release_or_by_their_code(package, monkeypatch):
+    layout = door(how=PAGES)
+    monkeypatch.setattr(seams, "load_manifest", lambda: [layout])
+    known = {layout.symbol: seams._find(layout.symbol).digest}
+    monkeypatch.setattr(
+        seams, "releases", lambda: (Release("1", "a", {}), Release("2", "b", known))
+    )
+    assert seams.page_format() == "b"
+    rewrite(package, "return key", "return None")
+    other = seams.page_format()
+    assert other.startswith("code-")
+    assert seams._problem(layout) == "", "pages of an unknown layout are kept apart, not refused"
+    rewrite(package, "return key", "return 1")
+    assert seams.page_format() not in ("b", other)

@@ -29,7 +29,13 @@ from pools import (
     storage_config,
 )
 from sglang.srt.managers import cache_controller
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheFile,
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
 from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 
 from sgl_kvtier.errors import ConfigError, SeamError
@@ -740,6 +746,44 @@ def test_pages_whose_scales_lie_elsewhere_are_refused():
     pool.kv_buffer, pool.page_size, pool.layout = torch.zeros(1), PAGE, "page_first"
     with pytest.raises(ConfigError, match="--kv-cache-dtype"):
         backend.register_mem_pool_host(pool)
+
+
+def test_the_store_is_opened_where_sglang_does_not_say_that_all_pools_are_known(make, monkeypatch):
+    """As before SGLang 0.5.23. Side pools that come later are kept apart by their shape."""
+    monkeypatch.delattr(HiCacheStorage, "on_host_pools_registered")
+    opened = []
+    monkeypatch.setattr(
+        KVTierStorage, "on_host_pools_registered", lambda backend: opened.append(set(backend.registered_pools))
+    )  # fmt: skip
+    make(host_pool(), [("mamba", state_pool())])
+    assert opened[0] == {"kv"}
+
+
+@pytest.mark.parametrize("had", [True, False])
+def test_every_rank_writes_what_it_has_a_share_of(had):
+    """Before SGLang 0.5.23 a controller noted that ranks of MLA models do not."""
+    controller = SimpleNamespace(
+        storage_backend=SimpleNamespace(begin_read=None), storage_host_pool=host_pool("layer_first")
+    )
+    if had:
+        controller.backup_skip = True
+    backend_hooks.use_zero_copy(None, controller)
+    assert getattr(controller, "backup_skip", False) is False
+    assert hasattr(controller, "backup_skip") is had
+
+
+def test_nothing_is_read_ahead_or_by_address_by_an_sglang_that_was_not_tried(make, monkeypatch):
+    backend = make(host_pool())
+    monkeypatch.setattr(backend_hooks.features, "moved", lambda name: (name,))
+    controller = SimpleNamespace(
+        storage_backend=backend, storage_host_pool=host_pool(), page_get_func="generic"
+    )
+    backend_hooks.use_zero_copy(None, controller)
+    assert controller.page_get_func == "generic"
+    monkeypatch.setattr(KVTierStorage, "reading_ahead", None)
+    assert (
+        backend_hooks.read_ahead(lambda controller, operation: "read", controller, None) == "read"
+    )
 
 
 def test_without_the_plugin_the_named_backend_refuses_to_start():

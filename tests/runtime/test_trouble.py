@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from serving import ADMIN, TOKENS, config_file, flags, prompts, refused, serving
+from serving import ADMIN, TOKENS, changed, config_file, flags, prompts, refused, serving
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 WHOLE = (TOKENS - 1) // 16 * 16
@@ -101,13 +101,32 @@ def test_a_read_only_folder_is_refused_at_start_with_what_to_do(tmp_path):
         assert "Read-only file system" in log and "store.path" in log
 
 
-def test_another_sglang_release_refuses_to_serve(tmp_path):
-    fake = tmp_path / "site" / "sglang-0.6.0.dist-info"
-    fake.mkdir(parents=True)
-    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.0\n")
-    log = refused(tmp_path, flags(), config_file(tmp_path), PYTHONPATH=str(fake.parent))
-    assert "SGLang 0.6.0 is installed" in log and "pip install 'sglang==0.5.23'" in log
+def test_an_sglang_without_a_symbol_refuses_what_was_asked_for_by_name(tmp_path):
+    log = refused(tmp_path, flags(), config_file(tmp_path), **changed(GONE=tmp_path))
+    assert "restore cannot be had from this SGLang" in log
+    assert "Scheduler.gone: missing" in log and "leave that setting at auto" in log
     assert "Load weight" not in log
+
+
+def test_an_sglang_without_a_symbol_serves_without_what_needs_it(tmp_path):
+    config = config_file(tmp_path, policy={"restore": "auto"})
+    with serving(tmp_path, flags(), config, **changed(GONE=tmp_path)) as served:
+        ids = prompts(1, seed=1)[0]
+        first = served.ask(ids)
+        served.flush()
+        again = served.ask(ids)
+        assert again.storage > 0 and again.tokens == first.tokens
+        text = served.call("GET", "/metrics", None, raw=True)
+        off = {
+            line.split('feature="')[1].split('"')[0]
+            for line in text.splitlines()
+            if line.startswith("kvtier:feature{") and line.endswith(" 0.0")
+        }
+        assert off == {"restore", "lookahead"}
+        assert "kvtier:restore_started_total{" not in text
+    log = (tmp_path / "server.log").read_text(errors="replace")
+    (line,) = {line.split("kvtier: ")[1] for line in log.splitlines() if "restore is off" in line}
+    assert "Scheduler.gone: missing" in line
 
 
 def test_a_server_whose_plugins_were_restricted_refuses_instead_of_serving_stock(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 from sgl_kvtier.runtime.backend import identity, quiet_stop
 from sgl_kvtier.runtime.backend.host_pages import is_page_contiguous
 from sgl_kvtier.runtime.settings import BACKEND
+from sgl_kvtier.runtime.sglang import features
 from sgl_kvtier.runtime.sglang.attached import store_of
 
 logger = logging.getLogger(__name__)
@@ -20,11 +21,12 @@ def create_backend(
     name: str,
     backend_class: Any,
     storage_config: Any,
-    host_pool: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if name == BACKEND:
         return backend_class(storage_config, {})
-    return original(cls, name, backend_class, storage_config, host_pool)
+    return original(cls, name, backend_class, storage_config, *args, **kwargs)
 
 
 def use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
@@ -33,6 +35,11 @@ def use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> No
     """
     del result, args, kwargs
     if store_of(controller) is None:
+        return
+    if "backup_skip" in vars(controller):
+        # Before 0.5.23 it was decided before there was a backend. Ours chooses what a rank writes.
+        controller.backup_skip = False
+    if features.moved("zero-copy"):
         return
     if is_page_contiguous(controller.storage_host_pool):
         controller.page_get_func = controller._page_get_zero_copy
@@ -55,10 +62,10 @@ def cut_reads_short(
         return original(controller, *args, **kwargs)
 
 
-def note_reduction(original: Callable[..., Any], controller: Any, ack: Any) -> Any:
+def note_reduction(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
     """Around the reduction by which ranks agree on how far a read from storage has come."""
     with quiet_stop.busy(controller, "reducing"):
-        return original(controller, ack)
+        return original(controller, *args, **kwargs)
 
 
 def read_ahead(
@@ -68,7 +75,7 @@ def read_ahead(
     in flight already. SGLang reuses host slots that were not filled only after this has returned.
     """
     backend = store_of(controller)
-    if backend is None:
+    if backend is None or features.moved("zero-copy"):
         return original(controller, operation, *args, **kwargs)
     with (
         quiet_stop.busy(controller, "reading"),

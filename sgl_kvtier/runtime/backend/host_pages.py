@@ -9,7 +9,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout
 from sglang.srt.mem_cache.memory_pool_host import (
     DeepSeekV4PagedHostPool,
     DeepSeekV4StateHostPool,
@@ -26,12 +25,17 @@ PAGE_AXES = {
     "page_head": ("head", "token", "layer"),
 }
 """How K, or V, of a page lies in host memory: its axes from the outermost to the innermost; behind
-them are the numbers of one head. Source: `init_kv_buffer` in sglang/srt/mem_cache/pool_host of
-SGLang 0.5.23.
+them are the numbers of one head. Source: `init_kv_buffer` in sglang/srt/mem_cache/pool_host.
 """
 CONTIGUOUS = tuple(PAGE_AXES)
 """Host layouts in which a page can be read in place, as it lies in the store."""
-_USUAL = KVBufferLayout.NHD
+_USUAL = "nhd"
+"""SGLang's usual order of a page on the device (KVBufferLayout, from 0.5.23 on)."""
+_NEWER = frozenset({"dcp_size", "dp_rank"})
+"""Fields of SGLang's storage configuration that releases before 0.5.23 and 0.5.21 lack, so that
+RankShare's own value holds there. They refuse storage with parallel decode contexts, and no folder
+is named by a data-parallel rank.
+"""
 
 
 def is_page_contiguous(pool: Any) -> bool:
@@ -83,9 +87,11 @@ def _device_layout(pool: Any) -> str | None:
     """How the device pools behind a host pool lay out a page, where it is not token by token."""
     found = [getattr(info, "buffers", None) for info in getattr(pool, "_buffer_infos", ())]
     layouts = {
-        str(getattr(buffers, "layout", _USUAL).value) for buffers in found if buffers is not None
+        str(buffers.layout.value) if hasattr(buffers, "layout") else _USUAL
+        for buffers in found
+        if buffers is not None
     }
-    return "+".join(sorted(layouts - {_USUAL.value})) or None
+    return "+".join(sorted(layouts - {_USUAL})) or None
 
 
 def _text(value: Any) -> str | None:
@@ -94,7 +100,13 @@ def _text(value: Any) -> str | None:
 
 def share_of(storage_config: Any) -> RankShare:
     """This rank's share, as HiCache tells its storage backends."""
-    return RankShare(**{f.name: getattr(storage_config, f.name) for f in fields(RankShare)})
+    return RankShare(
+        **{
+            f.name: getattr(storage_config, f.name)
+            for f in fields(RankShare)
+            if f.name not in _NEWER or hasattr(storage_config, f.name)
+        }
+    )
 
 
 def _plain(pool: Any, name: str) -> Any:

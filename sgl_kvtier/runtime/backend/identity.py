@@ -25,7 +25,7 @@ from sgl_kvtier.runtime.backend.fingerprint_fields import (
     VARIABLES,
 )
 from sgl_kvtier.runtime.backend.page_shape import PageShape, RankShare
-from sgl_kvtier.runtime.sglang.seams import SGLANG_VERSION
+from sgl_kvtier.runtime.sglang import page_hash, seams
 from sgl_kvtier.store.disk.identity import Identity
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npy")
@@ -64,7 +64,8 @@ def identity_of(
     dummy = server_args.load_format == "dummy"
     code = bool(getattr(server_args, "trust_remote_code", False))
     fields: dict[str, Any] = {
-        "engine": f"sglang-{SGLANG_VERSION}",
+        "names": page_hash.names_digest(),
+        "layout": seams.page_format(),
         "model": _arguments(server_args),
         "weights": _runtime_weights
         or weights_digest(_model_of(server_args), files, weights=not dummy, code=code),
@@ -212,7 +213,8 @@ def _counts(path: Path, weights: bool, code: bool) -> bool:
 
 def _arguments(args: Any) -> dict[str, str]:
     values = {name: getattr(args, name, None) for name in ARGUMENTS}
-    fields = {name: _text(value) for name, value in values.items() if value is not None}
+    # An argument that is off is as one that an older release does not have.
+    fields = {name: _text(v) for name, v in values.items() if v is not None and v is not False}
     if args.load_format == "dummy":
         fields["seed"] = str(args.random_seed)
     return fields

@@ -16,6 +16,8 @@ from sgl_kvtier.store.base import KV
 
 logger = logging.getLogger(__name__)
 
+_BLOCK_GROUPS = getattr(PoolHitPolicy, "BLOCK_GROUPS", None)  # SGLang has it from 0.5.22 on
+
 Has = Callable[[Sequence[str], str], list[bool]]
 """Whether each page of a pool, by its name, is stored."""
 Move = Callable[[Sequence[str], Sequence[Sequence[memoryview]], str], list[bool]]
@@ -36,7 +38,7 @@ def usable_prefix(keys: list[str], transfers: Sequence[Any], has: Has) -> PoolTr
     hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
     restorable = list(range(1, kv_pages + 1))
     for transfer in transfers:
-        if not restorable or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+        if not restorable or transfer.hit_policy == _BLOCK_GROUPS:
             # block groups never gate the hit; without a verdict SGLang learns nothing from us
             continue
         have = has(keys[:kv_pages], str(transfer.name))

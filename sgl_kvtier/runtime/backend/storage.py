@@ -4,7 +4,7 @@ One object per scheduler process, that is per rank. SGLang calls it from three t
 (existence queries, reads, write-back) and from the scheduler thread (`get_stats`, attach, detach,
 flush). Nothing here raises while serving: a page that cannot be read is a miss, one that cannot be
 written is not stored, and both are counted by the store. Interface:
-sglang.srt.mem_cache.hicache_storage.HiCacheStorage of SGLang 0.5.23.
+sglang.srt.mem_cache.hicache_storage.HiCacheStorage.
 """
 
 from __future__ import annotations
@@ -41,8 +41,14 @@ from sgl_kvtier.runtime.backend.host_pages import (
 )
 from sgl_kvtier.runtime.backend.prefix_read import PrefixRead, read_or_given_up
 from sgl_kvtier.runtime.backend.side_pools import leading
-from sgl_kvtier.runtime.metrics import PUBLISHER, Source, remote_samples, store_samples
-from sgl_kvtier.runtime.sglang import hooks, page_hash, seams
+from sgl_kvtier.runtime.metrics import (
+    PUBLISHER,
+    Source,
+    feature_samples,
+    remote_samples,
+    store_samples,
+)
+from sgl_kvtier.runtime.sglang import features, hooks, page_hash, seams
 from sgl_kvtier.runtime.step.page_names import page_key
 from sgl_kvtier.store.base import (
     KV,
@@ -70,15 +76,17 @@ class KVTierStorage(HiCacheStorage):
         SeamError, ConfigError.
         """
         del kwargs
-        seams.require("storage", "weights")
+        features.require("storage")
         extra = storage_config.extra_config or {}
-        if "module_path" not in extra:
-            seams.require_hooks(hooks.targets("storage", "weights"))
         self.config = settings.from_extra_config(extra)
-        if self.config.policy.restore != "off" or settings.looks_ahead(self.config.policy):
-            seams.require("restore")
-            if "module_path" not in extra:
-                seams.require_hooks(hooks.targets("restore"))
+        policy = self.config.policy
+        features.require(*settings.named_features(policy))
+        if "module_path" not in extra:
+            needed = ["storage", "zero-copy", "weights"]
+            if policy.restore != "off" or settings.looks_ahead(policy):
+                needed.append("restore")
+            there = [name for name in needed if not features.moved(name)]
+            seams.require_hooks(hooks.targets(*there))
         page_hash.load()  # where the tier is attached at run time nothing has compiled it yet
         self.storage_config = storage_config
         self.registered_pools: dict[str, Any] = {}
@@ -126,6 +134,8 @@ class KVTierStorage(HiCacheStorage):
             )
         super().register_mem_pool_host(mem_pool_host)
         self._register(KV, mem_pool_host)
+        if not hasattr(HiCacheStorage, "on_host_pools_registered"):
+            self.on_host_pools_registered()  # before 0.5.23 SGLang says nothing more
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """A side pool. One registered after the store was opened gets a tag for its shape."""
@@ -197,6 +207,7 @@ class KVTierStorage(HiCacheStorage):
                 "dp_rank": str(parallel.dp_rank or 0),
             }
             self._metrics.append(PUBLISHER.add("", partial(store_samples, self._store), labels))
+            self._metrics.append(PUBLISHER.add("", feature_samples, labels))
             if isinstance(self._store, TieredStore):
                 samples = partial(remote_samples, self._store)
                 self._metrics.append(PUBLISHER.add("remote_", samples, labels))

@@ -9,11 +9,15 @@ defaulted or refused with a message.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.runtime.sglang import features
+
+logger = logging.getLogger(__name__)
 
 NAME = "kvtier_cpu"
 ATTENTION = "kvtier_cpu"
@@ -33,10 +37,16 @@ _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "davinci[0-9]*", "accel/accel[0-9]*")
 
 
 def activate() -> str | None:
-    """The platform's class path where this host runs on its CPU, else None. For SGLang."""
-    if os.environ.get("SGLANG_PLATFORM") == NAME:
-        return f"{__name__}_class.CpuPlatform"
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or accelerators():
+    """The platform's class path where this host runs on its CPU, else None, also with an SGLang
+    that lacks what the platform is made of. For SGLang, which asks whatever its release is.
+    """
+    if os.environ.get("SGLANG_PLATFORM") != NAME and (
+        os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or accelerators()
+    ):
+        return None
+    line = features.line("cpu")
+    if line is not None:
+        logger.warning("kvtier: %s", line)
         return None
     return f"{__name__}_class.CpuPlatform"
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sgl_kvtier.runtime.hints.message import MOST_BYTES, Asked, HintError, Sent, pack, read
+from sgl_kvtier.runtime.sglang import features
 from sgl_kvtier.types import PageKey
 
 PATH = "/kvtier/hint"
@@ -28,12 +29,12 @@ _SERVER = "sglang.srt.entrypoints.http_server"
 logger = logging.getLogger(__name__)
 
 
-def add_route(result: None, manager: Any) -> None:
+def add_route(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
     """After the tokenizer manager's channels were made, in a process that serves HTTP."""
-    del result
+    del result, args, kwargs
     app = getattr(sys.modules.get(_SERVER), "app", None)
-    if app is None:
-        return  # an engine without HTTP
+    if app is None or features.moved("hints"):
+        return  # an engine without HTTP, or an SGLang that a hint could not reach
     from sglang.srt.utils.auth import AuthLevel, auth_level
     from starlette.requests import Request
     from starlette.responses import JSONResponse

@@ -24,10 +24,12 @@ MOST_SESSIONS = 16
 logger = logging.getLogger(__name__)
 
 
-def get_internal_state(original: Callable[..., Any], controller: Any, message: Any) -> Any:
+def get_internal_state(
+    original: Callable[..., Any], controller: Any, message: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Around SGLang's own: a question that carries a hint is answered here."""
     if not (message.rid or "").startswith(MARK):
-        return original(controller, message)
+        return original(controller, message, *args, **kwargs)
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
     answer = take(controller.scheduler, unpack(message.rid))

@@ -21,25 +21,29 @@ logger = logging.getLogger(__name__)
 _NAP_S = 0.001
 
 
-def build_tree(original: Callable[..., Any], ctx: Any, *, cache_class: Any = None) -> Any:
+def build_tree(
+    original: Callable[..., Any], ctx: Any, *args: Any, cache_class: Any = None, **kwargs: Any
+) -> Any:
     """Around SGLang's choice of a cache: ours where settings ask for it and the server can."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
-    args = resolving_view(ctx.server_args)
+    view = resolving_view(ctx.server_args)
     config = (
-        restore_setup.wanted(args)
+        restore_setup.wanted(view)
         if ctx.enable_hierarchical_cache and cache_class is None
         else None
     )
     if config is None:
-        return original(ctx, cache_class=cache_class)
-    line = restore_setup.own_way(args, ctx, config.policy)
+        if cache_class is not None:
+            kwargs["cache_class"] = cache_class
+        return original(ctx, *args, **kwargs)
+    line = restore_setup.own_way(view, ctx, config.policy)
     if line is not None:
         logger.warning("%s", line)
-        return original(ctx)
+        return original(ctx, *args, **kwargs)
     from sgl_kvtier.runtime.scheduler.radix_cache import KVTierRadixCache
 
-    return original(ctx, cache_class=KVTierRadixCache)
+    return original(ctx, *args, cache_class=KVTierRadixCache, **kwargs)
 
 
 def run_tick(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
@@ -50,8 +54,8 @@ def run_tick(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> N
         parts.tick.run(scheduler)
 
 
-def adder_class(result: Any, scheduler: Scheduler) -> Any:
-    del result
+def adder_class(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    del result, args, kwargs
     if parts_of(scheduler.tree_cache) is None:
         return None
     from sgl_kvtier.runtime.scheduler.prefill_adder import KVTierPrefillAdder
@@ -85,13 +89,15 @@ def repair_parked(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) 
     batch.contains_last_prefill_chunk = True
 
 
-def read_first(original: Callable[..., bool], scheduler: Scheduler, req: Req) -> bool:
+def read_first(
+    original: Callable[..., bool], scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any
+) -> bool:
     """Hook around SGLang's check whether a request has lost pages since it was queued: pages read
     for it since then count too.
     """
     parts = parts_of(scheduler.tree_cache)
     waits = parts is not None and parts.turns.at_turn(scheduler, req)
-    return waits or original(scheduler, req)
+    return waits or original(scheduler, req, *args, **kwargs)
 
 
 def after_pass(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
@@ -163,6 +169,9 @@ def is_fully_idle(
     return parts.is_idle(scheduler._engine_paused)
 
 
-def count_private(result: tuple[int, int], checker: Any) -> tuple[int, int] | None:
+def count_private(
+    result: tuple[int, int], checker: Any, *args: Any, **kwargs: Any
+) -> tuple[int, int] | None:
+    del args, kwargs
     parts = parts_of(checker.tree_cache)
     return None if parts is None else (result[0] + parts.context.slots.tokens, result[1])

@@ -44,7 +44,7 @@ from sgl_kvtier.runtime.scheduler.refusals import (
     unsupported,
 )
 from sgl_kvtier.runtime.settings import looks_ahead
-from sgl_kvtier.runtime.sglang import seams, tree_ranks
+from sgl_kvtier.runtime.sglang import features, tree_ranks
 from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.context import StepContext
@@ -64,6 +64,9 @@ def own_way(args: Any, ctx: Any, policy: PolicyConfig) -> str | None:
     """The line by which a server says that all of it is SGLang's own way although its settings ask
     for more, or None.
     """
+    line = features.line("restore")
+    if line is not None:
+        return f"kvtier: {line}"
     reason = unsupported(args, ctx) or nothing_to_do(args, policy)
     return None if reason is None else _told(policy, reason)
 
@@ -85,6 +88,8 @@ def not_followed(args: Any, policy: PolicyConfig) -> list[str]:
     followed, lines = in_force(args, policy), []
     if looks_ahead(policy) and not looks_ahead(followed):
         lines.append(f"kvtier: {STAGES}. Prefetching and eviction are SGLang's own")
+    elif _may_look_ahead(args, policy) and features.moved("lookahead"):
+        lines.append(f"kvtier: {features.line('lookahead')}")
     if policy.restore != followed.restore:
         lines.append(f"kvtier: prefixes are restored SGLang's own way: {unproven(args, policy)}")
     return lines
@@ -110,7 +115,7 @@ def nothing_to_do(args: Any, policy: PolicyConfig) -> str | None:
 
 def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
     """The settings as this server can follow them: nothing of lookahead is left at auto."""
-    ahead = policy.restore != "off" and looks_ahead_by_default(args)
+    ahead = _may_look_ahead(args, policy) and not features.moved("lookahead")
     if policy.prefetch == "auto":
         policy = replace(policy, prefetch="on" if ahead else "off")
     if policy.eviction == "auto":
@@ -120,6 +125,12 @@ def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
     if looks_ahead(policy) and unproven(args, policy) is not None:
         policy = replace(policy, restore="off")
     return policy
+
+
+def _may_look_ahead(args: Any, policy: PolicyConfig) -> bool:
+    """Whether auto means looking ahead, as far as this server's device and settings say."""
+    left = "auto" in (policy.prefetch, policy.eviction)
+    return left and policy.restore != "off" and looks_ahead_by_default(args)
 
 
 def build(tree: Tree, server_args: Any) -> Parts:
@@ -134,7 +145,7 @@ def build(tree: Tree, server_args: Any) -> Parts:
     config = settings.of_server(args)
     policy = in_force(args, config.policy)
     if looks_ahead(policy):
-        seams.require("lookahead")
+        features.require("lookahead")
     controller = tree.cache_controller
     first = tree_ranks.is_first(tree)
     reports = StageReports(tree) if tree_ranks.stages(tree) > 1 else None

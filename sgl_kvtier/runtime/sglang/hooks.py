@@ -10,12 +10,16 @@ at the start of each process; a worker that has found that it runs on a CPU appl
 from __future__ import annotations
 
 import importlib
+import logging
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from sgl_kvtier.runtime.sglang.seams import load_manifest
+
+logger = logging.getLogger(__name__)
 
 
 class Where(Enum):
@@ -29,7 +33,8 @@ class Where(Enum):
 @dataclass(frozen=True)
 class Hook:
     """One hook. `kind` names SGLang's hook type (after, around, replace); `function` is
-    `module:name` below sgl_kvtier.runtime.
+    `module:name` below sgl_kvtier.runtime. It takes whatever SGLang passes and passes it on, since
+    it is applied also where its feature is off.
     """
 
     feature: str
@@ -86,28 +91,28 @@ _IN_SCHEDULERS = (
         "its list of names is closed",
     ),
     (
-        "storage",
+        "zero-copy",
         _CONTROLLER + "attach_storage_backend",
         "after",
         "backend.hooks:use_zero_copy",
         "zero copy for page-contiguous layouts",
     ),
     (
-        "storage",
+        "zero-copy",
         _CONTROLLER + "_stop_storage_threads",
         "around",
         "backend.hooks:cut_reads_short",
         "reads under way are cut short; with several ranks they come to rest first",
     ),
     (
-        "storage",
+        "zero-copy",
         _CONTROLLER + "_page_transfer",
         "around",
         "backend.hooks:read_ahead",
         "the next pages of a prefix are under way while SGLang waits for 128 of them",
     ),
     (
-        "storage",
+        "zero-copy",
         _CONTROLLER + "_reduce_prefetch_ack",
         "around",
         "backend.hooks:note_reduction",
@@ -260,12 +265,21 @@ def targets(*features: str) -> tuple[str, ...]:
 
 
 def register(*places: Where) -> None:
-    """Registers the hooks of processes of these kinds; SGLang applies them afterwards."""
+    """Registers the hooks of processes of these kinds; SGLang applies them afterwards. What this
+    SGLang does not have is left out: the feature that needs it is off (`features.py`).
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in HOOKS:
-        if hook.where in places:
-            HookRegistry.register(hook.target, hook.load(), HookType[hook.kind.upper()])
+        if hook.where not in places:
+            continue
+        try:
+            pkgutil.resolve_name(hook.target)
+            function = hook.load()
+        except (ImportError, AttributeError) as error:
+            logger.debug("kvtier: no hook on %s: %s", hook.target, error)
+        else:
+            HookRegistry.register(hook.target, function, HookType[hook.kind.upper()])
 
 
 def table() -> str:

@@ -6,9 +6,12 @@ releases when its holder dies).
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 import threading
+from array import array
+from functools import cache
 
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.page_hash import LIMIT_S, find_ninja, is_compiled, refusal
@@ -45,6 +48,28 @@ def load(limit_s: float = LIMIT_S) -> None:
         )
     if failed:
         raise ConfigError(refusal(_said(failed[0])))
+
+
+@cache
+def names_digest() -> str:
+    """A digest of how SGLang names pages: of two pages by their tokens, with a salt and an adapter,
+    and by pairs of tokens. Releases in which it is equal find each other's pages.
+    """
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    tokens = array("q", range(3, 3 + 2 * _PAGE + 1))
+    keys = (
+        RadixKey(tokens[:-1]),
+        RadixKey(tokens[:-1], "adapter", cache_salt="salt"),
+        RadixKey(tokens, is_bigram=True),
+    )
+    names = [name for key in keys for name in get_storage_hash_str(key, None, page_size=_PAGE)]
+    return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+
+
+_PAGE = 16
+"""Tokens of the pages that are named for it."""
 
 
 def _said(error: BaseException) -> str:

@@ -1,12 +1,14 @@
 """Every symbol of SGLang this package relies on, checked before serving.
 
 SGLang swallows exceptions of plugins, so a hook that no longer fits would silently leave a stock
-server behind. The manifest beside this file names each symbol with the feature that needs it, its
-signature and a digest of its source, as found in the one SGLang release this package is written
-for. Checking reads source files only: nothing is imported.
+server behind. `seams.json` names each symbol with the feature that needs it, and how it is relied
+on: what is called, or calls us, has to take the parameters that are used; data has to have the
+attributes that are read; and what is imitated, or lays out pages, has to have a body that was read
+and tried. Those bodies are listed by release in `releases/`. Checking reads source files only:
+nothing is imported. What a server does without a feature is decided in `features.py`.
 
-    # After reading the changes in a new SGLang release:
-    python -m sgl_kvtier.runtime.sglang.seams --refresh
+    # After the changes of a new SGLang release were read, and scripts/check-release has run it:
+    python -m sgl_kvtier.runtime.sglang.seams --add
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ import importlib.metadata
 import importlib.util
 import json
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import SeamError
 
-SGLANG_VERSION = "0.5.23"
-MANIFEST = Path(__file__).with_name(f"seams-sglang-{SGLANG_VERSION}.json")
+MANIFEST = Path(__file__).with_name("seams.json")
+_RELEASES = Path(__file__).with_name("releases")
 
 PORTS = {
     "device slots": "claim, put back, give to a row, copy into",
@@ -42,19 +44,29 @@ PORTS = {
 }
 """What of SGLang a seam is a part of. Another owner of a tier would change one port."""
 
+CALLS, DATA, REPLACES, PAGES = "calls", "data", "replaces", "pages"
+HOW = {
+    CALLS: "we call it, hook it or override it: `names` are the parameters that are used",
+    DATA: "it is read: `names` are its attributes that are used",
+    REPLACES: "its body is imitated, or what we do relies on its order: it was read and tried",
+    PAGES: "its body says where the bytes of a stored page lie",
+}
+AND_MORE = "*"
+"""Last of a seam's names: whatever else the function demands is passed on."""
+
 
 @dataclass(frozen=True)
 class Seam:
-    """One symbol we rely on. `digest` is empty for plain data, where only the name has to be there.
-    `port` says what of SGLang it is a part of, one of `PORTS`.
+    """One symbol we rely on. `feature` is the group that needs it, `port` one of `PORTS`, `how` one
+    of `HOW`. Without `names` it only has to be there.
     """
 
     feature: str
+    port: str
     symbol: str
     why: str
-    signature: str = ""
-    digest: str = ""
-    port: str = ""
+    how: str = CALLS
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,10 +77,34 @@ class SeamStatus:
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class Release:
+    """An SGLang release that was read and tried. Two whose `pages` are equal name and lay out pages
+    alike. `digests` are those of bodies, by symbol.
+    """
+
+    version: str
+    pages: str
+    digests: dict[str, str]
+
+
 def load_manifest() -> list[Seam]:
     """The seams in the manifest, in its order."""
     data = json.loads(MANIFEST.read_text())
-    return [Seam(**entry) for entry in data["seams"]]
+    return [Seam(**{**entry, "names": tuple(entry.get("names", ()))}) for entry in data["seams"]]
+
+
+@cache
+def releases() -> tuple[Release, ...]:
+    """The releases that were tried, the oldest first."""
+    found = [json.loads(path.read_text()) for path in _RELEASES.glob("*.json")]
+    found.sort(key=lambda data: [int(part) for part in data["sglang"].split(".")])
+    return tuple(Release(data["sglang"], data["pages"], data["digests"]) for data in found)
+
+
+def tried() -> str:
+    """Their versions, as text."""
+    return ", ".join(release.version for release in releases())
 
 
 def installed_version() -> str | None:
@@ -79,34 +115,26 @@ def installed_version() -> str | None:
         return None
 
 
-def check(features: Iterable[str] = ()) -> list[SeamStatus]:
-    """The state of every seam, or of some features'. Reads files, imports nothing, never raises."""
-    wanted = set(features)
+def check(groups: Iterable[str] = ()) -> list[SeamStatus]:
+    """The state of every seam, or of those that some features need. Reads files, imports nothing,
+    never raises.
+    """
+    wanted = set(groups)
     return [
         SeamStatus(s, _problem(s)) for s in load_manifest() if not wanted or s.feature in wanted
     ]
 
 
-def require(*features: str) -> None:
-    """Raises SeamError unless SGLang is the expected release and every seam of these features is in
-    place.
+def page_format() -> str:
+    """What lays out the installed SGLang's pages, for their fingerprint: equal for releases of
+    which that was read, and otherwise a digest of their code.
     """
-    version = installed_version()
-    if version != SGLANG_VERSION:
-        found = f"SGLang {version} is installed" if version else "SGLang is not installed"
-        raise SeamError(
-            f"{found}, but sgl_kvtier is written for {SGLANG_VERSION} and its hooks reach into "
-            f"private code. Run: pip install 'sglang=={SGLANG_VERSION}' (or uninstall sgl-kvtier "
-            "to run this SGLang without it)"
-        )
-    broken = [status for status in check(features) if status.problem]
-    if broken:
-        lines = "\n".join(f"  {s.seam.symbol}: {s.problem} (needed: {s.seam.why})" for s in broken)
-        raise SeamError(
-            f"this SGLang {version} differs from the released one in code that sgl_kvtier "
-            f"hooks:\n{lines}\nReinstall it: pip install --force-reinstall --no-deps "
-            f"'sglang=={SGLANG_VERSION}'. See all seams with: kvtier doctor"
-        )
+    symbols = [seam.symbol for seam in load_manifest() if seam.how == PAGES]
+    found = {symbol: (_find(symbol) or _NOTHING).digest for symbol in symbols}
+    for release in releases():
+        if all(release.digests.get(symbol, "") == found[symbol] for symbol in symbols):
+            return release.pages
+    return "code-" + hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 
 def require_hooks(targets: Iterable[str]) -> None:
@@ -127,28 +155,20 @@ def require_hooks(targets: Iterable[str]) -> None:
         )
 
 
-def refresh() -> None:
-    """Rewrites the manifest's signatures and digests from the installed SGLang."""
-    entries = []
+def add_release(pages: str, groups: Iterable[str] = ()) -> Path:
+    """Lists the installed SGLang's bodies as read and tried: all, or those of some features."""
+    wanted = set(groups)
+    version = installed_version()
+    digests = {}
     for seam in load_manifest():
         found = _find(seam.symbol)
-        if found is None:
-            raise SeamError(
-                f"{seam.symbol} is not in SGLang {installed_version()}: find what replaced it first"
-            )
-        signature, digest = found
-        entries.append(
-            {
-                "feature": seam.feature,
-                "port": seam.port,
-                "symbol": seam.symbol,
-                "why": seam.why,
-                "signature": signature,
-                "digest": digest,
-            }
-        )
-    data = {"sglang": installed_version(), "seams": entries}
-    MANIFEST.write_text(json.dumps(data, indent=1) + "\n")
+        read = seam.how == REPLACES and (not wanted or seam.feature in wanted)
+        if (read or seam.how == PAGES) and found is not None:
+            digests[seam.symbol] = found.digest
+    path = _RELEASES / f"{version}.json"
+    data = {"sglang": version, "pages": pages, "digests": dict(sorted(digests.items()))}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    return path
 
 
 def _ours(hooks: Iterable[Any]) -> bool:
@@ -157,30 +177,104 @@ def _ours(hooks: Iterable[Any]) -> bool:
 
 def _problem(seam: Seam) -> str:
     found = _find(seam.symbol)
+    if seam.how == PAGES:
+        return ""  # a layout that is not known makes a fingerprint of its own
     if found is None:
         return "missing"
-    signature, digest = found
-    if seam.signature and signature != seam.signature:
-        return f"signature is {signature}, expected {seam.signature}"
-    if seam.digest and digest != seam.digest:
-        return "its source has changed"
-    return ""
+    if seam.how == REPLACES:
+        known = {release.digests.get(seam.symbol) for release in releases()}
+        return "" if found.digest in known else "its source is not one that was tried"
+    if seam.how == DATA:
+        there = _attributes(seam.symbol) if seam.names else set()
+        gone = [name for name in seam.names if name not in there]
+        return f"it has no {', '.join(gone)}" if gone else ""
+    return _unfit(seam.names, found.arguments)
 
 
-def _find(symbol: str) -> tuple[str, str] | None:
-    """(signature, digest) of a symbol by reading its module's source; None when it is not there."""
-    module, tree, source = _module_of(symbol)
-    if tree is None:
+def _unfit(names: tuple[str, ...], arguments: ast.arguments | None) -> str:
+    """Why a function cannot be called with these parameters, in this order; empty if it can."""
+    if arguments is None or not names:
+        return ""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    optional = {a.arg for a in positional[len(positional) - len(arguments.defaults) :]}
+    keywords = [a.arg for a in arguments.kwonlyargs]
+    optional |= {
+        name
+        for name, default in zip(keywords, arguments.kw_defaults, strict=True)
+        if default is not None
+    }
+    known = [a.arg for a in positional] + keywords
+    used = [name for name in names if name != AND_MORE]
+    gone = [name for name in used if name not in known]
+    if gone:
+        return f"it takes no {', '.join(gone)}"
+    if [name for name in known if name in used] != used:
+        return f"it takes {', '.join(known)} in this order"
+    more = [name for name in known if name not in used and name not in optional]
+    return f"it demands {', '.join(more)}" if more and names[-1] != AND_MORE else ""
+
+
+@dataclass(frozen=True)
+class _Found:
+    digest: str = ""
+    arguments: ast.arguments | None = None
+
+
+_NOTHING = _Found()
+
+
+def _find(symbol: str) -> _Found | None:
+    """A symbol by reading its module's source; None when it is not there."""
+    node, source, _ = _node(symbol)
+    if node is None:
         return None
-    node: ast.AST = tree
-    for name in symbol.removeprefix(module + ".").split("."):
-        child = _child(node, name)
-        if child is None:
-            return None
-        node = child
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return f"({ast.unparse(node.args)})", _digest(source, node)
-    return "", ""
+        return _Found(_digest(source, node), node.args)
+    return _NOTHING
+
+
+def _node(symbol: str) -> tuple[ast.AST | None, str, str]:
+    """(node, source, module) of a symbol; the node is None when it is not there."""
+    module, tree, source = _module_of(symbol)
+    node: ast.AST | None = tree
+    for name in symbol.removeprefix(module + ".").split("."):
+        if node is None:
+            break
+        node = _child(node, name)
+    return node, source, module
+
+
+def _attributes(symbol: str) -> set[str]:
+    """Names that objects of a class have: those of its body, those that its methods assign, and its
+    base classes' as far as they are SGLang's.
+    """
+    node, _, module = _node(symbol)
+    if isinstance(node, ast.ImportFrom):
+        known = symbol.rsplit(".", 1)[1]
+        real = next(alias.name for alias in node.names if known in (alias.asname, alias.name))
+        return _attributes(f"{node.module}.{real}")
+    if not isinstance(node, ast.ClassDef):
+        return set()
+    found = set(_assigned(node))
+    for base in node.bases:
+        name = ast.unparse(base).partition("[")[0]
+        if "." not in name:
+            found |= _attributes(f"{module}.{name}")
+    return found
+
+
+def _assigned(owner: ast.ClassDef) -> Iterator[str]:
+    for child in owner.body:
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield child.name
+    for node in ast.walk(owner):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            for one in target.elts if isinstance(target, ast.Tuple) else (target,):
+                if isinstance(one, ast.Name):
+                    yield one.id
+                elif isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self":
+                    yield one.attr
 
 
 def _module_of(symbol: str) -> tuple[str, ast.Module | None, str]:
@@ -192,7 +286,7 @@ def _module_of(symbol: str) -> tuple[str, ast.Module | None, str]:
     return "", None, ""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)
 def _parse(module: str) -> tuple[ast.Module | None, str]:
     spec = importlib.util.find_spec(module.split(".")[0])
     if spec is None or not spec.submodule_search_locations:
@@ -236,9 +330,16 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--refresh", action="store_true", help="rewrite the manifest from the installed SGLang"
+        "--add", action="store_true", help="list the installed SGLang's bodies as read and tried"
     )
-    if parser.parse_args().refresh:
-        refresh()
+    parser.add_argument(
+        "--pages",
+        default=releases()[-1].pages if releases() else "1",
+        help="with --add: another name where this release names or lays out pages otherwise",
+    )
+    parser.add_argument("--groups", nargs="*", default=(), help="with --add: these features' alone")
+    given = parser.parse_args()
+    if given.add:
+        print(add_release(given.pages, given.groups))
     for status in check():
         print(f"{status.problem or 'ok':8} {status.seam.feature:10} {status.seam.symbol}")

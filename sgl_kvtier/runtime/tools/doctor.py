@@ -44,7 +44,7 @@ from sgl_kvtier.page_hash import compile_page_hash
 from sgl_kvtier.policy.pages.eviction import eviction_of
 from sgl_kvtier.policy.rules import rules_of
 from sgl_kvtier.runtime.cpu import platform
-from sgl_kvtier.runtime.sglang import seams
+from sgl_kvtier.runtime.sglang import features, seams
 from sgl_kvtier.runtime.tools import disk_probe, remote_probe
 from sgl_kvtier.runtime.tools.container_memory import MemoryLimit, memory_limit
 from sgl_kvtier.store.disk.env import Env
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-disk", action="store_true", help="do not write and read test files")
     parser.add_argument(
-        "--verbose", action="store_true", help="also a row for each group of SGLang's symbols"
+        "--verbose", action="store_true", help="also a row for each feature that SGLang allows"
     )
     parser.add_argument("--json", metavar="FILE", help="results as JSON; - for standard output")
 
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     findings = [
         *_versions(),
         *_page_hash(),
-        *_seams(),
+        *_features(cards),
         *_platform(args, cards),
         *_settings(args),
         *_memory(cpu=not cards, container=memory_limit()),
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 _STATES = ("fail", "warn", "ok")
-_SEAMS = "seams: "
+_FEATURE = "feature: "
 
 
 def _print(findings: Sequence[Finding]) -> None:
@@ -136,13 +136,13 @@ def _print(findings: Sequence[Finding]) -> None:
 
 
 def _shortened(findings: Sequence[Finding]) -> list[Finding]:
-    """The groups of symbols that are as expected in one row."""
-    fine = [f for f in findings if f.check.startswith(_SEAMS) and f.state == "ok"]
+    """The features that this SGLang allows in one row."""
+    fine = [f for f in findings if f.check.startswith(_FEATURE) and f.state == "ok"]
     rest = [f for f in findings if f not in fine]
     if not fine:
         return rest
-    symbols = sum(int(f.found.split(" ", 1)[0]) for f in fine)
-    return [*rest, Finding("SGLang's code", "ok", f"{symbols} symbols as expected (--verbose)")]
+    names = ", ".join(f.check.removeprefix(_FEATURE) for f in fine)
+    return [*rest, Finding("features", "ok", names)]
 
 
 def _launch_line(config: str | None, store: str | None) -> str:
@@ -182,10 +182,9 @@ def _versions() -> Iterator[Finding]:
     if version is None:
         advice = f"{how_to_install('sglang')} (about 10 GB)"
         yield Finding("sglang", "fail", "not installed", advice)
-    elif version != seams.SGLANG_VERSION:
-        yield Finding("sglang", "fail", version, f"pip install 'sglang=={seams.SGLANG_VERSION}'")
     else:
-        yield Finding("sglang", "ok", version)
+        untried = features.untried()
+        yield Finding("sglang", "warn" if untried else "ok", version, untried or "")
     for name in ("torch", "flashinfer-python", "numpy"):
         try:
             yield Finding(name, "ok", importlib.metadata.version(name))
@@ -204,20 +203,18 @@ def _page_hash() -> Iterator[Finding]:
         yield Finding("page hash", "ok", "compiled")
 
 
-def _seams() -> Iterator[Finding]:
+def _features(cards: Sequence[str]) -> Iterator[Finding]:
+    """Which features this SGLang allows. Without storage, or without a device, no server runs."""
     if seams.installed_version() is None:
         return
-    statuses = seams.check()
-    for feature in dict.fromkeys(s.seam.feature for s in statuses):
-        mine = [s for s in statuses if s.seam.feature == feature]
-        broken = [s for s in mine if s.problem]
-        if broken:
-            found = "; ".join(f"{s.seam.symbol.rsplit('.', 1)[1]}: {s.problem}" for s in broken)
-            yield Finding(
-                f"{_SEAMS}{feature}", "fail", found, f"reinstall sglang=={seams.SGLANG_VERSION}"
-            )
+    needed = {"storage"} if cards else {"storage", "cpu"}
+    for feature in features.FEATURES:
+        check, moved = f"{_FEATURE}{feature.name}", features.moved(feature.name)
+        if moved:
+            state = "fail" if feature.name in needed else "warn"
+            yield Finding(check, state, features.described(moved), feature.without)
         else:
-            yield Finding(f"{_SEAMS}{feature}", "ok", f"{len(mine)} symbols as expected")
+            yield Finding(check, "ok", f"{features.counted(feature.name)} symbols as expected")
 
 
 def _restoration(args: argparse.Namespace) -> Iterator[Finding]:

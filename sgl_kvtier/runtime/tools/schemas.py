@@ -13,7 +13,8 @@ findings: list of objects; what was checked
   advice: string; what to do; empty where nothing has to be done
 seams: list of objects; SGLang symbols that kvtier relies on
   feature, symbol, why: string; feature that needs it, its name, what it is used for
-  signature, digest: string; expected signature, expected digest of its source
+  how: "calls" or "data" or "replaces" or "pages"; what is checked: parameters, attributes, source
+  names: list of string; the parameters or attributes that are used
   port: string; part of SGLang that it belongs to
   problem: string; how the installed SGLang differs; empty where it does not
 """,

@@ -7,6 +7,7 @@ pages are attached as the word in that file says, and a difference refutes nothi
 that is judged goes into the file with `.seen` behind its name, as a line [mistake, the page behind
 the loaded ones, the noise]. With $PLAIN_COPIES, data-parallel attention works in ordinary memory and
 copies with torch, as SGLang does it for its own CPU engine alone, and a rank may have no token.
+With $GONE, restoring needs a symbol that SGLang does not have.
 """
 
 import importlib.abc
@@ -179,10 +180,21 @@ def _turn_nothing(module):
     module.RotaryEmbedding.forward_native = turn_if_any
 
 
+def _need(module):
+    known = module.load_manifest
+
+    def load_manifest():
+        gone = "sglang.srt.managers.scheduler.Scheduler.gone"
+        return [*known(), module.Seam("restore", "step", gone, "a test needs it")]
+
+    module.load_manifest = load_manifest
+
+
 for variable, name, change in (
     ("PLAIN_COPIES", "sglang.srt.layers.rotary_embedding.base", _turn_nothing),
     ("PLAIN_COPIES", "sglang.srt.model_executor.forward_batch_info", _unpin),
     ("PLAIN_COPIES", "sglang.srt.layers.dp_attention", _copy_plainly),
+    ("GONE", "sgl_kvtier.runtime.sglang.seams", _need),
     ("MISTAKE", "sgl_kvtier.runtime.restore.engine", _attach_wrongly),
     ("MISTAKE", "sgl_kvtier.runtime.proof.record", _forgive),
     ("MISTAKE", "sgl_kvtier.runtime.proof.attach", _judge),

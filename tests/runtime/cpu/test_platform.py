@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.runtime.cpu import platform
+from sgl_kvtier.runtime.sglang import features
+from sgl_kvtier.runtime.sglang.seams import Seam, SeamStatus
 
 
 def test_it_stays_away_from_a_host_with_an_accelerator(monkeypatch):
@@ -35,6 +41,57 @@ def test_it_leaves_the_cpu_to_sglangs_own_engine_when_that_is_asked_for(monkeypa
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     monkeypatch.setattr(platform, "accelerators", lambda: [])
     assert platform.activate() is None
+
+
+def test_it_stays_away_from_an_sglang_that_lacks_what_it_is_made_of(monkeypatch, caplog):
+    gone = Seam("cpu", "server", "sglang.srt.platforms.interface.PlatformCapabilities", "declared")
+    monkeypatch.setattr(features, "moved", lambda name: (SeamStatus(gone, "missing"),))
+    monkeypatch.setenv("SGLANG_PLATFORM", "kvtier_cpu")
+    with caplog.at_level(logging.WARNING):
+        assert platform.activate() is None
+    (record,) = caplog.records
+    assert "interface.PlatformCapabilities: missing" in record.getMessage()
+
+
+REGISTRY = """
+from enum import Enum
+class HookType(Enum):
+    AFTER = "after"
+    AROUND = "around"
+class HookRegistry:
+    registered = []
+    @classmethod
+    def register(cls, target, hook, kind):
+        cls.registered.append(target)
+"""
+LOADED_BY_ANOTHER_SGLANG = """
+import sglang.srt
+from importlib.metadata import EntryPoint
+import sgl_kvtier.runtime.sglang.seams as seams
+assert seams.__file__.startswith(CHECKOUT)
+for value in ("sgl_kvtier.runtime.cpu.platform:activate", "sgl_kvtier.runtime.plugin:register"):
+    assert EntryPoint("kvtier", value, "any").load()() is None, value
+from sglang.srt.plugins.hook_registry import HookRegistry
+print(HookRegistry.registered)
+"""
+
+
+def test_the_entry_points_are_loaded_by_an_sglang_that_has_none_of_our_symbols(tmp_path):
+    """SGLang loads them whatever its release is, and one that raises is one that nobody can use."""
+    for package in ("sglang", "sglang/srt", "sglang/srt/platforms", "sglang/srt/plugins"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / "sglang/srt/platforms/interface.py").write_text("class SRTPlatform: pass\n")
+    (tmp_path / "sglang/srt/plugins/hook_registry.py").write_text(REGISTRY)
+    checkout = str(Path(platform.__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED_BY_ANOTHER_SGLANG.replace("CHECKOUT", repr(checkout))],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{checkout}", "SGLANG_PLATFORM": "kvtier_cpu"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+    assert "cpu is off" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,137 @@
+"""What a server can do with the SGLang that is installed. Each feature relies on some symbols of
+`seams.json`; one whose symbols have moved is off, and the others go on. Only storage is refused
+without its symbols, since without them there is no backend at all.
+
+Reads source files only. What was found is kept: SGLang does not change while a process runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from sgl_kvtier.errors import SeamError
+from sgl_kvtier.extras import how_to_install
+from sgl_kvtier.runtime.sglang import seams
+from sgl_kvtier.runtime.sglang.seams import SeamStatus
+
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature. `groups` are the `feature` of the seams it needs; `without` says what a server
+    does where they have moved, and what its user can do.
+    """
+
+    name: str
+    groups: tuple[str, ...]
+    without: str
+
+
+FEATURES = (
+    Feature(
+        "arguments",
+        ("arguments",),
+        "settings are checked only once the model is loaded, and no page size is chosen on a GPU: "
+        "give --page-size 64, and name the backend in its dynamic form (docs/manual/store.md)",
+    ),
+    Feature("storage", ("storage",), "there is no other way to store pages"),
+    Feature(
+        "zero-copy",
+        ("storage", "zero-copy"),
+        "pages are copied once more between host memory and disk, and none are read ahead",
+    ),
+    Feature(
+        "restore",
+        ("storage", "restore"),
+        'stored prefixes are loaded SGLang\'s own way; policy.restore = "off" ends this line',
+    ),
+    Feature(
+        "lookahead",
+        ("storage", "restore", "lookahead"),
+        "pages are prefetched and evicted SGLang's own way",
+    ),
+    Feature("hints", ("hints",), "POST /kvtier/hint is not there"),
+    Feature(
+        "weights",
+        ("weights",),
+        "do not change weights of a running server, or restart it right after: pages of the old "
+        "weights would be used",
+    ),
+    Feature("control", ("control",), "settings change only with a restart"),
+    Feature(
+        "cpu",
+        ("cpu",),
+        "a host without an accelerator has SGLang's own CPU engine alone (SGLANG_USE_CPU_ENGINE=1)",
+    ),
+)
+"""Every feature, in the order in which they are shown."""
+
+_BY_NAME = {feature.name: feature for feature in FEATURES}
+
+
+@cache
+def _group(name: str) -> tuple[SeamStatus, ...]:
+    return tuple(seams.check([name]))
+
+
+@cache
+def moved(name: str) -> tuple[SeamStatus, ...]:
+    """The symbols of a feature that are not as it needs them; empty where it is there."""
+    return tuple(s for group in _BY_NAME[name].groups for s in _group(group) if s.problem)
+
+
+def counted(name: str) -> int:
+    """How many symbols a feature relies on."""
+    return sum(len(_group(group)) for group in _BY_NAME[name].groups)
+
+
+def line(name: str) -> str | None:
+    """What a server says of a feature that is off, in one line; None where it is there."""
+    if not moved(name):
+        return None
+    return f"{name} is off: {described(moved(name))}. {_first_upper(_BY_NAME[name].without)}"
+
+
+def untried() -> str | None:
+    """What a server says of an SGLang that nobody has tried, in one line."""
+    version = seams.installed_version()
+    if version is None or version in {release.version for release in seams.releases()}:
+        return None
+    return (
+        f"SGLang {version} was not tried with sgl_kvtier, which was with {seams.tried()}. What it "
+        "relies on is checked feature by feature: kvtier doctor lists them"
+    )
+
+
+def require(*names: str) -> None:
+    """Raises SeamError unless every one of these features is there."""
+    version = seams.installed_version()
+    if version is None:
+        raise SeamError(f"SGLang is not installed. Run: {how_to_install('sglang')}")
+    for name in names:
+        if moved(name):
+            raise SeamError(
+                f"{name} cannot be had from this SGLang {version}: {described(moved(name))}. "
+                f"sgl_kvtier was tried with {seams.tried()}. Run: pip install "
+                f"'sglang=={seams.releases()[-1].version}'"
+                + ("" if name == "storage" else ", or leave that setting at auto")
+            )
+
+
+def described(statuses: Sequence[SeamStatus]) -> str:
+    """Symbols with what is wrong with each, a few of them by name."""
+    named = [f"{_short(s.seam.symbol)}: {s.problem}" for s in statuses[:_MOST_NAMED]]
+    rest = len(statuses) - len(named)
+    return "; ".join(named) + (f"; and {rest} more (kvtier doctor --verbose)" if rest else "")
+
+
+def _short(symbol: str) -> str:
+    """The last two names of a symbol: a class and its method."""
+    return ".".join(symbol.split(".")[-2:])
+
+
+def _first_upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
