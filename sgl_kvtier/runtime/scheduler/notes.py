@@ -72,6 +72,8 @@ class RestoreNotes:
         while met:
             yield "meeting_position", {}, met.popleft()
         yield "under_way", {}, len(self._engine.restorations)
+        if self._planner.break_even_bytes_per_s is not None:
+            yield "break_even_bytes_per_s", {}, self._planner.break_even_bytes_per_s
 
     def close(self) -> None:
         """Writes what is left and ends the threads; publishes a last time. Idempotent."""
