@@ -18,6 +18,7 @@ def page_of(
     kvtier: bool = True,
     cached: Mapping[str, int] | None = None,
     declined: Mapping[str, int] | None = None,
+    restored: Mapping[str, int] | None = None,
     unfulfilled: Mapping[str, int] | None = None,
     **counters: float,
 ) -> str:
@@ -33,10 +34,10 @@ def page_of(
         add("sglang:cached_tokens_total", tokens, f'cache_source="{source}"')
     for reason, tokens in (unfulfilled or {}).items():
         add("sglang:storage_prefetch_unfulfilled_tokens_total", tokens, f'{RANK},reason="{reason}"')
-    add("sglang:hicache_backup_tokens_total", counters.pop("to_host", 0), f'{RANK},pool="kv"')
-    add("sglang:backuped_tokens_total", counters.pop("to_storage", 0), RANK)
     if kvtier:
         counters = {"open_s_total": 100.0, **counters}
+        for tier, tokens in (restored or {}).items():
+            add("kvtier:restore_loaded_tokens_total", tokens, f'{RANK},tier="{tier}"')
         for reason, requests in (declined or {}).items():
             add("kvtier:restore_declined_total", requests, f'{RANK},reason="{reason}"')
         for name, value in counters.items():

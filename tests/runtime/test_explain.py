@@ -154,7 +154,7 @@ def some(**more: Any) -> str:
         (some(pages_written_total=40, store_pages=40, cached={"device": 900}), "empty store"),
         (page_of(prompt=1000, requests=1, pages_written_total=15, store_pages=15), "empty store"),
         (some(pages_written_total=60, store_pages=99, cached={"device": 900}), "new prompts"),
-        (some(to_host=3800, to_storage=800), "write pending"),
+        (some(restore_writes_waiting=2), "write pending"),
         (some(), "not stored"),
     ],
 )  # fmt: skip
@@ -169,9 +169,22 @@ def test_pages_that_a_write_policy_does_not_store_are_put_down_to_it(policy: str
     assert advice(None, written, hicache_write_policy=policy).cause == "new prompts"
 
 
-def test_what_a_restoration_computes_was_not_asked_for_too_late() -> None:
-    now = some(pages_kept_total=60, restore_computed_tokens_total=3800, cached={"storage": 100})
-    assert advice(None, now).cause == "hits"
+def test_pages_of_a_restoration_that_are_written_again_were_not_asked_for_too_late() -> None:
+    now = some(
+        pages_kept_total=60, restore_computed_tokens_total=1840, restored={"storage": 2000},
+        pages_written_total=27, store_pages=99, cached={"storage": 2000},
+    )  # fmt: skip
+    assert advice(None, now).cause == "new prompts"
+
+
+def test_a_store_that_this_server_filled_is_not_an_empty_one() -> None:
+    before = page_of(prompt=4000, requests=4, pages_written_total=60, store_pages=60)
+    now = page_of(prompt=5000, requests=5, pages_written_total=75, store_pages=75)
+    assert advice(before, now).cause == "new prompts"
+    assert advice(page_of(store_pages=2, pages_written_total=2), before).cause == "new prompts"
+    cold = page_of(store_pages=2, pages_written_total=2)
+    first = page_of(prompt=1000, requests=1, store_pages=17, pages_written_total=17)
+    assert advice(cold, first).cause == "empty store"
 
 
 def test_a_cause_of_few_tokens_is_not_named() -> None:

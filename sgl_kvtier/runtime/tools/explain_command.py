@@ -135,7 +135,7 @@ def document(server: Server, figures: Figures, advice: Advice) -> dict[str, Any]
         },
         "declined": _explained(DECLINED, figures.declined, "requests"),
         "unfulfilled": _explained(UNFULFILLED, figures.unfulfilled, "tokens"),
-        "store": {**flat["store"], "waiting_tokens": figures.waiting_to_be_stored},
+        "store": {**flat["store"], "writes_waiting": figures.writes_waiting},
         "remote": flat["remote_store"],
         "advice": advice._asdict(),
     }
@@ -235,7 +235,7 @@ def _of_storage(figures: Figures) -> dict[str, str]:
         f"{format_bytes(store.capacity_bytes)}",
     }
     trouble = {
-        "waiting to be written": f"{format_value(figures.waiting_to_be_stored)} tokens",
+        "waiting to be written": f"{format_value(figures.writes_waiting)} prefixes",
         "refused": f"{format_value(store.pages_refused)} pages",
         "damaged": f"{format_value(store.pages_corrupt)} pages",
         "late": f"{format_value(store.reads_late)} pages",

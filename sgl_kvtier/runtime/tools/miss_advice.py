@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from sgl_kvtier.console import format_bytes, format_duration, format_share, format_value
+from sgl_kvtier.console import format_bytes, format_share, format_value
 from sgl_kvtier.runtime.tools.miss_reasons import DECLINED, UNFULFILLED, said_of
 from sgl_kvtier.runtime.tools.server_figures import Figures, Server
 
@@ -94,11 +94,13 @@ def _suspects(server: Server, figures: Figures) -> Iterator[_Suspect]:
                 "or the disk fails: the server's log says once which, and what to do.",
             ),
         )
-    known = max(0, min(computed, store.pages_kept * page) - figures.restored_computed)
+    # What was restored is in storage, and is written again.
+    restored = figures.restored_computed + sum(figures.restored_loaded.values())
+    known = min(computed, max(0, store.pages_kept * page - restored))
     yield _Suspect(known, _of_known(server, figures, known))
     new = max(0, min(computed, store.pages_written * page))
     yield _Suspect(new, _of_new(figures, new))
-    unstored = computed - min(computed, (store.pages_written + store.pages_kept) * page)
+    unstored = max(0, computed - store.pages_written * page - known)
     yield _Suspect(unstored, _of_unstored(server, figures, unstored))
 
 
@@ -129,13 +131,14 @@ def _of_new(figures: Figures, tokens: int) -> Advice:
             f"{_count(store.pages_evicted, 'page')} to make room: raise store.capacity_bytes (now "
             f"{format_bytes(store.capacity_bytes)}), or send fewer sessions to this server.",
         )
-    cold = not store.pages_at_opening and not figures.storage
+    cold = not store.pages_at_opening and store.pages_before < store.pages_written
+    cold = cold and not figures.storage
     if cold and (figures.requests < 2 or figures.cached):
         return Advice(
             "empty store",
-            f"The store had no page of this model fingerprint when it was opened "
-            f"{format_duration(store.opened_s)} ago: if it should have, other weights, flags or "
-            "versions made another fingerprint, and kvtier stat shows those in the folder.",
+            "The store had no page of this model fingerprint when this server opened it: if it "
+            "should have, other weights, flags or versions made another fingerprint, and kvtier "
+            "stat shows those in the folder.",
         )
     return Advice(
         "new prompts",
@@ -161,17 +164,17 @@ def _of_unstored(server: Server, figures: Figures, tokens: int) -> Advice:
             "write_back stores a page only when it leaves device memory: write_through stores it "
             "at once.",
         )
-    if figures.waiting_to_be_stored:
+    if figures.writes_waiting:
         return Advice(
             "write pending",
-            f"{_count(figures.waiting_to_be_stored, 'token')} still wait to be written to the "
-            "store, so prompts that come back now are not found in it: where this goes on, the "
-            "disk is too slow for what is computed.",
+            f"{_count(tokens, 'computed token')} are not in the store yet, where "
+            f"{_count(figures.writes_waiting, 'prefix', 'prefixes')} still wait to be written: "
+            "where this goes on, the disk is too slow for what is computed.",
         )
     return Advice(
         "not stored",
-        f"{_count(tokens, 'computed token')} were not stored: SGLang evicted them from host memory "
-        "before they were written, or the request was aborted; a larger --hicache-ratio helps "
+        f"{_count(tokens, 'computed token')} were not stored: they left device memory before host "
+        "memory had room for a copy, or the request was aborted; a larger --hicache-ratio helps "
         "against the first.",
     )
 
@@ -191,9 +194,9 @@ def _of_hits(figures: Figures) -> Advice:
         said = said_of(DECLINED, reason)
         return Advice(
             "rejected",
-            f"{hit} of the prompt tokens came from caches, but "
-            f"{_count(levers[reason], 'restore candidate')} were rejected and loaded as without "
-            f"kvtier, reason {reason!r} ({_plain(said.meaning)}); what helps: "
+            f"{hit} of the prompt tokens came from caches, but kvtier rejected "
+            f"{_count(levers[reason], 'restore candidate')} as {reason!r}, and SGLang loaded or "
+            f"computed as without kvtier: {_plain(said.meaning)}; what helps: "
             f"{_plain(said.helps)}.",
         )
     if read and even and read < even and figures.storage:
@@ -210,8 +213,8 @@ def _of_hits(figures: Figures) -> Advice:
     )
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{format_value(number)} {noun}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str, many: str = "") -> str:
+    return f"{format_value(number)} {noun if number == 1 else many or noun + 's'}"
 
 
 def _mean(tokens: int, figures: Figures) -> str:

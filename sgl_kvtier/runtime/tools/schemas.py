@@ -64,7 +64,8 @@ unfulfilled: list of unfulfilled; stored tokens that SGLang did not use, the sam
 store: object; first rank's store
   pages, bytes_on_disk, capacity_bytes: integer; present values
   opened_s: number; seconds since it was opened
-  pages_at_opening: integer; at most so many pages were there then
+  pages_at_opening, pages_before: integer; at most so many pages were there then, and when the time
+      looked at began
   pages_read, pages_written, pages_kept, pages_refused: integer; pages read; written; written again
       and kept; not stored
   pages_evicted, pages_corrupt, reads_failed, reads_late: integer; pages evicted; damaged; that the
@@ -73,7 +74,7 @@ store: object; first rank's store
   break_even_bytes_per_s: number or null; bandwidth from which on loading the first chunk of a
       prompt is faster than computing it, as learned; null until chunks were timed
   bytes_written: integer; with headers and padding
-  waiting_tokens: integer; tokens in host memory that are not in storage yet
+  writes_waiting: integer; prefixes in host memory, now, whose write has not ended
 remote: object or null; remote store; null without one
   up: boolean; whether calls go through now
   pages_read, pages_missed, pages_corrupt, reads_failed, reads_late, pages_sent: integer; pages

@@ -8,7 +8,7 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -75,6 +75,8 @@ class StoreFigures:
     """Seconds since it was opened."""
     pages_at_opening: int
     """At most so many pages were there then."""
+    pages_before: int
+    """At most so many pages were there when the time looked at began."""
     pages_read: int
     read_bytes_per_s: float | None
     """While a read was in flight."""
@@ -118,8 +120,8 @@ class Figures:
     storage: int
     remote: int
     """Of those from storage, at most so many came from a store that servers share."""
-    waiting_to_be_stored: int
-    """In host memory, and not in storage yet."""
+    writes_waiting: int
+    """Prefixes in host memory, now, whose write to storage has not ended."""
     started: dict[str, int]
     """Answers of the planner to restore candidates, by mode."""
     ended: dict[str, int]
@@ -180,7 +182,10 @@ def read(url: str, api_key: str | None = None) -> Reading:
 
 def server_of(reading: Reading) -> Server:
     """What the server was started with."""
-    info = reading.info
+    states = reading.info.get("internal_states")
+    # These follow when another storage backend is attached.
+    state = states[0] if isinstance(states, list) and states else {}
+    info = {**reading.info, **(state if isinstance(state, dict) else {})}
     page, model, policy = (
         info.get(name) for name in ("page_size", "model_path", "hicache_write_policy")
     )
@@ -211,6 +216,10 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
     def life(name: str) -> int:
         return round(now.get(name) or 0.0)
 
+    def pages_before(counted: Callable[[str], int]) -> int:
+        came = counted("kvtier:pages_written_total") - counted("kvtier:pages_evicted_total")
+        return max(0, life("kvtier:store_pages") - came)
+
     cached = counts("sglang:cached_tokens_total", "cache_source")
     remote = (
         None
@@ -229,8 +238,6 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
         (before.get("kvtier:read_busy_s_total") or 0.0) if before else 0.0
     )
     read_bytes = count("kvtier:bytes_read_total")
-    backed_up = now.by("sglang:hicache_backup_tokens_total", "pool")
-    stored = life("sglang:backuped_tokens_total")
     storage = cached.get("storage", 0)
     return Figures(
         seconds=seconds,
@@ -240,7 +247,7 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
         host=cached.get("host", 0),
         storage=storage,
         remote=min(storage, remote.pages_read * page) if remote else 0,
-        waiting_to_be_stored=max(0, round(backed_up.get("kv", 0.0)) - stored),
+        writes_waiting=life("kvtier:restore_writes_waiting"),
         started=counts("kvtier:restore_started_total", "mode"),
         ended=counts("kvtier:restore_ended_total", "how"),
         restored_loaded=counts("kvtier:restore_loaded_tokens_total", "tier"),
@@ -252,12 +259,8 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
             bytes_on_disk=life("kvtier:store_bytes_on_disk"),
             capacity_bytes=life("kvtier:store_capacity_bytes"),
             opened_s=now.get("kvtier:open_s_total") or 0.0,
-            pages_at_opening=max(
-                0,
-                life("kvtier:store_pages")
-                - life("kvtier:pages_written_total")
-                + life("kvtier:pages_evicted_total"),
-            ),
+            pages_at_opening=pages_before(life),
+            pages_before=pages_before(count),
             pages_read=count("kvtier:pages_read_total"),
             read_bytes_per_s=read_bytes / busy_s if read_bytes and busy_s > 0 else None,
             break_even_bytes_per_s=now.get("kvtier:restore_break_even_bytes_per_s"),
