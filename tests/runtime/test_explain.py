@@ -94,7 +94,11 @@ def test_at_most_what_the_remote_store_sent_came_from_it() -> None:
 def test_a_server_that_tells_nothing_of_itself_without_its_key_still_has_figures() -> None:
     with serving([page_of(prompt=100)], key="secret") as url:
         there, refused = server_of(read(url, "secret")), server_of(read(url))
-    assert (there.page_tokens, there.model, there.write_policy) == (PAGE, "m", "write_through")
+    assert (there.page_tokens, there.model, there.hicache_write_policy) == (
+        PAGE,
+        "m",
+        "write_through",
+    )
     assert (refused.page_tokens, refused.model, refused.has_kvtier) == (None, None, True)
 
 
@@ -106,7 +110,7 @@ def test_the_threshold_of_prefetching_is_read_from_the_settings_where_they_are(
 
     def threshold(extra: object) -> int:
         with serving([page_of()], {"hicache_storage_backend_extra_config": extra}) as url:
-            return server_of(read(url)).prefetch_threshold
+            return server_of(read(url)).prefetch_threshold_tokens
 
     assert threshold(f"@{file}") == 64
     assert threshold('{"prefetch_threshold": 128}') == 128
@@ -311,7 +315,7 @@ def test_the_command_prints_where_tokens_came_from_and_one_sentence(
     said = " ".join(capsys.readouterr().out.split())
     assert "4 requests in" in said and "storage 2,000 50.0 %" in said
     assert "of these remote 128" in said and "computed 2,000 50.0 %" in said
-    assert "lower `policy.min_restore_tokens`" in said and "2 pages read" in said
+    assert "lower policy.min_restore_tokens" in said and "2 pages read" in said
     assert "SGLang did not use 1,500 stored tokens: SGLang's prefetch policy ended" in said
 
 

@@ -101,7 +101,7 @@ def test_prompts_that_are_shorter_than_a_page_are_no_miss_of_the_store(served: S
 def test_a_stored_prompt_below_the_threshold_was_not_asked_for(served: Served) -> None:
     ids = stored(served, 403, 62)
     found = cause_of(served, lambda: served.ask(ids), "prefetch threshold")
-    assert found["server"]["prefetch_threshold"] == 64 and found["store"]["pages_kept"] >= 3
+    assert found["server"]["prefetch_threshold_tokens"] == 64 and found["store"]["pages_kept"] >= 3
 
 
 def test_a_rejected_candidate_is_a_hit_that_a_setting_would_restore(served: Served) -> None:

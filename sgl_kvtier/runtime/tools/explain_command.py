@@ -229,7 +229,7 @@ def _of_storage(figures: Figures) -> dict[str, str]:
         "loading is faster than computing from": rate(store.break_even_bytes_per_s),
         "written": f"{format_value(store.pages_written)} pages, "
         f"{format_value(store.bytes_written / 1e9)} GB on the disk",
-        "written again, and kept": f"{format_value(store.pages_kept)} pages",
+        "written, but there already": f"{format_value(store.pages_kept)} pages",
         "evicted": f"{format_value(store.pages_evicted)} pages",
         "stored now": f"{format_value(store.pages)} pages, {format_bytes(store.bytes_on_disk)} of "
         f"{format_bytes(store.capacity_bytes)}",

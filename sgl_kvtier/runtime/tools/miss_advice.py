@@ -82,7 +82,7 @@ def _suspects(server: Server, figures: Figures) -> Iterator[_Suspect]:
                 Advice(
                     reason.replace("_", " "),
                     f"SGLang did not use {_count(tokens, 'stored token')}: {said.meaning}; what "
-                    f"helps: {_plain(said.helps)}.",
+                    f"helps: {said.helps}.",
                 ),
             )
     if store.pages_refused:
@@ -106,7 +106,7 @@ def _suspects(server: Server, figures: Figures) -> Iterator[_Suspect]:
 
 def _of_known(server: Server, figures: Figures, tokens: int) -> Advice:
     """Pages were in storage when they were written: nobody read them before they were computed."""
-    asked = server.prefetch_threshold
+    asked = server.prefetch_threshold_tokens
     if figures.computed < asked * figures.requests:
         return Advice(
             "prefetch threshold",
@@ -150,14 +150,14 @@ def _of_new(figures: Figures, tokens: int) -> Advice:
 
 def _of_unstored(server: Server, figures: Figures, tokens: int) -> Advice:
     """Pages were not written at all."""
-    if server.write_policy == "write_through_selective":
+    if server.hicache_write_policy == "write_through_selective":
         return Advice(
             "write_through_selective",
             f"{_count(tokens, 'computed token')} were not stored, since --hicache-write-policy "
             "write_through_selective stores a prefix only when it is used a second time: "
             "write_through stores it the first time.",
         )
-    if server.write_policy == "write_back":
+    if server.hicache_write_policy == "write_back":
         return Advice(
             "write_back",
             f"{_count(tokens, 'computed token')} are not stored yet, since --hicache-write-policy "
@@ -196,8 +196,8 @@ def _of_hits(figures: Figures) -> Advice:
             "rejected",
             f"{hit} of the prompt tokens came from caches, but kvtier rejected "
             f"{_count(levers[reason], 'restore candidate')} as {reason!r}, and SGLang loaded or "
-            f"computed as without kvtier: {_plain(said.meaning)}; what helps: "
-            f"{_plain(said.helps)}.",
+            f"computed as without kvtier: {said.meaning}; what helps: "
+            f"{said.helps}.",
         )
     if read and even and read < even and figures.storage:
         return Advice(
@@ -219,7 +219,3 @@ def _count(number: int, noun: str, many: str = "") -> str:
 
 def _mean(tokens: int, figures: Figures) -> str:
     return format_value(round(tokens / max(1, figures.requests)))
-
-
-def _plain(text: str) -> str:
-    return text.replace("`", "")

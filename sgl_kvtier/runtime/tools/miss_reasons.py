@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 
 class Reason(NamedTuple):
-    """What is said of a reason, without full stops."""
+    """What is said of a reason, in markdown, without full stops."""
 
     meaning: str
     helps: str
@@ -113,7 +113,8 @@ UNFULFILLED: Final = {
 
 
 def said_of(table: dict[str, Reason], reason: str) -> Reason:
-    """What the table has of a reason; of one that it does not know, as of a class of rules of the
-    operator's own, that it is not explained.
+    """What the table has of a reason, as plain text; of one that it does not know, as of a class of
+    rules of the operator's own, that it is not explained.
     """
-    return table.get(reason, Reason("not explained here", ""))
+    said = table.get(reason, Reason("not explained here", ""))
+    return Reason(*(text.replace("`", "") for text in said))

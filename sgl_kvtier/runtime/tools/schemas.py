@@ -42,10 +42,10 @@ EXPLAIN = Schema(
 url: string; address of the server
 seconds: number; time that was looked at; since the store was opened without --seconds
 server: object; what the server was started with, as far as it says so
-  model, write_policy: string or null; --model-path, --hicache-write-policy
+  model, hicache_write_policy: string or null; --model-path, --hicache-write-policy
   page_tokens: integer or null; --page-size
-  prefetch_threshold: integer; least tokens for which SGLang asks storage; 256, SGLang's default,
-      where the server's settings cannot be read from here
+  prefetch_threshold_tokens: integer; least tokens for which SGLang asks storage; 256, SGLang's
+      default, where the server's settings cannot be read from here
   has_kvtier: boolean; whether it publishes figures of a kvtier store
 prompts: object; of requests that ended in this time
   requests: integer; how many ended

@@ -57,9 +57,9 @@ class Server:
 
     model: str | None
     page_tokens: int | None
-    write_policy: str | None
-    prefetch_threshold: int
-    """Tokens; SGLang's default where its settings cannot be read from here."""
+    hicache_write_policy: str | None
+    prefetch_threshold_tokens: int
+    """SGLang's default where its settings cannot be read from here."""
     has_kvtier: bool
     """Whether it publishes figures of a kvtier store."""
 
@@ -192,8 +192,8 @@ def server_of(reading: Reading) -> Server:
     return Server(
         model=model if isinstance(model, str) else None,
         page_tokens=page if isinstance(page, int) and page > 0 else None,
-        write_policy=policy if isinstance(policy, str) else None,
-        prefetch_threshold=_threshold(info.get("hicache_storage_backend_extra_config")),
+        hicache_write_policy=policy if isinstance(policy, str) else None,
+        prefetch_threshold_tokens=_threshold(info.get("hicache_storage_backend_extra_config")),
         has_kvtier=reading.get("kvtier:open_s_total") is not None,
     )
 
