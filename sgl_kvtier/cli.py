@@ -142,6 +142,12 @@ COMMANDS = {
         "what is in a page store, who has it open, and the speeds that its servers learned",
         "kvtier stat /mnt/nvme/kvtier\n  kvtier stat --remote 127.0.0.1:9003",
     ),
+    "explain": Command(
+        "sgl_kvtier.runtime.tools.explain_command",
+        "why prompts of a running server missed its caches, or where two prompts part",
+        "kvtier explain http://127.0.0.1:30000 --seconds 60\n  kvtier explain --prompts "
+        "turn13.json turn14.json --model-path /models/Qwen3-8B",
+    ),
     "fsck": Command(
         "sgl_kvtier.store.tools.commands:fsck",
         "read and check every page of a store that is not in use",
@@ -301,7 +307,16 @@ def _not_installed(where: str, error: ModuleNotFoundError) -> KVTierError:
 
 
 _WITH_SGLANG = frozenset(
-    {"sglang", "torch", "triton", "flashinfer", "sgl_kernel", "transformers", "tokenizers"}
+    {
+        "sglang",
+        "torch",
+        "triton",
+        "flashinfer",
+        "sgl_kernel",
+        "transformers",
+        "tokenizers",
+        "prometheus_client",
+    }
 )
 """Libraries that come with the extra [sglang]."""
 

@@ -155,6 +155,16 @@ _RESTORE = (
         kind=Kind.HISTOGRAM,
     ),
     Metric("restore_under_way", "restorations now", kind=Kind.GAUGE),
+    Metric(
+        "restore_writes_waiting",
+        "prefixes that SGLang writes from host memory to storage, or will, now",
+        kind=Kind.GAUGE,
+    ),
+    Metric(
+        "restore_break_even_bytes_per_s",
+        "bandwidth from which on loading is faster than computing, for the first chunk of a prompt",
+        kind=Kind.GAUGE,
+    ),
 )
 _LOOKAHEAD = (
     Metric(

@@ -195,7 +195,9 @@ class Lab:
         self.lines: list[str] = [encode_header(Header(config, ENGINE))]
         self.inner: Planner = make_planner(config, ENGINE)
         recorded = Recorded(self.inner, lambda record: self.lines.append(encode(record)))
-        self.planner = Learning(recorded, self.inner.profile, None, Profile({}, {}, {}, 0, {}))
+        self.planner = Learning(
+            recorded, self.inner.profile, None, Profile({}, {}, {}, 0, {}), ENGINE
+        )
         self.engine = SimpleNamespace(offers=SimpleNamespace(taking=True, min_tokens=0))
         self.context = SimpleNamespace(now=0.0)
         notes = RestoreNotes(config, self.engine, self.planner, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]

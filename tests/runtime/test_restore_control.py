@@ -35,7 +35,7 @@ def lab(config: PolicyConfig) -> SimpleNamespace:
         proof=Proof(),
     )
     planner = make_planner(config, ENGINE)
-    learning = Learning(planner, planner.profile, None, Profile({}, {}, {}, 0, {}))
+    learning = Learning(planner, planner.profile, None, Profile({}, {}, {}, 0, {}), ENGINE)
     notes = RestoreNotes(config, engine, learning, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
     tree = SimpleNamespace(kvtier=SimpleNamespace(notes=notes, ahead=None))
     return SimpleNamespace(tree_cache=tree, engine=engine, notes=notes, planner=planner)

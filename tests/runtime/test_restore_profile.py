@@ -41,13 +41,33 @@ def learning(
     folder: Path, planner: Planner, known: Profile = EMPTY
 ) -> tuple[Learning, ProfileKeeper]:
     keeper = ProfileKeeper(folder / NAME, period_s=0.01)
-    return Learning(planner, planner.profile, keeper, known), keeper
+    return Learning(planner, planner.profile, keeper, known, ENGINE), keeper
 
 
 def chunk(number: int, shared: int = 0) -> ChunkDone:
     return ChunkDone(
         "r", Span(256 * number, 256 * number + 256), 0.05 + 0.01 * number, 10.0 * number, shared
     )
+
+
+def test_the_break_even_bandwidth_is_that_of_a_chunk_and_known_once_chunks_were_timed(
+    tmp_path: Path,
+) -> None:
+    learner, _ = learning(tmp_path, make_planner(CONFIG, ENGINE))
+    for number in range(cost_profile.LEAST_CHUNKS):
+        assert learner.break_even_bytes_per_s is None
+        learner.observe(chunk(number))
+    # The first of these chunks took 0.05 s for its 16 pages of 4096 bytes.
+    assert learner.break_even_bytes_per_s == pytest.approx(16 * 4096 / 0.05, rel=0.2)
+    learner.close()
+
+
+def test_the_break_even_bandwidth_of_an_earlier_server_holds_from_the_start(tmp_path: Path) -> None:
+    profile = planned_with(KNOWN)
+    learner, _ = learning(tmp_path, make_planner(CONFIG, ENGINE, profile), KNOWN)
+    seconds = 0.004 + 256 * (0.0003 + 1e-8 * 128)
+    assert learner.break_even_bytes_per_s == pytest.approx(16 * 4096 / seconds)
+    learner.close()
 
 
 def test_the_next_start_decides_its_first_restoration_from_what_was_learned(tmp_path: Path) -> None:

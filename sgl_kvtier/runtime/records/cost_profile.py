@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sgl_kvtier.outside import is_number, is_whole, parse_json
+from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import (
     ChunkDone,
     Consulted,
@@ -30,6 +31,7 @@ from sgl_kvtier.policy.messages import (
     StepView,
     TransferDone,
 )
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.store.disk.env import Env, create_file, read_file, unique_number
 from sgl_kvtier.store.disk.namespace import PROFILE
 from sgl_kvtier.types import Link
@@ -156,10 +158,12 @@ class Learning:
         learned: Callable[[], dict[str, Any]],
         keeper: ProfileKeeper | None,
         known: Profile,
+        shape: EngineShape,
     ) -> None:
         """`learned` gives the present profile; `known` is what the planner began with, counts
         included. Without a keeper nothing is kept: only one rank writes.
         """
+        self._shape = shape
         self._inner = inner
         self._learned = learned
         self._keeper = keeper
@@ -167,12 +171,27 @@ class Learning:
         self._chunks = known.chunks
         self._transfers = dict(known.transfers)
         self._keep_at = 0.0
+        self.break_even_bytes_per_s: float | None = None
+        """The bandwidth with which loading the first chunk of a prompt takes as long as computing
+        it; None until chunks were timed. Later chunks take longer to compute, so that slower links
+        pay for them. Any thread may read it.
+        """
+        self._note_break_even()
+
+    def _note_break_even(self) -> None:
+        if self._chunks < LEAST_CHUNKS:
+            return
+        cost, shape = PrefillCost(**self._learned()["prefill"]), self._shape
+        tokens = shape.chunk_tokens
+        nbytes = tokens / shape.page_tokens * shape.page_bytes
+        self.break_even_bytes_per_s = nbytes / cost.chunk_seconds(0, tokens)
 
     def observe(self, fact: Fact) -> None:
         """Passes the fact on; counts those to learn from, and saves costs now and then."""
         self._inner.observe(fact)
         if isinstance(fact, ChunkDone) and not fact.shared_tokens:
             self._chunks += 1
+            self._note_break_even()
         elif isinstance(fact, TransferDone):
             self._transfers[fact.link.value] = self._transfers.get(fact.link.value, 0) + 1
         else:

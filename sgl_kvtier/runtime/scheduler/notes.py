@@ -14,6 +14,7 @@ from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.records.cost_profile import Learning
 from sgl_kvtier.runtime.records.decision_file import DecisionFile
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.sglang import storage_ops
 
 
 class RestoreNotes:
@@ -72,6 +73,9 @@ class RestoreNotes:
         while met:
             yield "meeting_position", {}, met.popleft()
         yield "under_way", {}, len(self._engine.restorations)
+        yield "writes_waiting", {}, storage_ops.writes_waiting(self._engine.context.tree)
+        if self._planner.break_even_bytes_per_s is not None:
+            yield "break_even_bytes_per_s", {}, self._planner.break_even_bytes_per_s
 
     def close(self) -> None:
         """Writes what is left and ends the threads; publishes a last time. Idempotent."""

@@ -188,7 +188,9 @@ def build(tree: Tree, server_args: Any) -> Parts:
     log = _decision_file(policy, shape, profile, replica) if first and policy.decision_log else None
     asked = planner if log is None else Recorded(planner, log.write)
     keeper = ProfileKeeper(path) if first and path is not None and not replica else None
-    learning = Learning(asked, planner.profile, keeper, known or Profile(here, {}, {}, 0, {}))
+    learning = Learning(
+        asked, planner.profile, keeper, known or Profile(here, {}, {}, 0, {}), shape
+    )
     look = partial(_look_ahead, planner, policy, agreement.alone) if looks_ahead(policy) else None
     checks = _checks(tree, proof, policy) if policy.restore != "off" else None
     parts = Parts(

@@ -85,6 +85,11 @@ def watch_writes(tree: Tree, begun: Callable[[int, Sequence[str]], None]) -> Cal
     return end
 
 
+def writes_waiting(tree: Tree) -> int:
+    """Writes of nodes that were begun and have not ended. Any thread."""
+    return len(tree.ongoing_backup)
+
+
 def written(tree: Tree, operation: int) -> bool:
     """Whether a write has ended."""
     return operation not in tree.ongoing_backup

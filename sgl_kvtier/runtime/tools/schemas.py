@@ -1,4 +1,4 @@
-"""The schemas of the results of `kvtier doctor` and `schema`."""
+"""The schemas of the results of `kvtier doctor`, `explain` and `schema`."""
 
 from sgl_kvtier.console.schema import Schema
 
@@ -27,6 +27,87 @@ SETTINGS = Schema(
     """
 settings: list of objects; one per setting
   key, default, allowed, meaning: string; name, default, allowed values, what it does
+""",
+)
+
+_REASON = """
+reason, meaning, helps: string; reason as in /metrics, what it means, what an operator can do about
+    it; helps is empty where nothing can or has to be done
+"""
+
+EXPLAIN = Schema(
+    "kvtier.explain/1",
+    "kvtier explain URL",
+    "where the prompt tokens of a server came from, and why others were computed",
+    """
+url: string; address of the server
+seconds: number; time that was looked at; since the store was opened without --seconds
+server: object; what the server was started with, as far as it says so
+  model, hicache_write_policy: string or null; --model-path, --hicache-write-policy
+  page_tokens: integer or null; --page-size
+  prefetch_threshold_tokens: integer; least tokens for which SGLang asks storage; 256, SGLang's
+      default, where the server's settings cannot be read from here
+  has_kvtier: boolean; whether it publishes figures of a kvtier store
+prompts: object; of requests that ended in this time
+  requests: integer; how many ended
+  prompt: integer; tokens of their prompts
+  device, host, storage: integer; of these, tokens that were found there
+  remote: integer; of those from storage, at most so many came from the remote store
+  computed: integer; tokens that were computed
+  hit_fraction: number or null; device, host and storage of all; null without prompts
+restorations: object; what the planner decided and did
+  started.<mode>: integer; restore candidates answered, by mode
+  ended.<how>: integer; restorations by how they ended
+  loaded_tokens.<tier>: integer; tokens of restored prefixes that were loaded
+  computed_tokens: integer; tokens of restored prefixes that were computed
+declined: list of declined; restore candidates that were rejected, the most frequent reason first
+unfulfilled: list of unfulfilled; stored tokens that SGLang did not use, the same way
+store: object; first rank's store
+  pages, bytes_on_disk, capacity_bytes: integer; present values
+  opened_s: number; seconds since it was opened
+  pages_at_opening, pages_before: integer; at most so many pages were there then, and when the time
+      looked at began
+  pages_read, pages_written, pages_kept, pages_refused: integer; pages read; written; written again
+      and kept; not stored
+  pages_evicted, pages_corrupt, reads_failed, reads_late: integer; pages evicted; damaged; that the
+      device failed to read; read too late
+  read_bytes_per_s: number or null; while a read was in flight; null where nothing was read
+  break_even_bytes_per_s: number or null; bandwidth from which on loading the first chunk of a
+      prompt is faster than computing it, as learned; null until chunks were timed
+  bytes_written: integer; with headers and padding
+  writes_waiting: integer; prefixes in host memory, now, whose write has not ended
+remote: object or null; remote store; null without one
+  up: boolean; whether calls go through now
+  pages_read, pages_missed, pages_corrupt, reads_failed, reads_late, pages_sent: integer; pages
+advice: object; what to do
+  cause: string; one of the causes in docs/manual/operate.md
+  text: string; a sentence
+""",
+    {
+        "declined": _REASON + "requests: integer; requests with this reason\n",
+        "unfulfilled": _REASON + "tokens: integer; tokens with this reason\n",
+    },
+)
+
+EXPLAIN_PROMPTS = Schema(
+    "kvtier.explain.prompts/1",
+    "kvtier explain --prompts",
+    "where two prompts part, and how much of the longer one a cache can still have",
+    """
+prompts: list of strings; the two files
+page_tokens: integer; --page-size
+kind: string; what differs, one of the kinds in docs/manual/operate.md
+text: string; the same in words
+token: integer or null; first token that differs; null without tokens, or where none does
+character: integer or null; first character that differs, of the part
+part: string or null; part of the prompt that differs: tools, a message, text, or a key of the
+    request
+message: integer or null; place of the message
+excerpts: list of strings; what stands there in each prompt
+page: integer or null; page in which they part
+hit_tokens: integer or null; tokens of the longer prompt that a cache can have from the other
+longer_tokens: integer or null; tokens of the longer prompt
+hit_fraction: number or null; hit_tokens of longer_tokens
 """,
 )
 

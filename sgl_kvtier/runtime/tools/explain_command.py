@@ -1,0 +1,361 @@
+"""`kvtier explain`: where a server's prompt tokens came from and why it computed the others, or
+where two prompts part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.arguments import above_nought, positive, url
+from sgl_kvtier.console import (
+    Column,
+    Table,
+    check_target,
+    envelope,
+    format_bytes,
+    format_duration,
+    format_share,
+    format_value,
+    print_statement,
+    print_table,
+    progress,
+    write_json,
+)
+from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.outside import read_bounded
+from sgl_kvtier.runtime.tools import prompt_diff, schemas
+from sgl_kvtier.runtime.tools.miss_advice import Advice, advise
+from sgl_kvtier.runtime.tools.miss_reasons import DECLINED, UNFULFILLED, Reason, said_of
+from sgl_kvtier.runtime.tools.server_figures import Figures, Server, figures_of, read, server_of
+
+_MOST_PROMPT_BYTES = 64 << 20
+_PAGE = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `kvtier explain`."""
+    parser.add_argument(
+        "url",
+        nargs="?",
+        type=url,
+        metavar="URL",
+        help="address of a running server that was started with --enable-metrics",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=above_nought,
+        metavar="N",
+        help="look at the next N seconds (default: all since the server was started)",
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="the server's --api-key or --admin-api-key, if it has one"
+    )
+    parser.add_argument(
+        "--prompts",
+        nargs=2,
+        metavar=("A", "B"),
+        help="instead: where two prompts part. Files with token ids (a JSON list), text, or a "
+        "chat request (JSON with messages and tools)",
+    )
+    parser.add_argument(
+        "--model-path",
+        metavar="FOLDER",
+        help="folder of the model whose tokenizer and chat template turn text into tokens",
+    )
+    parser.add_argument(
+        "--page-size",
+        type=positive,
+        default=_PAGE,
+        metavar="TOKENS",
+        help=f"the server's --page-size, for --prompts (default: {_PAGE})",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result to FILE; - for stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints tables and one sentence. Raises KVTierError."""
+    if (args.url is None) == (args.prompts is None):
+        raise KVTierError("name a server's URL, or two files with --prompts A B")
+    if args.json is not None:
+        check_target(args.json)
+    if args.prompts is not None:
+        return _explain_prompts(args)
+    return _explain_server(args)
+
+
+def _explain_server(args: argparse.Namespace) -> int:
+    before = None
+    now = read(args.url, args.api_key)
+    seconds = now.get("kvtier:open_s_total") or 0.0
+    if args.seconds is not None:
+        before, began = now, time.monotonic()
+        with progress("looking", None):
+            time.sleep(args.seconds)
+        now = read(args.url, args.api_key)
+        seconds = time.monotonic() - began
+    server, figures = server_of(now), figures_of(now, before, seconds)
+    advice = advise(server, figures)
+    if args.json is not None:
+        result = {"url": args.url, **document(server, figures, advice)}
+        _write(args, schemas.EXPLAIN.name, result)
+        if args.json == "-":
+            return 0
+    for table in _tables(args.url, figures):
+        print_table(table)
+        print()
+    print_statement(advice.text, is_bad=advice.cause == "corrupt")
+    return 0
+
+
+def document(server: Server, figures: Figures, advice: Advice) -> dict[str, Any]:
+    """The result as JSON, without the address."""
+    flat = asdict(figures)
+    return {
+        "seconds": figures.seconds,
+        "server": asdict(server),
+        "prompts": {
+            **{
+                name: flat[name]
+                for name in ("requests", "prompt", "device", "host", "storage", "remote")
+            },
+            "computed": figures.computed,
+            "hit_fraction": figures.hit_fraction,
+        },
+        "restorations": {
+            "started": figures.started,
+            "ended": figures.ended,
+            "loaded_tokens": figures.restored_loaded,
+            "computed_tokens": figures.restored_computed,
+        },
+        "declined": _explained(DECLINED, figures.declined, "requests"),
+        "unfulfilled": _explained(UNFULFILLED, figures.unfulfilled, "tokens"),
+        "store": {**flat["store"], "writes_waiting": figures.writes_waiting},
+        "remote": flat["remote_store"],
+        "advice": advice._asdict(),
+    }
+
+
+def _explained(
+    table: dict[str, Reason], counts: Mapping[str, int], noun: str
+) -> list[dict[str, Any]]:
+    """One row per reason, the most frequent first."""
+    often = sorted(counts.items(), key=lambda row: (-row[1], row[0]))
+    return [
+        {"reason": reason, noun: count, **said_of(table, reason)._asdict()}
+        for reason, count in often
+    ]
+
+
+def _tables(address: str, figures: Figures) -> list[Table]:
+    sources = {
+        "device": figures.device,
+        "host": figures.host,
+        "storage": figures.storage,
+        "of these remote": figures.remote,
+        "computed": figures.computed,
+    }
+    if figures.remote_store is None:
+        del sources["of these remote"]
+    rows = [
+        {
+            "source": name,
+            "tokens": tokens,
+            "share": tokens / figures.prompt if figures.prompt else None,
+        }
+        for name, tokens in sources.items()
+    ]
+    tables = [
+        Table(
+            f"Prompt tokens of {address}, {figures.requests} requests in "
+            f"{format_duration(figures.seconds)}",
+            (
+                Column("source", "came from"),
+                Column("tokens", "tokens", decimals=0),
+                Column("share", "share", format=format_share),
+            ),
+            rows,
+        ),
+        Table(
+            "Storage (first rank)",
+            (Column("what", "what"), Column("value", "value")),
+            [{"what": what, "value": value} for what, value in _of_storage(figures).items()],
+        ),
+    ]
+    for title, noun, explained in (
+        (
+            "Restore candidates that were rejected",
+            "requests",
+            _explained(DECLINED, figures.declined, "requests"),
+        ),
+        (
+            "Stored tokens that SGLang did not use",
+            "tokens",
+            _explained(UNFULFILLED, figures.unfulfilled, "tokens"),
+        ),
+    ):
+        if explained:
+            columns = (
+                Column("reason", "reason"),
+                Column(noun, noun, decimals=0),
+                Column("meaning", "meaning"),
+                Column("helps", "what helps"),
+            )
+            tables.append(Table(title, columns, explained))
+    return tables
+
+
+def _of_storage(figures: Figures) -> dict[str, str]:
+    """Figures in words, those that are zero and not always of interest omitted."""
+    store, remote = figures.store, figures.remote_store
+
+    def rate(value: float | None) -> str:
+        return "not measured" if value is None else f"{format_value(value / 1e6)} MB/s"
+
+    def split(counts: Mapping[str, int]) -> str:
+        return ", ".join(f"{name} {format_value(count)}" for name, count in counts.items()) or "0"
+
+    shown = {
+        "restorations, by mode": split(figures.started),
+        "restorations, by end": split(figures.ended),
+        "restored tokens": f"{split(figures.restored_loaded)} loaded, "
+        f"{format_value(figures.restored_computed)} computed",
+        "read": f"{format_value(store.pages_read)} pages at {rate(store.read_bytes_per_s)}",
+        "loading is faster than computing from": rate(store.break_even_bytes_per_s),
+        "written": f"{format_value(store.pages_written)} pages, "
+        f"{format_value(store.bytes_written / 1e9)} GB on the disk",
+        "written, but there already": f"{format_value(store.pages_kept)} pages",
+        "evicted": f"{format_value(store.pages_evicted)} pages",
+        "stored now": f"{format_value(store.pages)} pages, {format_bytes(store.bytes_on_disk)} of "
+        f"{format_bytes(store.capacity_bytes)}",
+    }
+    trouble = {
+        "waiting to be written": f"{format_value(figures.writes_waiting)} prefixes",
+        "refused": f"{format_value(store.pages_refused)} pages",
+        "damaged": f"{format_value(store.pages_corrupt)} pages",
+        "late": f"{format_value(store.reads_late)} pages",
+        "not read": f"{format_value(store.reads_failed)} pages",
+    }
+    shown |= {what: value for what, value in trouble.items() if not value.startswith("0 ")}
+    if remote is not None:
+        state = "" if remote.up else " (calls do not go through now)"
+        shown["remote store"] = (
+            f"{format_value(remote.pages_read)} pages read, {format_value(remote.pages_sent)} "
+            f"sent, {format_value(remote.pages_missed)} gone, {format_value(remote.pages_corrupt)} "
+            f"damaged, {format_value(remote.reads_late + remote.reads_failed)} late or not "
+            f"read{state}"
+        )
+    return shown
+
+
+def _explain_prompts(args: argparse.Namespace) -> int:
+    tokenizer = None if args.model_path is None else _tokenizer(args.model_path)
+    a, b = (_prompt(name, tokenizer) for name in args.prompts)
+    found = prompt_diff.part(a, b, args.page_size)
+    if args.json is not None:
+        result = {
+            "prompts": list(args.prompts),
+            "page_tokens": args.page_size,
+            **asdict(found),
+            "excerpts": list(found.excerpts),
+            "hit_fraction": found.hit_fraction,
+        }
+        _write(args, schemas.EXPLAIN_PROMPTS.name, result)
+        if args.json == "-":
+            return 0
+    rows = {
+        "part at": _place(found),
+        args.prompts[0]: repr(found.excerpts[0]),
+        args.prompts[1]: repr(found.excerpts[1]),
+    }
+    if found.hit_tokens is not None:
+        rows["page"] = (
+            "none" if found.page is None else f"{found.page} (of {args.page_size} tokens)"
+        )
+        rows["can be hit"] = (
+            f"{format_value(found.hit_tokens)} of {format_value(found.longer_tokens)} tokens, "
+            f"{format_share(found.hit_fraction)}"
+        )
+    columns = (Column("what", "what"), Column("value", "value"))
+    notes = [] if found.hit_tokens is not None else ["--model-path tells tokens and pages"]
+    table = [{"what": what, "value": value} for what, value in rows.items()]
+    print_table(Table("Two prompts", columns, table, notes=notes))
+    print()
+    print_statement(f"{found.kind}: {found.text}.", is_bad=False)
+    return 0
+
+
+def _place(found: prompt_diff.Parting) -> str:
+    said = [
+        found.part,
+        None if found.character is None else f"character {format_value(found.character)}",
+        None if found.token is None else f"token {format_value(found.token)}",
+    ]
+    return ", ".join(one for one in said if one) or "nowhere"
+
+
+def _prompt(name: str, tokenizer: Any) -> prompt_diff.Prompt:
+    """A prompt from a file, with tokens where there is a tokenizer. Raises KVTierError."""
+    try:
+        found = prompt_diff.parse(read_bounded(Path(name), _MOST_PROMPT_BYTES))
+    except OSError as error:
+        raise KVTierError(f"{name}: {error.strerror}. Name a file with a prompt") from error
+    except ValueError as error:
+        raise KVTierError(f"{name}: {error}") from error
+    if tokenizer is None:
+        return found
+    if found.request is not None:
+        return replace(found, tokens=tuple(_rendered(name, tokenizer, found.request)))
+    if found.tokens is not None:
+        text = tokenizer.decode(list(found.tokens))
+        return replace(found, parts=(prompt_diff.Part("text", text),))
+    return replace(found, tokens=tuple(tokenizer.encode(found.parts[0].text)))
+
+
+def _rendered(name: str, tokenizer: Any, request: Mapping[str, Any]) -> list[int]:
+    """The tokens of a chat request, by the model's own template. Contents that are lists of texts
+    are joined, as SGLang does for most templates.
+    """
+    messages = [
+        {**message, "content": _plain_content(message.get("content"))}
+        for message in request["messages"]
+    ]
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=request.get("tools"),
+            tokenize=False,
+            add_generation_prompt=True,
+            **(request.get("chat_template_kwargs") or {}),
+        )
+    except Exception as error:  # a template raises what it likes
+        raise KVTierError(f"{name}: the chat template does not take it: {error}") from error
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _plain_content(content: Any) -> Any:
+    if isinstance(content, list) and all(
+        isinstance(item, dict) and item.get("type") == "text" for item in content
+    ):
+        return " ".join(str(item.get("text", "")) for item in content)
+    return "" if content is None else content
+
+
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if not Path(folder).is_dir():
+        raise KVTierError(f"{folder} is no folder. Name the folder of a model (--model-path)")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise KVTierError(f"{folder} has no tokenizer that can be read: {error}") from error
+
+
+def _write(args: argparse.Namespace, schema: str, result: dict[str, Any]) -> None:
+    write_json(envelope(schema, ["kvtier", *sys.argv[1:]], result), args.json)

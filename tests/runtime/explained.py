@@ -1,0 +1,86 @@
+"""Pages of metrics as a server publishes them, for tests of `kvtier explain`."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+RANK = 'tp_rank="0",pp_rank="0",dp_rank="0"'
+PAGE = 64
+
+
+def page_of(
+    *,
+    kvtier: bool = True,
+    cached: Mapping[str, int] | None = None,
+    declined: Mapping[str, int] | None = None,
+    restored: Mapping[str, int] | None = None,
+    unfulfilled: Mapping[str, int] | None = None,
+    **counters: float,
+) -> str:
+    """A page of /metrics. `counters` are `prompt`, `requests`, or names of the store's metrics."""
+    lines = []
+
+    def add(name: str, value: float, labels: str = "") -> None:
+        lines.append(f"{name}{{{labels}}} {value}")
+
+    add("sglang:prompt_tokens_total", counters.pop("prompt", 0), 'is_streaming="true"')
+    add("sglang:num_requests_total", counters.pop("requests", 0), 'is_streaming="true"')
+    for source, tokens in (cached or {}).items():
+        add("sglang:cached_tokens_total", tokens, f'cache_source="{source}"')
+    for reason, tokens in (unfulfilled or {}).items():
+        add("sglang:storage_prefetch_unfulfilled_tokens_total", tokens, f'{RANK},reason="{reason}"')
+    if kvtier:
+        counters = {"open_s_total": 100.0, **counters}
+        for tier, tokens in (restored or {}).items():
+            add("kvtier:restore_loaded_tokens_total", tokens, f'{RANK},tier="{tier}"')
+        for reason, requests in (declined or {}).items():
+            add("kvtier:restore_declined_total", requests, f'{RANK},reason="{reason}"')
+        for name, value in counters.items():
+            add(f"kvtier:{name}", value, RANK)
+            # The second rank, which holds the same pages, is not added.
+            add(f"kvtier:{name}", value, RANK.replace('tp_rank="0"', 'tp_rank="1"'))
+    return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def serving(
+    pages: list[str | None], info: Mapping[str, Any] | None = None, key: str = ""
+) -> Iterator[str]:
+    """The address of a server that answers /metrics with one page after the other, the last one
+    again and again, and /server_info with `info`, where it is told the key. A page that is None is
+    not found.
+    """
+    told = {"page_size": PAGE, "model_path": "m", "hicache_write_policy": "write_through"}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                text = pages.pop(0) if len(pages) > 1 else pages[0]
+                self.answer(404 if text is None else 200, text or "")
+            elif key and self.headers.get("Authorization") != f"Bearer {key}":
+                self.answer(401, "")
+            else:
+                self.answer(200, json.dumps(told if info is None else {**told, **info}))
+
+        def answer(self, status: int, text: str) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *arguments: Any) -> None:
+            """Prints nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,407 @@
+"""`kvtier explain`: a server's figures, the cause that they point to, and what the command prints."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from explained import PAGE, page_of, serving
+
+from sgl_kvtier.cli import main
+from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.lab.outside.lab_model import write_model
+from sgl_kvtier.policy.restore import offers as policy_offers
+from sgl_kvtier.policy.rules import Rules
+from sgl_kvtier.runtime.restore import offers
+from sgl_kvtier.runtime.scheduler import parts
+from sgl_kvtier.runtime.sglang import requests
+from sgl_kvtier.runtime.tools import miss_advice, prompt_diff
+from sgl_kvtier.runtime.tools.miss_advice import Advice, advise
+from sgl_kvtier.runtime.tools.miss_reasons import DECLINED, UNFULFILLED
+from sgl_kvtier.runtime.tools.server_figures import Figures, figures_of, read, server_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def figures(before: str | None, now: str, **info: Any) -> Figures:
+    with serving([now] if before is None else [before, now], info) as url:
+        first = None if before is None else read(url)
+        return figures_of(read(url), first, 10.0)
+
+
+def advice(before: str | None, now: str, **info: Any) -> Advice:
+    with serving([now] if before is None else [before, now], info) as url:
+        first = None if before is None else read(url)
+        last = read(url)
+        return advise(server_of(last), figures_of(last, first, 10.0))
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_tokens_are_split_by_where_they_came_from() -> None:
+    now = page_of(prompt=1000, requests=2, cached={"device": 100, "host": 200, "storage": 300})
+    found = figures(None, now)
+    assert (found.requests, found.device, found.host, found.storage) == (2, 100, 200, 300)
+    assert (found.cached, found.computed, found.hit_fraction) == (600, 400, 0.6)
+
+
+def test_figures_are_those_between_two_readings() -> None:
+    before = page_of(prompt=1000, cached={"device": 900}, declined={"short": 3}, store_pages=5)
+    now = page_of(
+        prompt=1500, cached={"device": 1000}, declined={"short": 3, "gap": 2}, store_pages=9
+    )
+    found = figures(before, now)
+    assert (found.prompt, found.device, found.declined) == (500, 100, {"gap": 2})
+    assert found.store.pages == 9
+
+
+def test_of_several_ranks_the_first_one_counts() -> None:
+    assert figures(None, page_of(pages_read_total=7)).store.pages_read == 7
+
+
+def test_a_server_that_was_started_anew_counts_from_nought() -> None:
+    assert figures(page_of(prompt=1000), page_of(prompt=300)).prompt == 0
+
+
+def test_the_rate_of_reading_is_that_while_a_read_was_in_flight() -> None:
+    before = page_of(bytes_read_total=1e6, read_busy_s_total=1.0)
+    now = page_of(bytes_read_total=9e6, read_busy_s_total=3.0)
+    assert figures(before, now).store.read_bytes_per_s == 4e6
+    assert figures(now, now).store.read_bytes_per_s is None
+
+
+def test_pages_that_were_there_at_opening_are_those_not_written_since() -> None:
+    now = page_of(store_pages=10, pages_written_total=8, pages_evicted_total=3)
+    assert figures(None, now).store.pages_at_opening == 5
+
+
+def test_at_most_what_the_remote_store_sent_came_from_it() -> None:
+    now = page_of(cached={"storage": 640}, prompt=1000, remote_up=1, remote_pages_read_total=4)
+    found = figures(None, now)
+    assert found.remote_store is not None and (found.remote_store.pages_read, found.remote) == (
+        4,
+        4 * PAGE,
+    )
+    assert figures(None, page_of()).remote_store is None
+
+
+def test_a_server_that_tells_nothing_of_itself_without_its_key_still_has_figures() -> None:
+    with serving([page_of(prompt=100)], key="secret") as url:
+        there, refused = server_of(read(url, "secret")), server_of(read(url))
+    assert (there.page_tokens, there.model, there.hicache_write_policy) == (
+        PAGE,
+        "m",
+        "write_through",
+    )
+    assert (refused.page_tokens, refused.model, refused.has_kvtier) == (None, None, True)
+
+
+def test_the_threshold_of_prefetching_is_read_from_the_settings_where_they_are(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "kvtier.json"
+    file.write_text('{"prefetch_threshold": 64}')
+
+    def threshold(extra: object) -> int:
+        with serving([page_of()], {"hicache_storage_backend_extra_config": extra}) as url:
+            return server_of(read(url)).prefetch_threshold_tokens
+
+    assert threshold(f"@{file}") == 64
+    assert threshold('{"prefetch_threshold": 128}') == 128
+    other = (None, f"@{tmp_path}/none.json", "[]", "{", 5, '{"prefetch_threshold": "many"}')
+    assert [threshold(extra) for extra in other] == [256] * len(other)
+
+
+def test_a_server_without_metrics_is_told_apart_from_one_that_is_not_there() -> None:
+    with serving([None]) as url, pytest.raises(KVTierError, match="--enable-metrics"):
+        read(url)
+    with pytest.raises(KVTierError, match="no answer"):
+        read(url)
+
+
+# --- advice -----------------------------------------------------------------------------------------------------------
+
+
+def some(**more: Any) -> str:
+    """A page after four prompts of 1,000 tokens."""
+    return page_of(**{"prompt": 4000, "requests": 4, **more})
+
+
+@pytest.mark.parametrize(
+    ("now", "cause"),
+    [
+        (page_of(kvtier=False, prompt=4000, requests=4), "no kvtier"),
+        (page_of(), "no prompts"),
+        (some(pages_corrupt_total=1), "corrupt"),
+        (page_of(prompt=200, requests=4), "short prompts"),
+        (some(cached={"device": 3800}), "hits"),
+        (some(cached={"storage": 3800}, declined={"short": 3}), "rejected"),
+        (some(cached={"storage": 3800}, declined={"loading is faster": 3}), "hits"),
+        (some(cached={"storage": 3800}, bytes_read_total=1e6, read_busy_s_total=1.0,
+              restore_break_even_bytes_per_s=2e6), "slow storage"),
+        (some(cached={"storage": 3800}, bytes_read_total=3e6, read_busy_s_total=1.0,
+              restore_break_even_bytes_per_s=2e6), "hits"),
+        (some(unfulfilled={"deadline": 3000, "dropped": 4000}), "deadline"),
+        (some(unfulfilled={"host_capacity": 3000}), "host capacity"),
+        (some(unfulfilled={"below_threshold": 3000}, pages_written_total=20), "below threshold"),
+        (some(pages_refused_total=60), "refused"),
+        (some(pages_kept_total=60), "too early"),
+        (page_of(prompt=800, requests=4, pages_kept_total=12), "prefetch threshold"),
+        (some(pages_written_total=60, store_pages=60, pages_evicted_total=1), "evicted"),
+        (some(pages_written_total=60, store_pages=60), "new prompts"),
+        (some(pages_written_total=40, store_pages=40, cached={"device": 900}), "empty store"),
+        (page_of(prompt=1000, requests=1, pages_written_total=15, store_pages=15), "empty store"),
+        (some(pages_written_total=60, store_pages=99, cached={"device": 900}), "new prompts"),
+        (some(restore_writes_waiting=2), "write pending"),
+        (some(), "not stored"),
+    ],
+)  # fmt: skip
+def test_the_cause_that_explains_most_computed_tokens_is_named(now: str, cause: str) -> None:
+    assert advice(None, now).cause == cause
+
+
+@pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
+def test_pages_that_a_write_policy_does_not_store_are_put_down_to_it(policy: str) -> None:
+    assert advice(None, some(), hicache_write_policy=policy).cause == policy
+    written = some(pages_written_total=60, store_pages=99)
+    assert advice(None, written, hicache_write_policy=policy).cause == "new prompts"
+
+
+def test_pages_of_a_restoration_that_are_written_again_were_not_asked_for_too_late() -> None:
+    now = some(
+        pages_kept_total=60, restore_computed_tokens_total=1840, restored={"storage": 2000},
+        pages_written_total=27, store_pages=99, cached={"storage": 2000},
+    )  # fmt: skip
+    assert advice(None, now).cause == "new prompts"
+
+
+def test_a_store_that_this_server_filled_is_not_an_empty_one() -> None:
+    before = page_of(prompt=4000, requests=4, pages_written_total=60, store_pages=60)
+    now = page_of(prompt=5000, requests=5, pages_written_total=75, store_pages=75)
+    assert advice(before, now).cause == "new prompts"
+    assert advice(page_of(store_pages=2, pages_written_total=2), before).cause == "new prompts"
+    cold = page_of(store_pages=2, pages_written_total=2)
+    first = page_of(prompt=1000, requests=1, store_pages=17, pages_written_total=17)
+    assert advice(cold, first).cause == "empty store"
+
+
+def test_a_cause_of_few_tokens_is_not_named() -> None:
+    assert advice(None, some(cached={"host": 3500}, unfulfilled={"deadline": 300})).cause == "hits"
+
+
+def test_every_advice_is_one_sentence_with_its_figures() -> None:
+    said = advice(None, some(pages_written_total=60, pages_evicted_total=7, store_capacity_bytes=1))
+    assert said.text.count(". ") == 0 and said.text.endswith(".")
+    assert "3,744 computed tokens" in said.text and "7 pages" in said.text
+
+
+# --- reasons ----------------------------------------------------------------------------------------------------------
+
+
+def returned(*functions: Any) -> set[str]:
+    """The texts that functions return, also by a condition."""
+    found = set()
+    for function in functions:
+        tree = ast.parse(inspect.cleandoc("\n" + inspect.getsource(function)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Return) and node.value is not None:
+                values: list[ast.expr] = [node.value]
+                while values:
+                    value = values.pop()
+                    if isinstance(value, ast.IfExp):
+                        values += [value.body, value.orelse]
+                    elif isinstance(value, ast.Constant) and isinstance(value.value, str):
+                        found.add(value.value)
+    return found
+
+
+def test_every_reason_that_is_counted_is_explained() -> None:
+    counted = returned(
+        offers.find,
+        requests.left_to_sglang,
+        Rules.leave,
+        policy_offers.Offers.left_to_engine,
+        parts.Parts,
+    )
+    texts = set(re.findall(r'"([a-z][a-z ]+)"', inspect.getsource(offers.Offers._offer)))
+    hit = set(re.findall(r'_fall_back\("([a-z ]+)"', inspect.getsource(offers)))
+    assert {"short", "again", "paused", "switched off"} <= texts and hit == {"another backend"}
+    assert counted | texts | hit == set(DECLINED)
+
+
+def test_every_reason_of_sglangs_is_explained() -> None:
+    pytest.importorskip("sglang")
+    from sglang.srt.mem_cache import unified_radix_cache
+    from sglang.srt.observability import metrics_collector
+
+    metric = inspect.getsource(metrics_collector.StorageMetricsCollector.__init__)
+    named = re.search(r"for reason in \(([^)]*)\):\s+self.storage_prefetch_unfulfilled", metric)
+    assert named is not None
+    used = re.findall(
+        r'reason = "(\w+)"|, reason="(\w+)"\s*\)', inspect.getsource(unified_radix_cache)
+    )
+    theirs = set(re.findall(r'"(\w+)"', named[1]))
+    assert theirs | {"unservable_prefix"} == set(UNFULFILLED)
+    assert {"unservable_prefix", "deadline"} <= {one or other for one, other in used}
+
+
+def rows(page: str, heading: str) -> list[str]:
+    """The rows of the first table under a heading of the manual."""
+    text = (ROOT / "docs" / "manual" / page).read_text("utf-8").split(f"# {heading}\n")[1]
+    lines = text[text.index("\n| ") :].strip().splitlines()
+    return [line for line in lines[: [*lines, ""].index("")] if line.startswith("| `")]
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "table"),
+    [
+        ("restore.md", "When a request falls back", DECLINED),
+        ("operate.md", "Stored tokens that SGLang did not use", UNFULFILLED),
+    ],
+)
+def test_the_manual_has_the_reasons_of_the_code(page: str, heading: str, table: Any) -> None:
+    """A row that is missing there is shown as it has to stand there."""
+    wanted = [f"| `{name}` | {said.meaning} | {said.helps} |" for name, said in table.items()]
+    assert rows(page, heading) == [row.replace("  |", " |") for row in wanted]
+
+
+def constants(module: Any, *names: str) -> set[str]:
+    """The first argument of every call of these in a module, where it is a text."""
+    return {
+        node.args[0].value
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in names
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+    }
+
+
+def test_the_manual_has_every_cause_and_every_kind_of_difference() -> None:
+    causes = constants(miss_advice, "Advice")
+    causes |= {name.replace("_", " ") for name, said in UNFULFILLED.items() if said.helps}
+    assert causes - set(said_in("Why was it a miss?")) == set()
+    kinds = constants(prompt_diff, "Parting")
+    kinds |= set(re.findall(r'return "([a-z ]+)", "', inspect.getsource(prompt_diff)))
+    kinds |= {"extended", "timestamp", "id"}
+    assert kinds - set(said_in("Where do two prompts part?")) == set()
+
+
+def said_in(heading: str) -> list[str]:
+    text = (ROOT / "docs" / "manual" / "operate.md").read_text("utf-8").split(f"# {heading}\n")[1]
+    without_blocks = re.sub(r"^```.*?^```", "", text.split("\n## ")[0], flags=re.S | re.M)
+    return re.findall(r"`([^`\n]+)`", without_blocks)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_where_tokens_came_from_and_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = some(
+        cached={"storage": 2000}, declined={"short": 3}, unfulfilled={"deadline": 1500},
+        remote_up=1, remote_pages_read_total=2, pages_read_total=30,
+    )  # fmt: skip
+    with serving([now]) as url:
+        assert main(["explain", url]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "4 requests in" in said and "storage 2,000 50.0 %" in said
+    assert "of these remote 128" in said and "computed 2,000 50.0 %" in said
+    assert "lower policy.min_restore_tokens" in said and "2 pages read" in said
+    assert "SGLang did not use 1,500 stored tokens: SGLang's prefetch policy ended" in said
+
+
+def test_the_json_has_figures_reasons_and_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = some(cached={"storage": 3800}, declined={"gap": 1, "short": 3}, remote_up=1)
+    with serving([now]) as url:
+        assert main(["explain", url, "--json", str(tmp_path / "out.json")]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["schema"] == "kvtier.explain/1" and found["prompts"]["hit_fraction"] == 0.95
+    assert [(row["reason"], row["requests"]) for row in found["declined"]] == [
+        ("short", 3), ("gap", 1),
+    ]  # fmt: skip
+    assert found["advice"]["cause"] == "rejected"
+    assert found["advice"]["text"] in capsys.readouterr().out
+
+
+def test_a_while_is_looked_at_from_two_readings(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving([some(), some(prompt=4100, requests=5)]) as url:
+        assert main(["explain", url, "--seconds", "0.01", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["prompts"]["prompt"], found["prompts"]["requests"]) == (100, 1)
+
+
+def files(folder: Path, *texts: str) -> list[str]:
+    paths = [folder / f"{name}.json" for name in "ab"]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    return [str(path) for path in paths]
+
+
+def test_two_files_are_compared_without_a_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = files(tmp_path, "Today is 2026-11-27.", "Today is 2026-11-28.")
+    assert main(["explain", "--prompts", *named]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "text, character 18" in said and "timestamp: a date or time differs." in said
+    assert "--model-path tells tokens and pages" in said
+
+
+def test_a_tokenizer_tells_the_page_in_which_two_chats_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system = "You repair programs. Answer shortly. It is 10:1"
+    chats = [
+        {"messages": [{"role": "system", "content": f"{system}{minute}."}]} for minute in (2, 5)
+    ]
+    named = files(tmp_path, *map(json.dumps, chats))
+    model = str(write_model("tiny-qwen3"))
+    words = ["explain", "--prompts", *named, "--model-path", model, "--page-size", "16"]
+    assert main([*words, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # A token is a byte here, and a mark of the template one token.
+    first = 1 + len("system\n") + len(system)
+    assert (found["token"], found["page"]) == (first, first // 16)
+    assert (found["kind"], found["message"]) == ("timestamp", 0)
+    assert found["hit_tokens"] == first // 16 * 16
+    assert main(words) == 0
+    assert f"{found['page']} (of 16 tokens)" in capsys.readouterr().out
+
+
+def test_token_ids_are_read_back_to_say_what_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = [json.dumps(list(f"It is 10:1{minute} now".encode())) for minute in (2, 5)]
+    model = str(write_model("tiny-qwen3"))
+    words = ["explain", "--prompts", *files(tmp_path, *ids), "--model-path", model, "--json", "-"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["token"], found["character"]) == ("timestamp", 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a server's URL, or two files"),
+        (["http://127.0.0.1:1", "--prompts", "a", "b"], "name a server's URL, or two files"),
+        (["http://127.0.0.1:1"], "no answer from http://127.0.0.1:1/metrics"),
+        (["--prompts", "/none/a", "/none/b"], "/none/a: No such file"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *words]) == 1
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1

@@ -1,0 +1,201 @@
+"""`kvtier explain` on the real SGLang server: each cause of a miss is brought about, and named."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import ADMIN, TOKENS, Served, config_file, flags, prompts, serving
+
+from sgl_kvtier.cli import main
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.runtime.tools.explain_command import document
+from sgl_kvtier.runtime.tools.miss_advice import advise
+from sgl_kvtier.runtime.tools.server_figures import Reading, figures_of, read, server_of
+
+pytestmark = pytest.mark.server
+PAGE = 16
+ROUTE = "/hicache/storage-backend"
+
+
+def explained(server: Served, before: Reading) -> dict[str, Any]:
+    """What the command would write of the time since a reading."""
+    now = read(server.server.url)
+    figures = figures_of(now, before, 1.0)
+    return document(server_of(now), figures, advise(server_of(now), figures))
+
+
+def cause_of(server: Served, act: Callable[[], object], wanted: str) -> dict[str, Any]:
+    """What is explained after something was done, once figures and writes have come to rest: they
+    are published twice a second.
+    """
+    before = read(server.server.url)
+    act()
+    for _ in range(100):
+        found = explained(server, before)
+        if found["prompts"]["requests"] and found["advice"]["cause"] == wanted:
+            break
+        time.sleep(0.3)
+    time.sleep(1.0)  # what is published later does not change it
+    found = explained(server, before)
+    assert found["advice"]["cause"] == wanted, found
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(servers: Any) -> Served:
+    return servers.get(flags())
+
+
+def stored(server: Served, seed: int, tokens: int = TOKENS) -> list[int]:
+    """A prompt that the store has, and no other cache."""
+    (ids,) = prompts(1, tokens, seed=seed)
+    server.ask(ids)
+    server.flush()
+    return ids
+
+
+def test_a_timestamp_makes_a_new_prompt_and_the_two_prompts_show_it(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [f"It is 09:3{minute}. " + "Repair the parser, please. " * 20 for minute in (1, 2)]
+    served.ask(list(texts[0].encode()))
+    served.flush()
+    found = cause_of(served, lambda: served.ask(list(texts[1].encode())), "new prompts")
+    assert found["prompts"]["computed"] == len(texts[1]) and not found["store"]["pages_kept"]
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    model = found["server"]["model"]
+    words = ["--prompts", *map(str, files), "--model-path", model, "--page-size", str(PAGE)]
+    assert main(["explain", *words, "--json", "-"]) == 0
+    parting = json.loads(capsys.readouterr().out)
+    assert (parting["kind"], parting["token"], parting["page"]) == ("timestamp", 10, 0)
+
+
+def test_another_salt_makes_new_pages_of_an_old_prompt(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = stored(served, 401)
+    cause_of(served, lambda: served.ask(ids, cache_salt="other"), "new prompts")
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, more in zip(files, ({}, {"cache_salt": "other"}), strict=True):
+        file.write_text(json.dumps({"input_ids": ids, **more}))
+    assert main(["explain", "--prompts", *map(str, files), "--json", "-"]) == 0
+    parting = json.loads(capsys.readouterr().out)
+    assert (parting["kind"], parting["part"], parting["hit_tokens"]) == (
+        "namespace", "cache_salt", 0,
+    )  # fmt: skip
+
+
+def test_prompts_that_are_shorter_than_a_page_are_no_miss_of_the_store(served: Served) -> None:
+    short = prompts(3, PAGE - 4, seed=402)
+    found = cause_of(served, lambda: [served.ask(ids, 2) for ids in short], "short prompts")
+    assert found["prompts"]["requests"] == 3 and not found["prompts"]["storage"]
+
+
+def test_a_stored_prompt_below_the_threshold_was_not_asked_for(served: Served) -> None:
+    ids = stored(served, 403, 62)
+    found = cause_of(served, lambda: served.ask(ids), "prefetch threshold")
+    assert found["server"]["prefetch_threshold_tokens"] == 64 and found["store"]["pages_kept"] >= 3
+
+
+def test_a_rejected_candidate_is_a_hit_that_a_setting_would_restore(served: Served) -> None:
+    ids = stored(served, 404)
+
+    def least(tokens: int) -> None:
+        told = {"server_args": {"kvtier.policy.min_restore_tokens": tokens}}
+        served.call("POST", "/set_internal_state", told, ADMIN)
+
+    least(10_000)
+    try:
+        found = cause_of(served, lambda: served.ask(ids), "rejected")
+    finally:
+        least(PolicyConfig().min_restore_tokens)
+    assert [row["reason"] for row in found["declined"]] == ["short"]
+    assert "min_restore_tokens" in found["advice"]["text"]
+    assert found["prompts"]["storage"] == (TOKENS - 1) // PAGE * PAGE
+
+
+def test_a_prompt_that_the_device_has_hits(served: Served) -> None:
+    (ids,) = prompts(1, seed=405)
+    served.ask(ids)
+    found = cause_of(served, lambda: served.ask(ids), "hits")
+    assert found["prompts"]["device"] == (TOKENS - 1) // PAGE * PAGE
+
+
+def test_the_command_explains_a_servers_life(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.ask(stored(served, 406))
+    served.settle()
+    assert main(["explain", served.server.url, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["prompts"]["storage"] and found["prompts"]["computed"]
+    assert found["store"]["read_bytes_per_s"] > 0 and found["store"]["break_even_bytes_per_s"] > 0
+    assert found["restorations"]["ended"]["met"]
+    assert main(["explain", served.server.url]) == 0
+    assert "Prompt tokens of" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def attached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of its own, to which other stores are attached."""
+    folder = tmp_path_factory.mktemp("explained")
+    with serving(folder, flags(), config_file(folder)) as server:
+        yield server
+
+
+def attach(server: Served, write_policy: str = "write_through", **sections: Any) -> None:
+    """Another store, for a server that has come to rest."""
+    server.flush()
+    server.call("DELETE", ROUTE, None, ADMIN)
+    # Its folder is the section's, or the one that it had at first.
+    config = config_file(server.server.folder / sections.pop("folder", "first"), **sections)
+    told = {
+        "hicache_storage_backend": "kvtier",
+        "hicache_storage_backend_extra_config_json": config.read_text(),
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_write_policy": write_policy,
+    }
+    server.call("PUT", ROUTE, told, ADMIN)
+
+
+@pytest.mark.slow
+def test_causes_that_lie_in_the_store(attached: Served) -> None:
+    """One after the other: a write policy, an eviction, another fingerprint, and writes that wait,
+    which the server is stopped with.
+    """
+    attach(attached, "write_through_selective")
+    (ids,) = prompts(1, seed=411)
+    attached.ask(ids)
+    attached.flush()
+    cause_of(attached, lambda: attached.ask(ids), "write_through_selective")
+
+    tiny = {"capacity_bytes": "2MiB", "segment_bytes": "512KiB"}
+    attach(attached, folder="tiny", store=tiny)
+    asked = prompts(6, seed=412)
+    for one in asked:
+        attached.ask(one)
+    attached.flush()
+    found = cause_of(attached, lambda: attached.ask(asked[0]), "evicted")
+    assert found["store"]["pages_evicted"] and "capacity_bytes" in found["advice"]["text"]
+
+    attach(attached)
+    ids = stored(attached, 413)
+    model = attached.call("GET", "/server_info")["model_path"]
+    attached.call("POST", "/update_weights_from_disk", {"model_path": model}, ADMIN)
+    attach(attached)
+    found = cause_of(attached, lambda: attached.ask(ids), "empty store")
+    assert found["store"]["pages"] >= TOKENS // PAGE and not found["prompts"]["storage"]
+
+    attach(attached, folder="slow", throttle={"write_gbps": 0.0003})
+    for one in prompts(25, seed=414):  # more than device and host memory hold
+        attached.ask(one, 1)
+    last = prompts(25, seed=414)[16:19]
+    found = cause_of(attached, lambda: [attached.ask(ids, 1) for ids in last], "write pending")
+    assert found["store"]["writes_waiting"] > 0
