@@ -73,6 +73,7 @@ class TreeCore(Protocol):
     commit_backup: Callable[..., Any]
     commit_load_back: Callable[..., Any]
     insert_host: Callable[..., Any]
+    is_eagle: bool
 
     def collect_path_info(self, node_ids: list[int]) -> list[list[Any]]:
         """The nodes from the root to each of these."""
