@@ -33,8 +33,8 @@ class HostPool(Protocol):
     """The host memory of all KV pools of a model, allocated together."""
 
     size: int
-    size_per_token: int
     anchor_entry: Any
+    entries: Sequence[Any]
 
     def available_size(self) -> int:
         """Free slots."""

@@ -5,7 +5,8 @@ every prefill that it runs into a file of that folder, named by its number: a li
 [tokens of the prompt, first one computed, tokens computed] for each request. With $MISTAKE, loaded
 pages are attached as the word in that file says, and a difference refutes nothing; each distance
 that is judged goes into the file with `.seen` behind its name, as a line [mistake, the page behind
-the loaded ones, the noise].
+the loaded ones, the noise]. With $DRAFTS, speculative decoding runs on the CPU (`chain_drafts.py`);
+while that file is there, loads leave out the pools beside the KV pages'.
 """
 
 import importlib.abc
@@ -150,7 +151,32 @@ def _shift(module):
     module.ForwardBatch.init_new = classmethod(init_new_shifted)
 
 
+def _leave_out(module):
+    beside = module.beside
+    module.beside = lambda controller: (
+        [] if Path(os.environ["DRAFTS"]).exists() else beside(controller)
+    )
+
+
+def _drafts(function):
+    def change(module):
+        import chain_drafts  # it imports torch
+
+        getattr(chain_drafts, function)(module)
+
+    return change
+
+
+_SGLANG = "sglang.srt."
 for variable, name, change in (
+    ("DRAFTS", "sgl_kvtier.runtime.sglang.slot_pools", _leave_out),
+    ("DRAFTS", "sgl_kvtier.runtime.cpu.platform_class", _drafts("allow")),
+    ("DRAFTS", "sgl_kvtier.runtime.cpu.attention", _drafts("attention")),
+    ("DRAFTS", _SGLANG + "mem_cache.allocation", _drafts("rows")),
+    ("DRAFTS", _SGLANG + "mem_cache.memory_pool", _drafts("pools")),
+    ("DRAFTS", _SGLANG + "speculative.eagle_worker_common", _drafts("workers")),
+    ("DRAFTS", _SGLANG + "speculative.eagle_utils", _drafts("trees")),
+    ("DRAFTS", _SGLANG + "speculative.eagle_worker_v2", _drafts("draft_attention")),
     ("MISTAKE", "sgl_kvtier.runtime.restore.engine", _attach_wrongly),
     ("MISTAKE", "sgl_kvtier.runtime.proof.record", _forgive),
     ("MISTAKE", "sgl_kvtier.runtime.proof.attach", _judge),
