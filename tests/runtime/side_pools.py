@@ -31,18 +31,18 @@ class Beside(NamedTuple):
         return self.controller.mem_pool_host.entry_map[PoolName(name)].host_pool
 
 
-def controller_of(*entries: PoolEntry, layers: int) -> Any:
+def controller_of(*entries: PoolEntry, layers: int, device: str = "cpu", io: str = "direct") -> Any:
     """As much of SGLang's controller as loads ask for, with its own methods."""
     found = SimpleNamespace(
-        device="cpu",
-        io_backend="direct",
+        device=device,
+        io_backend=io,
         load_fence_stream=None,
         transfer_layer_id_max=layers,
         mem_pool_host=HostPoolGroup(list(entries)),
         mem_pool_device=entries[0].device_pool,
         storage_backend=None,
     )
-    for name in ("_l2_transfers", "_l2_load_transfers"):
+    for name in ("move_indices", "_l2_transfers", "_l2_load_transfers"):
         setattr(found, name, getattr(HybridCacheController, name).__get__(found))
     return found
 
@@ -53,15 +53,19 @@ def entry(name: PoolName, host: Any, device: Any, layers: int, **more: Any) -> P
     return PoolEntry(name, host, device, mapper, **more)
 
 
-def with_draft(layout: str = "page_first_direct") -> Beside:
+def with_draft(
+    layout: str = "page_first_direct", device: str = "cpu", io: str = "direct"
+) -> Beside:
     """Keys and values of 4 layers, and a draft of other heads and 4 layers in a pool of its own."""
     (kv, kv_host), (draft, draft_host) = (
-        pools("cpu", layout, page=PAGE, heads=heads, dim=32) for heads in (2, 3)
+        pools(device, layout, page=PAGE, heads=heads, dim=64) for heads in (2, 4)
     )
     found = controller_of(
         entry(PoolName.KV, kv_host, kv, kv.layer_num, is_primary_index_anchor=True),
         entry(PoolName.DRAFT, draft_host, draft, draft.layer_num),
         layers=kv.layer_num,
+        device=device,
+        io=io,
     )
     return Beside(
         found,
@@ -75,23 +79,28 @@ def with_draft(layout: str = "page_first_direct") -> Beside:
     )
 
 
-def with_index_keys() -> Beside:
+def with_index_keys(
+    layout: str = "page_first_direct", device: str = "cpu", io: str = "direct"
+) -> Beside:
     """Latents and index keys of 2 layers (DSA), in pages of 64 tokens."""
-    hicache.install()
-    device = DSATokenToKVPool(
-        size=1024, page_size=64, kv_lora_rank=32, dtype=torch.bfloat16, qk_rope_head_dim=8, layer_num=2, device="cpu",
-        index_head_dim=128, enable_memory_saver=False, kv_cache_dim=40, index_buf_size=1024,
+    if device == "cpu":
+        hicache.install()
+    on_device = DSATokenToKVPool(
+        size=1024, page_size=64, kv_lora_rank=32, dtype=torch.bfloat16, qk_rope_head_dim=32, layer_num=2, device=device,
+        index_head_dim=128, enable_memory_saver=False, kv_cache_dim=64, index_buf_size=1024,
     )  # fmt: skip
-    latents = latent_host_pool(device)
-    keys = DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), latents)
+    latents = latent_host_pool(on_device, layout=layout, tokens=2048)
+    keys = DSAIndexerPoolHost(make_dsa_indexer_pool_decl(on_device), latents)
     random_bytes(latents.kv_buffer)
     random_bytes(keys.index_k_with_scale_buffer)
     found = controller_of(
-        entry(PoolName.KV, latents, device, 2, is_primary_index_anchor=True),
-        entry(PoolName.INDEXER, keys, device, 2),
+        entry(PoolName.KV, latents, on_device, 2, is_primary_index_anchor=True),
+        entry(PoolName.INDEXER, keys, on_device, 2),
         layers=2,
+        device=device,
+        io=io,
     )
-    buffers = {"latents": device.kv_buffer, "index keys": device.index_k_with_scale_buffer}
+    buffers = {"latents": on_device.kv_buffer, "index keys": on_device.index_k_with_scale_buffer}
     return Beside(found, 64, buffers)
 
 

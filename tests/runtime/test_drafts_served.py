@@ -1,8 +1,9 @@
 """Speculative decoding on a real server that computes: restored prefixes bring the draft's KV along.
 
-The draft is the target itself, so a drafted token is accepted if and only if the draft sees the
-same KV as the target. A row of the draft that is not there, or another one, shows in the number of
-verifications; the answer never shows it, because the target verifies every token.
+The draft is the target itself, or sees all tokens but the first as the target does, so whether a
+drafted token is accepted depends on the draft's KV alone. A row of it that is not there, or another
+one, shows in the number of verifications; the answer never shows it, because the target verifies
+every token.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from draft_models import write_pair
 from restore_lab import GBPS, settled, since
 from serving import Served, changed, flags, prompts
 from shared import Shared
@@ -45,23 +47,46 @@ def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("drafts") / "leave the draft out"
 
 
+KINDS = ("STANDALONE", "EAGLE", "MTP")
+"""Drafts: the target itself, in a pool of its own; an EAGLE draft in a pool of its own; the same in
+the target's host pages.
+"""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def served(servers: Shared, dropping: Path) -> Served:
-    """A server whose draft is its target."""
-    model = str(write_model("tiny-llama"))
+def served(
+    servers: Shared, dropping: Path, kind: str, tmp_path_factory: pytest.TempPathFactory
+) -> Served:
+    """A server with such a draft, which restores from both ends and looks ahead."""
+    target = draft = str(write_model("tiny-llama"))
+    if kind != "STANDALONE":
+        target, draft = write_pair(tmp_path_factory.mktemp("models"), mtp=kind == "MTP")
     sections = {
         "throttle": {"read_gbps": GBPS},
-        "policy": {"restore": "both", "min_restore_tokens": 64, "prefetch": "on"},
-    }
+        "policy": {
+            "restore": "both", "min_restore_tokens": 64, "prefetch": "on", "eviction": "next-use"
+        },
+    }  # fmt: skip
     arguments = flags(
-        "tiny-llama", page_size=PAGE, speculative_algorithm="STANDALONE", speculative_draft_model_path=model, **CHAIN
-    )  # fmt: skip
+        "tiny-llama",
+        page_size=PAGE,
+        max_total_tokens=6144,
+        speculative_algorithm="STANDALONE" if kind == "STANDALONE" else "EAGLE",
+        speculative_draft_model_path=draft,
+        **CHAIN,
+    )
+    arguments[arguments.index("--model-path") + 1] = target
     env = {**changed(DRAFTS=dropping), "TORCHDYNAMO_DISABLE": "1"}
     return servers.get(arguments, sections, env)
 
 
 def test_restored_prefixes_keep_the_accept_length_verification_by_verification(
-    served: Served, dropping: Path
+    served: Served, dropping: Path, kind: str
 ) -> None:
     asked = prompts(3, LONG, seed=7)
     cold = [say(served, ids) for ids in asked]
@@ -70,7 +95,9 @@ def test_restored_prefixes_keep_the_accept_length_verification_by_verification(
     cold_turns = [say(served, ids) for ids in turns]
     served.flush()
     before = settled(served)
-    assert [say(served, ids) for ids in asked] == cold
+    restored = [say(served, ids) for ids in asked]
+    print(kind, "verifications: cold", [one.verifications for one in cold])
+    assert restored == cold
     grown = since(before, settled(served))
     assert grown["ended_total met"] == len(asked)
     assert grown["loaded_tokens_total storage"] > 0 and grown["computed_tokens_total"] > 0, (
@@ -79,12 +106,18 @@ def test_restored_prefixes_keep_the_accept_length_verification_by_verification(
     served.flush()
     assert [say(served, ids) for ids in turns] == cold_turns
     assert [say(served, ids) for ids in turns] == cold_turns, "pages that the tree has now"
+    assert served.metric("kvtier:lookahead_map_pages") > 0, "it looks ahead"
+    assert served.metric("kvtier:lookahead_failures_total") == 0
+    assert served.metric("kvtier:lookahead_drift_total") == 0, "pages have SGLang's names"
+    if kind == "MTP":  # its rows come with the target's host pages, whatever is left out
+        return
     served.flush()
     dropping.touch()
     try:
         without = [say(served, ids) for ids in asked]
     finally:
         dropping.unlink()
+    print(kind, "verifications without the draft's rows", [one.verifications for one in without])
     assert [one.tokens for one in without] == [one.tokens for one in cold]
     assert sum(one.verifications for one in without) > sum(one.verifications for one in cold) + 3, (
         "a draft without its rows guesses worse: the test sees what it is for"
