@@ -45,10 +45,23 @@ def torch_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+MADE: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def registered_memory() -> Iterator[None]:
+    """Index keys are registered with CUDA by a pool that `host_pools_end` does not see."""
+    yield
+    while MADE:
+        MADE.pop().destroy()
+
+
 def place(made: Callable[..., Beside], layout: str, where: str, io: str) -> Beside:
     beside = made(layout, where, io)
     if where == "cuda":
         beside.controller.load_fence_stream = torch.cuda.Stream()
+        if made is with_index_keys:
+            MADE.append(beside.host("indexer"))
     return beside
 
 

@@ -19,6 +19,7 @@ from sgl_kvtier.runtime.proof.start import Rows
 from sgl_kvtier.runtime.restore import copy_device
 from sgl_kvtier.runtime.restore.copy_device import CpuCopies
 from sgl_kvtier.runtime.sglang import slot_pools
+from sgl_kvtier.runtime.sglang.host_tier import HostTier
 
 FROM, TO = [3, 6, 1], [2, 5, 9]
 EACH = pytest.mark.parametrize(
@@ -59,7 +60,8 @@ def test_a_load_brings_the_pages_of_all_pools(made: Callable[[], Beside]) -> Non
     assert sorted(differing(back, beside)) == [0, 1, 2]
     load(beside)
     assert differing(back, beside) == {}
-    assert back.page_bytes == beside.page * slot_pools.token_bytes(beside.controller.mem_pool_host)
+    host = HostTier(SimpleNamespace(cache_controller=beside.controller))  # type: ignore[arg-type]
+    assert back.page_bytes == beside.page * host.token_bytes, "what is planned with and counted"
 
 
 @pytest.mark.parametrize("piece_bytes", [16 << 20, 1])

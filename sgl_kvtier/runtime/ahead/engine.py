@@ -101,8 +101,9 @@ class LookaheadEngine:
         known = self._requests.announced(req.rid)
         if known is None:
             return
-        page, names = self.context.page, self.context.names
+        page = self.context.page
         if after // page > len(known.keys):
+            names = self.context.names
             tokens = requests.tokens_of(req)[: names.tokens_naming(after // page)]
             known.keys = names.keys_of(tokens, req, known.keys)
         known.node, known.kept = req.last_node, after

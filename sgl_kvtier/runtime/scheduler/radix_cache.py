@@ -55,19 +55,17 @@ class KVTierRadixCache(UnifiedRadixCache):
     def register_sidecar_pool(self, spec: Any, entry: Any = None) -> None:
         """One more pool whose pages have the slots of another one's."""
         super().register_sidecar_pool(spec, entry)
-        if self._built_for is None:
-            return
-        if self.kvtier is not None:  # it copies and counts the pools that were there
+        if self._drafts:
+            self._drafts -= {str(spec.pool_name)}
+            if not self._drafts:
+                self._take_storage_hits()
+        elif self.kvtier is not None:  # it copies and counts the pools that were there
             logger.warning(
                 "kvtier: prefixes are restored SGLang's own way: the pool %s came too late",
                 spec.pool_name,
             )
             parts, self.kvtier = self.kvtier, None
             parts.close()
-            return
-        self._drafts -= {str(spec.pool_name)}
-        if not self._drafts:
-            self._take_storage_hits()
 
     def _take_storage_hits(self) -> None:
         """When all pools are there: storage hits go to the engine."""

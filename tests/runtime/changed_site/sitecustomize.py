@@ -6,7 +6,7 @@ every prefill that it runs into a file of that folder, named by its number: a li
 pages are attached as the word in that file says, and a difference refutes nothing; each distance
 that is judged goes into the file with `.seen` behind its name, as a line [mistake, the page behind
 the loaded ones, the noise]. With $DRAFTS, speculative decoding runs on the CPU (`chain_drafts.py`);
-while that file is there, loads leave out the pools beside the KV pages'.
+while that file is there, loads leave out the rows of the draft.
 """
 
 import importlib.abc
@@ -152,10 +152,13 @@ def _shift(module):
 
 
 def _leave_out(module):
-    beside = module.beside
-    module.beside = lambda controller: (
-        [] if Path(os.environ["DRAFTS"]).exists() else beside(controller)
-    )
+    transfers = module.transfers
+
+    def transfers_of_the_target(*load):
+        described = transfers(*load)
+        return described[:1] if Path(os.environ["DRAFTS"]).exists() else described
+
+    module.transfers = transfers_of_the_target
 
 
 def _drafts(function):
