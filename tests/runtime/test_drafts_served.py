@@ -58,18 +58,15 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def served(
-    servers: Shared, dropping: Path, kind: str, tmp_path_factory: pytest.TempPathFactory
-) -> Served:
+def serve(servers: Shared, dropping: Path, kind: str, models: Path, proof: str) -> Served:
     """A server with such a draft, which restores from both ends and looks ahead."""
     target = draft = str(write_model("tiny-llama"))
     if kind != "STANDALONE":
-        target, draft = write_pair(tmp_path_factory.mktemp("models"), mtp=kind == "MTP")
+        target, draft = write_pair(models, mtp=kind == "MTP")
     sections = {
         "throttle": {"read_gbps": GBPS},
         "policy": {
-            "restore": "both", "min_restore_tokens": 64, "prefetch": "on", "eviction": "next-use"
+            "restore": "both", "min_restore_tokens": 64, "prefetch": "on", "eviction": "next-use", "proof": proof
         },
     }  # fmt: skip
     arguments = flags(
@@ -83,6 +80,14 @@ def served(
     arguments[arguments.index("--model-path") + 1] = target
     env = {**changed(DRAFTS=dropping), "TORCHDYNAMO_DISABLE": "1"}
     return servers.get(arguments, sections, env)
+
+
+@pytest.fixture(scope="module")
+def served(
+    servers: Shared, dropping: Path, kind: str, tmp_path_factory: pytest.TempPathFactory
+) -> Served:
+    """A server whose pages nothing compares."""
+    return serve(servers, dropping, kind, tmp_path_factory.mktemp("models"), "off")
 
 
 def test_restored_prefixes_keep_the_accept_length_verification_by_verification(
@@ -120,3 +125,26 @@ def test_restored_prefixes_keep_the_accept_length_verification_by_verification(
     assert sum(one.verifications for one in without) > sum(one.verifications for one in cold) + 3, (
         "a draft without its rows guesses worse: the test sees what it is for"
     )
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "MTP"])
+def test_a_draft_whose_rows_do_not_come_is_found_by_the_page_check_before_it_is_used(
+    servers: Shared, dropping: Path, kind: str, tmp_path: Path
+) -> None:
+    served = serve(servers, dropping, kind, tmp_path, "all")
+    asked = prompts(3, LONG, seed=9)
+    cold = [say(served, ids) for ids in asked]
+    served.flush()
+    assert [say(served, ids) for ids in asked] == cold
+    right = settled(served)
+    assert right["proof_pages_total equal"] > 0 and "proof_pages_total differs" not in right
+    assert right["proof_attaches_total equal"] > 0
+    assert right.get("proof_attaches_total differs", 0) == 0
+    served.flush()
+    dropping.touch()
+    try:
+        without = [say(served, ids) for ids in asked]
+    finally:
+        dropping.unlink()
+    assert without == cold, "what was compared and differs is computed"
+    assert settled(served)["proof_pages_total differs"] > 0
