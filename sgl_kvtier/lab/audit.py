@@ -29,6 +29,7 @@ from sgl_kvtier.runtime.backend.host_pages import (
     parts_of,
 )
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
+from sgl_kvtier.runtime.sglang import slot_pools
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.store.base import ReadOutcome
@@ -62,7 +63,7 @@ class Audit:
     def __init__(self, controller: Any, page_tokens: int, counters: RestoreCounters) -> None:
         """Raises ConfigError for pools whose pages cannot be read back."""
         some = torch.zeros(page_tokens, dtype=torch.int64)  # of none, SGLang describes no transfer
-        transfers = controller._l2_load_transfers(some, some)
+        transfers = slot_pools.transfers(controller, some, some)
         if len(transfers) != 1 or not _is_known(transfers[0]):
             kinds = ", ".join(type(transfer.host_pool).__name__ for transfer in transfers)
             raise ConfigError(

@@ -38,10 +38,8 @@ BEHIND_PORTS = {
 }  # fmt: skip
 OUTSIDE = {
     "cuda/page_shape.py": 2,
-    "proof/attach.py": 2,
-    "proof/pages.py": 7,
-    "proof/start.py": 4,
-    "restore/copy_device.py": 4,
+    "proof/pages.py": 1,
+    "restore/copy_device.py": 2,
     "scheduler/prefill_adder.py": 2,  # another one
     "scheduler/radix_cache.py": 13,  # a class of SGLang's, extended
 }

@@ -71,12 +71,14 @@ def latent_pool(layers: int) -> Any:
     )  # fmt: skip
 
 
-def latent_host_pool(device: Any, drafts: tuple[Any, ...] = ()) -> Any:
+def latent_host_pool(
+    device: Any, drafts: tuple[Any, ...] = (), layout: str = "page_first_direct", tokens: int = 512
+) -> Any:
     """The host pool of a pool of latents, with a layer per draft in its pages."""
     return MLATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info, 2.0, 0, device.page_size, "page_first_direct",
+        device.get_device_pool_infos()[0].buffer_info, 2.0, 0, device.page_size, layout,
         draft_buffer_infos=tuple(draft.get_device_pool_infos()[0].buffer_info for draft in drafts),
-        device_capacity_tokens=256, start_layer=0, end_layer=device.layer_num, target_layer_num=device.layer_num, host_token_capacity=512,
+        device_capacity_tokens=256, start_layer=0, end_layer=device.layer_num, target_layer_num=device.layer_num, host_token_capacity=tokens,
     )  # fmt: skip
 
 

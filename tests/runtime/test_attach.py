@@ -509,7 +509,7 @@ def test_pools_whose_pages_cannot_be_compared_leave_every_restoration_whole(
     scene.host.layout = "layer_first"
     _watch(engine, scene.controller, PolicyConfig(proof="all"), True)
     assert engine.attach is None and not engine.proof.looks_at_attaches
-    assert "the layout layer_first do not lie in one piece" in caplog.text
+    assert "host pages of layout layer_first" in caplog.text
 
 
 def test_rows_are_looked_up_before_a_forward_and_copied_after_its_launch() -> None:

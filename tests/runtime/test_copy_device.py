@@ -32,7 +32,10 @@ def test_a_drafts_layer_comes_to_the_device_with_the_others():
         ]
 
     controller = SimpleNamespace(
-        _l2_load_transfers=transfers, transfer_layer_id_max=2, io_backend="direct"
+        _l2_load_transfers=transfers,
+        transfer_layer_id_max=2,
+        io_backend="direct",
+        mem_pool_host=host,
     )
     copy = CpuCopies(controller).begin(slots(pages), slots(places), None)
     copy.place()

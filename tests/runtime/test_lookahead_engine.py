@@ -4,8 +4,11 @@ are fakes; no server.
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any, cast
+
+import pytest
 
 from sgl_kvtier.policy.messages import RequestFinished
 from sgl_kvtier.policy.pages.owners import owner_of
@@ -13,7 +16,7 @@ from sgl_kvtier.runtime.ahead import engine as lookahead_engine
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.host_pins import MOST_PINS
 from sgl_kvtier.runtime.sglang.types import Req
-from sgl_kvtier.runtime.step.page_names import SessionNames
+from sgl_kvtier.runtime.step.page_names import PageNames, SessionNames
 from sgl_kvtier.runtime.step.tracked import Announced, Path, Requests
 from sgl_kvtier.types import PageKey
 
@@ -81,6 +84,27 @@ def test_a_prompt_that_was_asked_before_is_known_to_be_in_the_tree_as_far_as_it_
     )
     hands.checkpointed(req, 2 * PAGE)
     assert (known.kept, known.node) == (2 * PAGE, 5)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_an_idle_session_keeps_the_tokens_that_name_its_pages(pairs: bool):
+    hands = made()
+    hands.context.names = names = PageNames(PAGE, pairs=pairs)
+    hands.sessions = SessionNames()
+    hands.facts = SimpleNamespace(placed=lambda keys, tier: None)  # type: ignore[assignment]
+    tokens = array("q", range(3 * PAGE + 1))
+    req: Any = SimpleNamespace(
+        rid="r", kv=SimpleNamespace(cache_protected_len=3 * PAGE), last_node=5,
+        full_untruncated_fill_ids=tokens, origin_input_ids=tokens, extra_key=None, cache_salt=None,
+        finished=lambda: True, finished_reason=None,
+    )  # fmt: skip
+    hands._requests.of("r").announced = Announced(req, (), "7", len(tokens))
+    hands.checkpointed(req, 0)
+    hands.released(req)
+    kept = hands._idle["7"]
+    assert kept.keys == names.keys_of(tokens, req) and len(kept.keys) == 3
+    key = names.radix_key(kept, 0, 3)
+    assert (len(key), key.is_bigram) == (3 * PAGE, pairs)
 
 
 def test_the_order_of_returns_is_looked_up_once_in_a_step_and_as_far_as_it_is_used():

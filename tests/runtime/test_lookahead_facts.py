@@ -22,12 +22,15 @@ from sgl_kvtier.runtime.ahead.tier_check import TierCheck
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ahead.victims import Victims
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
-from sgl_kvtier.runtime.step.page_names import SessionNames, keys_of
+from sgl_kvtier.runtime.sglang.tree_nodes import TreeNodes
+from sgl_kvtier.runtime.step.page_names import PageNames, SessionNames
+from sgl_kvtier.runtime.step.tracked import Path as TreePath
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import open_store
 from sgl_kvtier.types import PageKey, Tier
 
 PAGE = 4
+NAMES = PageNames(PAGE, pairs=False)
 
 
 def request(rid: str = "r", **more: Any) -> Any:
@@ -48,7 +51,8 @@ class Lab:
     cache does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, pairs: bool = False) -> None:
+        """`pairs`: of a server with EAGLE, whose pages are named by pairs of tokens."""
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -60,6 +64,7 @@ class Lab:
             token_to_kv_pool_allocator=None,  # type: ignore[arg-type]
             page_size=PAGE,
             tree_components=(self.full,),
+            is_eagle=pairs,
         )
         self.core = RustUnifiedTreeCore(params)
         self.core.set_hicache_enabled()
@@ -99,7 +104,7 @@ class Lab:
         while step.result is None:
             step = self.core.resume_insert()
         self.core.end_insert()
-        keys = keys_of(array("q", tokens), request(), PAGE)
+        keys = NAMES.keys_of(array("q", tokens), request())
         self.facts.placed(keys, Tier.DEVICE)
         self.map.claim(owner, keys, next_use)
         return step.result.last_device_node
@@ -119,17 +124,43 @@ def test_names_are_sglangs_and_can_be_continued():
     lab = Lab()
     tokens = array("q", range(5, 31))
     node = lab.insert("a", list(tokens[:24]), 1.0)
-    keys = keys_of(tokens, request(), PAGE)
+    keys = NAMES.keys_of(tokens, request())
     assert len(keys) == 6 and keys == lab.facts.node_keys(node)
-    assert keys_of(tokens, request(), PAGE, keys[:2]) == keys
-    assert keys_of(tokens[:9], request(), PAGE, keys) == keys[:2]
-    assert not set(keys) & set(keys_of(tokens, request(cache_salt="salt"), PAGE))
-    assert not set(keys) & set(keys_of(tokens, request(extra_key="lora"), PAGE))
+    assert NAMES.keys_of(tokens, request(), keys[:2]) == keys
+    assert NAMES.keys_of(tokens[:9], request(), keys) == keys[:2]
+    assert not set(keys) & set(NAMES.keys_of(tokens, request(cache_salt="salt")))
+    assert not set(keys) & set(NAMES.keys_of(tokens, request(extra_key="lora")))
+
+
+def test_pages_named_by_pairs_have_sglangs_names_too():
+    lab = Lab(pairs=True)
+    names = PageNames(PAGE, pairs=TreeNodes(lab.tree).named_by_pairs)
+    tokens = array("q", range(5, 30))
+    keys = names.keys_of(tokens, request())
+    assert len(keys) == 6 and len(names.keys_of(tokens[:24], request())) == 5
+    assert names.keys_of(tokens, request(), keys[:2]) == keys
+    assert names.keys_of(tokens[:12], request(), keys) == keys[:2], "the token after is needed"
+    assert not set(keys) & set(NAMES.keys_of(tokens, request()))
+    other = array("q", [*tokens[:12], 99])
+    assert names.keys_of(other, request()) == (*keys[:2], names.keys_of(other, request())[2])
+    assert names.keys_of(other, request())[2] != keys[2], "the next token is another one"
+
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+
+    path = TreePath(tokens[: names.tokens_naming(4)], keys[:4], None, None)
+    key = names.radix_key(path, 0, 4)
+    step = lab.core.begin_insert(InsertParams(key=key, value=torch.arange(4 * PAGE)))
+    while step.result is None:
+        step = lab.core.resume_insert()
+    lab.core.end_insert()
+    assert lab.facts.node_keys(step.result.last_device_node) == keys[:4]
+    part = names.radix_key(path, 1, 3)
+    assert (len(part), part.is_bigram, part.token_ids.tolist()) == (8, True, list(range(9, 18)))
 
 
 def test_a_session_is_what_its_client_names_or_what_its_prompt_goes_on_from():
     names = SessionNames()
-    keys = keys_of(array("q", range(40)), request(), PAGE)
+    keys = NAMES.keys_of(array("q", range(40)), request())
     assert names.of(request("a", session_id="s"), keys) == "s"
     assert names.of(request("a", routing_key="k"), keys) == "k"
     first = names.of(request("a"), keys[:4])
@@ -170,7 +201,7 @@ def test_a_shared_beginning_leaves_after_the_last_who_wants_it():
     tracker = {lab.full: 0}
     lab.victims.evict(8, tracker)
     assert tracker[lab.full] == 8
-    wanted = keys_of(array("q", [*shared, *range(100, 108)]), request(), PAGE)
+    wanted = NAMES.keys_of(array("q", [*shared, *range(100, 108)]), request())
     assert all(Tier.DEVICE in lab.map.page(key).tiers for key in wanted)
     lab.victims.evict(16, {lab.full: 0})
     assert lab.map.count(Tier.DEVICE) == 0 and len(lab.evicted) == 3
@@ -278,7 +309,7 @@ def test_what_was_said_to_have_left_the_store_is_not_found_missing_as_well(tmp_p
 def test_a_host_page_that_was_freed_is_not_there_for_a_move_that_fails_later():
     lab = Lab()
     lab.insert("a", list(range(100, 108)), 1.0)
-    keys = keys_of(array("q", range(100, 108)), request(), PAGE)
+    keys = NAMES.keys_of(array("q", range(100, 108)), request())
     lab.facts._hold([key.hex() for key in keys], torch.arange(2 * PAGE))
     lab.map.moving(keys, Tier.HOST)
     lab.facts.failed(keys, Tier.HOST)
@@ -306,7 +337,7 @@ def test_paths_are_not_held_back_any_more_when_an_eviction_fails():
 def test_a_page_that_came_back_to_the_device_is_there_for_a_move_that_fails():
     lab = Lab()
     lab.insert("a", list(range(100, 108)), 1.0)
-    keys = keys_of(array("q", range(100, 108)), request(), PAGE)
+    keys = NAMES.keys_of(array("q", range(100, 108)), request())
     lab.facts.dropped(keys[1:], Tier.DEVICE)
     lab.map.placed(keys[1:], Tier.DEVICE, 0.0)  # as if the map had not been told yet
     lab.facts.failed(keys, Tier.DEVICE)

@@ -39,7 +39,7 @@ def made() -> tuple[Promotions, list[torch.Tensor], list[Any]]:
         cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=None),
         token_to_kv_pool_allocator=SimpleNamespace(size=32 * PAGE),
         dec_host_lock_ref=lambda anchor, pin: None,
-        tree_core=None,
+        tree_core=SimpleNamespace(is_eagle=False),
     )
     slots = SimpleNamespace(
         put_back_host=given_back.append, give_host=lambda tokens: None, tokens=0

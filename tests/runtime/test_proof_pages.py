@@ -122,7 +122,7 @@ def test_pages_that_cannot_be_compared_say_why(monkeypatch: pytest.MonkeyPatch) 
     for change, why in (
         (lambda c: setattr(c.mem_pool_host, "layout", "layer_first"), "layout layer_first"),
         (lambda c: setattr(c.mem_pool_device, "host_transfer_translate", len), "other numbers"),
-        (lambda c: setattr(c, "_l2_load_transfers", lambda *_: []), "several pools"),
+        (lambda c: setattr(c, "_l2_load_transfers", lambda *_: []), "describes no load"),
         (lambda c: c.mem_pool_device.k_buffer.pop(), "host pages of"),
     ):
         one = controller(*pools("cpu", "page_first"), "direct")

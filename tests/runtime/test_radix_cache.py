@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvtier.runtime.restore.kept_pages import KeptPages
+from sgl_kvtier.runtime.scheduler import radix_cache
 from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.scheduler.radix_cache import KVTierRadixCache
 from sgl_kvtier.types import PageKey
@@ -54,19 +55,92 @@ def test_a_server_without_our_parts_ends_as_stock_does(monkeypatch: pytest.Monke
     assert ended == [1]
 
 
-def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+PARAMS = SimpleNamespace(sidecar_draft_device_pools=())
+SERVER = SimpleNamespace(
+    hicache_storage_backend_extra_config='{"store": {"path": "unused"}, '
+    '"policy": {"restore": "both", "prefetch": "on"}}'
+)
+
+
+def without_pools(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The cache of a model with KV pages alone; nothing is built."""
     monkeypatch.setattr(UnifiedRadixCache, "init_hicache", lambda self, server_args, params: None)
     tree = bare()
     tree.tree_components = (ComponentType.FULL,)
-    tree.sidecar_pool_specs = [SimpleNamespace(pool_name=PoolName.INDEXER)]
-    extra = '{"store": {"path": "unused"}, "policy": {"restore": "both", "prefetch": "on"}}'
+    tree.sidecar_pool_specs = []
+    tree.cache_controller = SimpleNamespace(allocate_storage_hit=None, device="cpu")
+    monkeypatch.setattr(
+        UnifiedRadixCache,
+        "register_sidecar_pool",
+        lambda self, spec, entry: self.sidecar_pool_specs.append(spec),
+    )
+    return tree
+
+
+def built(monkeypatch: pytest.MonkeyPatch, tree: Any) -> list[list[str]]:
+    """At each building of our parts the names of the side pools that were there."""
+    seen: list[list[str]] = []
+
+    def build(tree: Any, server_args: Any) -> Any:
+        seen.append([str(spec.pool_name) for spec in tree.sidecar_pool_specs])
+        return SimpleNamespace(agreement=SimpleNamespace(alone=True), close=seen.clear)
+
+    monkeypatch.setattr(radix_cache.restore_setup, "build", build)
+    monkeypatch.setattr(radix_cache.restore_setup, "lacks", lambda tree, server_args: None)
+    monkeypatch.setattr(radix_cache, "StoredPages", lambda controller, alone: None)
+    monkeypatch.setattr(radix_cache.tree_ranks, "stages", lambda tree: 1)
+    return seen
+
+
+def spec(name: PoolName) -> Any:
+    return SimpleNamespace(pool_name=name)
+
+
+def test_our_parts_are_built_when_the_pools_of_a_draft_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = without_pools(monkeypatch)
+    seen = built(monkeypatch, tree)
+    monkeypatch.setattr(
+        radix_cache.slot_pools, "registered_later", lambda params: {"draft", "draft_indexer"}
+    )
+    tree.register_sidecar_pool(spec(PoolName.INDEXER))  # SGLang's, while it builds its cache
+    tree.init_hicache(SERVER, PARAMS)
+    assert tree.kvtier is None
+    tree.register_sidecar_pool(spec(PoolName.DRAFT))
+    assert tree.kvtier is None and seen == []
+    tree.register_sidecar_pool(spec(PoolName.DRAFT_INDEXER))
+    assert tree.kvtier is not None and seen == [["indexer", "draft", "draft_indexer"]]
+
+
+def test_a_model_without_a_draft_is_served_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = without_pools(monkeypatch)
+    seen = built(monkeypatch, tree)
+    tree.init_hicache(SERVER, PARAMS)
+    assert tree.kvtier is not None and seen == [[]]
+
+
+def test_a_pool_that_comes_later_than_told_ends_our_parts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = without_pools(monkeypatch)
+    seen = built(monkeypatch, tree)
+    tree.init_hicache(SERVER, PARAMS)
     with caplog.at_level(logging.WARNING):
-        tree.init_hicache(SimpleNamespace(hicache_storage_backend_extra_config=extra), None)
+        tree.register_sidecar_pool(spec(PoolName.DRAFT))
+    assert tree.kvtier is None and seen == [] and "the pool draft came too late" in caplog.text
+
+
+def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = without_pools(monkeypatch)
+    tree.tree_components = (ComponentType.FULL, ComponentType.SWA)
+    with caplog.at_level(logging.WARNING):
+        tree.init_hicache(SERVER, PARAMS)
     assert tree.kvtier is None
     assert (
-        "prefixes are restored and pages are prefetched and evicted SGLang's own way: indexer"
+        "prefixes are restored and pages are prefetched and evicted SGLang's own way: swa"
         in caplog.text
     )
 
@@ -118,6 +192,7 @@ def tree_that_backs_up(
 
     def copy(tree: Any, node: int, slots: torch.Tensor, comps: Any, sidecars: Any) -> torch.Tensor:
         copied.append(slots.tolist())
+        tree.sidecars.append([sidecar.pool_name for sidecar in sidecars])
         return slots + 1000
 
     monkeypatch.setattr(UnifiedRadixCache, "_execute_kv_backup", copy)
@@ -127,6 +202,7 @@ def tree_that_backs_up(
         page_size=PAGE, get_hash_values=lambda node: [key.hex() for key in keys]
     )
     tree.cache_controller = SimpleNamespace(ack_write_queue=[])
+    tree.sidecars = []
     tree.kvtier = SimpleNamespace(
         engine=SimpleNamespace(kept=KeptPages(SimpleNamespace(free=lambda slots: None), PAGE)),  # type: ignore[arg-type]
         turns=SimpleNamespace(nodes=list),
@@ -144,6 +220,17 @@ def test_pages_that_were_restored_are_not_copied_back(monkeypatch: pytest.Monkey
     assert copied == [[0, 1, 2, 3]], "of three pages the one that was computed"
     assert host.tolist() == [1000, 1001, 1002, 1003, *kept.tolist()]
     assert tree.kvtier.engine.kept.tokens == 0 and tree.cache_controller.ack_write_queue == []
+
+
+def test_restored_pages_of_a_draft_are_not_copied_back_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their rows were read into the same host pages; those of the others go with their KV."""
+    tree, copied, keys = tree_that_backs_up(monkeypatch, 3)
+    tree.kvtier.engine.kept.keep("r", keys[1:], torch.arange(2 * PAGE) + 500)
+    host = tree._execute_kv_backup(7, torch.arange(3 * PAGE), {}, [spec(PoolName.DRAFT)])
+    assert copied == [[0, 1, 2, 3]] and host.tolist()[PAGE:] == list(range(500, 508))
+    assert tree.sidecars == [[PoolName.DRAFT]]
 
 
 def test_a_node_that_was_restored_as_a_whole_is_acknowledged_without_a_copy(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from command_lines import KVTIER, PLAIN, launching, mla_model, window_model
 from sglang.srt.arg_groups.model_override_base import model_config_of
-from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hicache_storage import PoolName, SidecarPoolSpec
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.platforms import current_platform
 
@@ -34,13 +34,17 @@ BOTH = PolicyConfig(restore="both", prefetch="off", eviction="lru")
 AUTO = PolicyConfig(restore="auto", prefetch="off", eviction="lru")
 AHEAD = PolicyConfig(restore="both", prefetch="on", eviction="next-use")
 
+CHAIN = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+TREE = "--speculative-num-steps 3 --speculative-eagle-topk 2 --speculative-num-draft-tokens 6 --device cuda --attention-backend flashinfer"
+
 BY_FLAGS = [
     ("chunked prefill", "--chunked-prefill-size", "--chunked-prefill-size -1"),
     ("pages of one token", "--page-size 64", "--page-size 1"),
     ("host pages in pieces", "--hicache-mem-layout page_first_direct", "--hicache-mem-layout layer_first"),
     ("buffer only", "--hicache-host-memory-mode cache", "--hicache-host-memory-mode buffer_only"),
-    ("speculative decoding", "--speculative-algorithm", "--model-path MLA --speculative-algorithm EAGLE"),
-    ("speculative decoding", "--speculative-algorithm", "--model-path MLA --speculative-algorithm NEXTN"),
+    ("speculative decoding in another way", "--speculative-algorithm EAGLE", "--model-path MLA --speculative-algorithm DFLASH --speculative-draft-model-path MLA --speculative-dflash-block-size 4"),
+    ("multi-layer EAGLE", "--enable-multi-layer-eagle", "--model-path MLA --speculative-algorithm EAGLE --enable-multi-layer-eagle"),
+    ("several branches", "--speculative-eagle-topk 1", f"--model-path MLA --speculative-algorithm EAGLE {TREE}"),
     ("deterministic inference", "--prefill-attention-backend triton", "--device cuda --enable-deterministic-inference --attention-backend triton --prefill-attention-backend flashinfer"),
     ("mixed chunks", "--enable-mixed-chunk", "--enable-mixed-chunk"),
     ("experts whose weights move", "--dwdp-size", "--dwdp-size 2 --tp 2"),
@@ -56,7 +60,6 @@ BY_MODEL = [
     ("radix cache is off", "--model-impl sglang", {"disable_radix_cache": True}),
     ("window pages", "--disable-hybrid-swa-memory", {"is_hybrid_swa": True}),
     ("state pages", 'policy.restore = "off"', {"is_hybrid_ssm": True}),
-    ("index keys", 'policy.restore = "off"', {"is_dsa": True}),
 ]
 """What the line names, what mends it, and what SGLang has found out about the model when it builds
 its cache.
@@ -96,19 +99,21 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 def context(**changes: bool) -> Any:
     """What SGLang knows of a model with KV pages alone."""
     return SimpleNamespace(
-        **{
-            "disable_radix_cache": False,
-            "is_hybrid_swa": False,
-            "is_hybrid_ssm": False,
-            "is_dsa": False,
-            **changes,
-        }
+        **{"disable_radix_cache": False, "is_hybrid_swa": False, "is_hybrid_ssm": False, **changes}
     )
 
 
 def tree(*kinds: ComponentType, side_pools: tuple[PoolName, ...] = ()) -> Any:
-    specs = [SimpleNamespace(pool_name=name) for name in side_pools]
-    return SimpleNamespace(tree_components=(ComponentType.FULL, *kinds), sidecar_pool_specs=specs)
+    """As built for a model: with side pools whose pages lie at the slots of KV pages, as far as
+    SGLang says, and in host pools that nobody knows.
+    """
+    specs = [SidecarPoolSpec(name, PoolName.KV) for name in side_pools]
+    group = SimpleNamespace(entry_map={name: SimpleNamespace(host_pool=0) for name in side_pools})
+    return SimpleNamespace(
+        tree_components=(ComponentType.FULL, *kinds),
+        sidecar_pool_specs=specs,
+        cache_controller=SimpleNamespace(mem_pool_host=group),
+    )
 
 
 def test_a_plain_server_is_refused_nothing(launch):
@@ -185,14 +190,14 @@ def test_one_nvidia_gpu_restores_and_looks_ahead_by_default(launch):
 def test_all_reasons_are_said_at_once(launch):
     line = str(
         restore_setup.own_way(
-            launch("--page-size 1 --enable-mixed-chunk"), context(is_dsa=True), BOTH
+            launch("--page-size 1 --enable-mixed-chunk"), context(is_hybrid_ssm=True), BOTH
         )
     )
-    assert all(what in line for what in ("index keys", "--page-size 64", "mixed chunks"))
+    assert all(what in line for what in ("state pages", "--page-size 64", "mixed chunks"))
 
 
 @pytest.mark.parametrize(
-    "flags", ["--enable-mixed-chunk", "--model-path MLA --speculative-algorithm EAGLE"]
+    "flags", ["--enable-mixed-chunk", f"--model-path MLA --speculative-algorithm EAGLE {TREE}"]
 )
 def test_a_server_that_was_to_look_ahead_says_that_it_does_not(launch, drafts, flags):
     args = launch(flags)
@@ -210,6 +215,23 @@ def test_latents_on_several_ranks_are_restored_as_other_pages_are(launch):
         restore_setup.own_way(args, context(), AHEAD) is None
         and restore_setup.not_followed(args, AHEAD) == []
     )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--speculative-algorithm EAGLE {CHAIN}",
+        f"--speculative-algorithm NEXTN {CHAIN}",
+        f"--speculative-algorithm EAGLE3 --speculative-draft-model-path MLA {CHAIN}",
+        f"--speculative-algorithm STANDALONE --speculative-draft-model-path MLA {CHAIN}",
+        "--speculative-algorithm NGRAM --device cuda --attention-backend flashinfer",
+    ],
+    ids=["EAGLE", "NEXTN", "EAGLE3", "STANDALONE", "NGRAM"],
+)
+def test_chains_of_drafted_tokens_are_not_refused(launch, drafts, flags):
+    args = launch(f"--model-path MLA {flags}")
+    assert restore_setup.own_way(args, context(), AHEAD) is None
+    assert restore_setup.not_followed(args, AHEAD) == []
 
 
 def test_with_stages_looking_ahead_is_refused_and_restoring_goes_on(launch):

@@ -39,12 +39,15 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 
 from sgl_kvtier.errors import ConfigError, SeamError
+from sgl_kvtier.lab.gpu.pools import random_bytes
 from sgl_kvtier.runtime.backend import hooks as backend_hooks
 from sgl_kvtier.runtime.backend import identity
-from sgl_kvtier.runtime.backend.host_pages import is_page_contiguous
-from sgl_kvtier.runtime.backend.storage import KVTierStorage
+from sgl_kvtier.runtime.backend.host_pages import bytes_of, is_page_contiguous
+from sgl_kvtier.runtime.backend.storage import KVTierStorage, _WholePages
 from sgl_kvtier.runtime.sglang.hooks import targets
 from sgl_kvtier.runtime.step.page_names import page_key
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.types import Tier
 
 CONTIGUOUS = ["page_first_direct", "page_first"]
 
@@ -446,6 +449,73 @@ def test_a_restorations_pages_are_read_before_those_sglang_reads(make):
         )
         assert job.wait(15) and ended == ["OK"] * 4 and not own.done()
         assert own.result(timeout=15) == [True] * 20
+
+
+def with_draft(make, **how):
+    """A backend with a draft's pool beside the KV pages, and both pools with pages 0 to 3 stored."""
+    kv, draft = host_pool(), host_pool(seed=1)
+    backend = make(kv, side_pools=[(PoolName.DRAFT, draft)], **how)
+    backend.batch_set_v1(keys(*range(4)), slots([0, 1, 2, 3]))
+    stored = PoolTransfer(name=PoolName.DRAFT, host_indices=slots([0, 1, 3]), keys=keys(0, 1, 3))
+    assert backend.batch_set_v2([stored]) == {PoolName.DRAFT: [True] * 3}
+    return backend, kv, draft
+
+
+def test_a_page_is_read_in_all_pools_as_one(make):
+    backend, kv, draft = with_draft(make)
+    ended: list[tuple[int, str]] = []
+    job = backend.begin_read(
+        [page_key(name) for name in keys(0, 1, 2, 3)],
+        slots([20, 21, 22, 23]),
+        on_page=lambda page, outcome: ended.append((page, outcome.name)),
+    )
+    assert job.wait(15)
+    assert sorted(ended) == [(0, "OK"), (1, "OK"), (2, "MISS"), (3, "OK")], "once for each page"
+    for pool in (kv, draft):
+        assert [page_bytes(pool, p) for p in (20, 21, 23)] == [
+            page_bytes(pool, p) for p in (0, 1, 3)
+        ]
+
+
+def test_a_page_ends_with_its_last_part_and_the_first_that_failed():
+    ended: list[tuple[int, ReadOutcome]] = []
+    whole = _WholePages(2, 3, lambda page, outcome: ended.append((page, outcome)))
+    for part, outcome in ((4, "CORRUPT"), (0, "OK"), (3, "OK"), (1, "OK")):
+        whole(part, ReadOutcome[outcome])
+    assert ended == []
+    whole(5, ReadOutcome.CANCELLED)
+    whole(2, ReadOutcome.OK)
+    assert ended == [(1, ReadOutcome.CORRUPT), (0, ReadOutcome.OK)]
+
+
+def test_sglangs_own_read_of_a_prefix_leaves_side_pools_to_sglang(make):
+    backend, kv, draft = with_draft(make)
+    before = page_bytes(draft, 20)
+    assert transfer(backend, keys(0, 1), [20, 21]) == [True, True]
+    assert page_bytes(kv, 20) == page_bytes(kv, 0) and page_bytes(draft, 20) == before
+
+
+def test_a_page_is_stored_where_every_pool_has_it(make):
+    backend, _, _ = with_draft(make)
+    assert backend.stored(keys(*range(5))) == [Tier.STORAGE, Tier.STORAGE, None, Tier.STORAGE, None]
+
+
+def test_index_keys_are_read_in_place_as_they_were_stored(make):
+    """A copy through a flat page is what earlier versions have stored."""
+    pool = index_key_pool()
+    random_bytes(pool.index_k_with_scale_buffer)
+    backend = make(host_pool(), side_pools=[(PoolName.INDEXER, pool)])
+    pages = [(torch.arange(64) + 64 * page) for page in (1, 5)]
+    flat = pool.get_data_page(64, flat=True).contiguous()
+    backend._write(keys("a"), [[bytes_of(flat)]], "indexer")
+    into = PoolTransfer(name=PoolName.INDEXER, host_indices=pages[1], keys=keys("a"))
+    assert backend.batch_get_v2([into]) == {PoolName.INDEXER: [True]}
+    assert torch.equal(pool.get_data_page(5 * 64), flat)
+    again = PoolTransfer(name=PoolName.INDEXER, host_indices=pages[0], keys=keys("b"))
+    assert is_page_contiguous(pool) and backend.batch_set_v2([again]) == {PoolName.INDEXER: [True]}
+    found = pool.get_dummy_flat_data_page()
+    assert backend._read(keys("b"), [[bytes_of(found)]], "indexer") == [True]
+    assert torch.equal(found, flat)
 
 
 def test_a_prefix_read_ahead_is_cut_short_too(make):

@@ -125,6 +125,15 @@ def test_a_prefix_without_a_gap_is_what_sglang_found() -> None:
     assert found(one, 10 * PAGE, PAGE) == on_disk(0, 10, (0, 10))
 
 
+def test_pages_behind_the_gap_are_found_with_side_pools_too() -> None:
+    """They have the slots of the KV pages, and the backend looks into every pool."""
+    backend, one = Backend([0, 1, 4, 5, 7]), operation()
+    one.pool_transfers = [SimpleNamespace(name="draft")]
+    assert ask(Controller(backend), one, 2) == 2
+    assert backend.asked == [NAMES[2:]]
+    assert found(one, 2 * PAGE, PAGE) == on_disk(0, 8, (0, 2), (4, 6), (7, 8))
+
+
 def test_where_nothing_lies_behind_the_gap_there_is_no_hole() -> None:
     one = operation()
     assert ask(Controller(Backend([0, 1])), one, 2) == 2

@@ -28,6 +28,7 @@ from sgl_kvtier.lab.layers.job import Job, best_cut
 from sgl_kvtier.runtime.backend.host_pages import parts_of
 from sgl_kvtier.runtime.cpu.platform import works_at_once
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
+from sgl_kvtier.runtime.sglang import slot_pools
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.store.base import PageRead
@@ -75,7 +76,7 @@ class Layers:
         self._counters = counters
         self._controller = context.tree.cache_controller
         some = torch.zeros(context.page, dtype=torch.int64)
-        transfers = self._controller._l2_load_transfers(some, some)
+        transfers = slot_pools.transfers(self._controller, some, some)
         self.parts = parts
         self.layers = int(self._controller.transfer_layer_id_max)
         self._block = max(1, (args.chunked_prefill_size or 0) // context.page)

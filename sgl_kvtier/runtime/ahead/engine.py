@@ -37,7 +37,7 @@ from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Req, Scheduler
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.context import StepContext
-from sgl_kvtier.runtime.step.page_names import SessionNames, compact, keys_of
+from sgl_kvtier.runtime.step.page_names import SessionNames, compact
 from sgl_kvtier.runtime.step.polls import Poll
 from sgl_kvtier.runtime.step.tracked import Announced, Path
 from sgl_kvtier.types import Tier
@@ -103,9 +103,9 @@ class LookaheadEngine:
             return
         page = self.context.page
         if after // page > len(known.keys):
-            known.keys = keys_of(
-                requests.tokens_of(req)[: after // page * page], req, page, known.keys
-            )
+            names = self.context.names
+            tokens = requests.tokens_of(req)[: names.tokens_naming(after // page)]
+            known.keys = names.keys_of(tokens, req, known.keys)
         known.node, known.kept = req.last_node, after
         if after <= before:
             return  # all of it was there: a prompt that was asked before
@@ -128,7 +128,7 @@ class LookaheadEngine:
             self._park(
                 known.session,
                 Path(
-                    compact(requests.tokens_of(req)[: len(keys) * page]),
+                    compact(requests.tokens_of(req)[: self.context.names.tokens_naming(len(keys))]),
                     keys,
                     req.extra_key,
                     req.cache_salt,
@@ -326,8 +326,8 @@ class LookaheadEngine:
             self.victims = None
 
     def _arrive(self, req: Req) -> None:
-        tokens, page = requests.tokens_of(req), self.context.page
-        keys = keys_of(tokens[: max(0, len(tokens) - 1)], req, page)
+        tokens = requests.tokens_of(req)
+        keys = self.context.names.keys_of(tokens[: max(0, len(tokens) - 1)], req)
         session = self.sessions.of(req, keys)
         self._requests.of(req.rid).announced = Announced(
             req, keys, session, len(tokens), path=self._unpark(session)

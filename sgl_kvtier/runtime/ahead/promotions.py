@@ -246,7 +246,7 @@ class Promotions:
 
     def _find(self, path: Path) -> Found:
         """How much of a path the tree has now."""
-        return self._tree.find(path.radix_key(0, len(path.keys) * self._page))
+        return self._tree.find(self._context.names.radix_key(path, 0, len(path.keys)))
 
     # --- copies to the device ---------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ class Promotions:
         none when it takes none.
         """
         page, names = self._page, [key.hex() for key in fetch.keys[:pages]]
-        tokens = fetch.path.radix_key(fetch.start * page, (fetch.start + pages) * page)
+        tokens = self._context.names.radix_key(fetch.path, fetch.start, fetch.start + pages)
         taken = self._host.graft(fetch.pin.node, tokens, fetch.host[: pages * page], names)
         if taken is None:
             return _NO_SPAN

@@ -40,7 +40,16 @@ is named by a data-parallel rank.
 
 def is_page_contiguous(pool: Any) -> bool:
     """Whether a page of this host pool lies in few pieces (K and V) that can be read in place."""
-    return pool.layout in CONTIGUOUS and isinstance(getattr(pool, "kv_buffer", None), torch.Tensor)
+    return pool.layout in CONTIGUOUS and buffer_of(pool) is not None
+
+
+def buffer_of(pool: Any) -> torch.Tensor | None:
+    """The tensor that holds all of a host pool's pages, which index keys have under a name of their
+    own; None where there is none.
+    """
+    names = ("kv_buffer", "index_k_with_scale_buffer")
+    found = [getattr(pool, name, None) for name in names]
+    return next((buffer for buffer in found if isinstance(buffer, torch.Tensor)), None)
 
 
 def is_replicated(pool: Any) -> bool:
@@ -141,8 +150,9 @@ def parts_of(pool: Any, pages: int, host_indices: torch.Tensor) -> list[list[mem
     `host_indices`: a slot per token.
     """
     addresses, sizes = pool.get_page_buffer_meta(host_indices)
-    whole = bytes_of(pool.kv_buffer.view(-1))
-    base = pool.kv_buffer.data_ptr()
+    buffer = buffer_of(pool)
+    assert buffer is not None, "a page-contiguous pool has one"
+    whole, base = bytes_of(buffer.view(-1)), buffer.data_ptr()
     pieces = [whole[a - base : a - base + n] for a, n in zip(addresses, sizes, strict=True)]
     per_page = len(pieces) // pages if pages else 0
     return [pieces[i * per_page : (i + 1) * per_page] for i in range(pages)]

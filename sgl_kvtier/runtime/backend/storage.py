@@ -250,12 +250,15 @@ class KVTierStorage(HiCacheStorage):
         return isinstance(self._store, TieredStore)
 
     def stored(self, keys: Sequence[str]) -> list[Tier | None]:
-        """Where each of these pages is, if it is. No disk access."""
-        there = self._has(keys, KV)
-        return [
-            tier if page else None
-            for tier, page in zip(self._tiers([page_key(k) for k in keys], KV), there, strict=True)
-        ]
+        """Where each of these pages is, if it is there in all pools: the furthest of its parts. No
+        disk access. Only for servers without side pools of other slots.
+        """
+        names = [page_key(key) for key in keys]
+        there, tiers = [True] * len(keys), [Tier.STORAGE] * len(keys)
+        for pool in self.registered_pools:
+            there = [a and b for a, b in zip(there, self._has(keys, pool), strict=True)]
+            tiers = [max(pair) for pair in zip(tiers, self._tiers(names, pool), strict=True)]
+        return [tier if page else None for tier, page in zip(tiers, there, strict=True)]
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
@@ -382,25 +385,46 @@ class KVTierStorage(HiCacheStorage):
         on_page: Callable[[int, ReadOutcome], None] | None = None,
         urgency: Urgency = Urgency.NOW,
     ) -> ReadJob | None:
-        """Begins reading pages, in this order, into host slots. None while no store is open, or
-        where a page's layout in the host pool differs from the store's. The slots belong to the
-        store until each page's `on_page`, which an I/O thread calls.
+        """Begins reading pages, in this order, into host slots: each in all pools, which have the
+        same slots. None while no store is open, or where a page's layout in a host pool differs
+        from the store's. The slots belong to the store until each page's `on_page`, which an I/O
+        thread calls when its last part has ended, with the first outcome that is not OK. Only for
+        servers without other side pools; the job counts the parts of a page one by one.
         """
-        store = self._store
-        if store is None or not is_page_contiguous(self.mem_pool_host):
+        pools = tuple(self.registered_pools)
+        if on_page is not None and len(pools) > 1:
+            on_page = _WholePages(len(keys), len(pools), on_page)
+        return self._begin_read(pools, keys, host_slots, deadline_s, on_page, urgency)
+
+    def _begin_read(
+        self,
+        pools: Sequence[str],
+        keys: Sequence[PageKey],
+        host_slots: torch.Tensor,
+        deadline_s: float | None,
+        on_page: Callable[[int, ReadOutcome], None] | None,
+        urgency: Urgency,
+    ) -> ReadJob | None:
+        """The same of these pools alone, with an `on_page` for every part: those of a page follow
+        one another.
+        """
+        store, hosts = self._store, [self.registered_pools[pool] for pool in pools]
+        if store is None or not all(map(is_page_contiguous, hosts)):
             return None
-        parts = parts_of(self.mem_pool_host, len(keys), host_slots)
-        return store.read(
-            self._reads(keys, parts), priority=urgency, deadline_s=deadline_s, on_page=on_page
-        )
+        by_pool = [
+            self._reads(keys, parts_of(host, len(keys), host_slots), pool)
+            for pool, host in zip(pools, hosts, strict=True)
+        ]
+        reads = [read for page in zip(*by_pool, strict=True) for read in page]
+        return store.read(reads, priority=urgency, deadline_s=deadline_s, on_page=on_page)
 
     def begin_read_into(
         self, keys: Sequence[PageKey], parts: Sequence[Sequence[memoryview]]
     ) -> ReadJob | None:
-        """Begins reading pages into memory of the caller's own, which belongs to the store until
+        """Begins reading KV pages into memory of the caller's own, which belongs to the store until
         the job is done; None while no store is open.
         """
-        return self.begin_reads(self._reads(keys, parts))
+        return self.begin_reads(self._reads(keys, parts, KV))
 
     def begin_reads(
         self, pages: Sequence[PageRead], on_page: Callable[[int, ReadOutcome], None] | None = None
@@ -410,9 +434,10 @@ class KVTierStorage(HiCacheStorage):
         return None if store is None else store.read(pages, on_page=on_page)
 
     def _reads(
-        self, keys: Sequence[PageKey], parts: Sequence[Sequence[memoryview]]
+        self, keys: Sequence[PageKey], parts: Sequence[Sequence[memoryview]], pool: str
     ) -> list[PageRead]:
-        return [PageRead(key, part, self._tag(KV)) for key, part in zip(keys, parts, strict=True)]
+        tag = self._tag(pool)
+        return [PageRead(key, part, tag) for key, part in zip(keys, parts, strict=True)]
 
     # ---- what is there, for lookahead ----
 
@@ -531,7 +556,9 @@ class KVTierStorage(HiCacheStorage):
         return read
 
     def _begin(self, keys: Sequence[str], host_indices: torch.Tensor) -> ReadJob:
-        job = self.begin_read([page_key(key) for key in keys], host_indices, urgency=Urgency.SOON)
+        """A part of SGLang's own read, which asks for side pools itself and counts the worst."""
+        names = [page_key(key) for key in keys]
+        job = self._begin_read((KV,), names, host_indices, None, None, Urgency.SOON)
         if job is None:
             job = OrderedJob(len(keys), None, None)
             job.end_rest(ReadOutcome.MISS)
@@ -594,6 +621,28 @@ def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore
         raise
     found: PageStore = front.in_front(store, config.lab, tp_rank)
     return found
+
+
+class _WholePages:
+    """Told of the ends of parts, tells of the ends of pages: `on_page` is called once for each of
+    `pages`, when its last part has ended. The parts of a page follow one another. Any thread.
+    """
+
+    def __init__(self, pages: int, parts: int, on_page: Callable[[int, ReadOutcome], None]) -> None:
+        self._parts, self._on_page = parts, on_page
+        self._left = [parts] * pages
+        self._outcomes = [ReadOutcome.OK] * pages
+        self._lock = threading.Lock()
+
+    def __call__(self, part: int, outcome: ReadOutcome) -> None:
+        page = part // self._parts
+        with self._lock:
+            self._left[page] -= 1
+            if self._outcomes[page] is ReadOutcome.OK:
+                self._outcomes[page] = outcome
+            if self._left[page]:
+                return
+        self._on_page(page, self._outcomes[page])
 
 
 def _drain(batches: deque[tuple[int, float]], pages: list[int], bandwidth: list[float]) -> None:

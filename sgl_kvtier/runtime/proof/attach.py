@@ -34,7 +34,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sgl_kvtier.runtime.backend.host_pages import CONTIGUOUS, PAGE_AXES, device_buffers, parts_of
+from sgl_kvtier.runtime.backend.host_pages import PAGE_AXES, parts_of
+from sgl_kvtier.runtime.backend.loaded_pools import loaded_pools
 from sgl_kvtier.runtime.proof.record import Difference, Proof, State
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.host_tier import Pin
@@ -81,10 +82,13 @@ _SKIPPED = LOST[ReadOutcome.CANCELLED]
 
 
 class Pools(NamedTuple):
-    """SGLang's pools of a model whose pages can be compared."""
+    """SGLang's pools of keys and values, whose pages can be compared. `halves`: by half and layer
+    the device's buffers, those of a draft in the same pages last.
+    """
 
     device: Any
     host: Any
+    halves: list[list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -259,14 +263,14 @@ class AttachProof:
 
     def _copy_aside(self, check: _Check, page: int, slots: torch.Tensor, stream: Any) -> None:
         if stream is None:
-            check.rows[page] = rows_of(self._pools.device, slots)
+            check.rows[page] = rows_of(self._pools.halves, slots)
             return
         module = torch.get_device_module(stream.device)
         if slots.device.type != "cpu":
             # They were copied on the scheduler's stream, for which the forward has waited.
             slots.record_stream(stream)
         with module.stream(stream):
-            check.rows[page] = rows_of(self._pools.device, slots)
+            check.rows[page] = rows_of(self._pools.halves, slots)
             check.ready = module.Event()
             check.ready.record(stream)
 
@@ -454,22 +458,17 @@ class _Comparing:
 
 
 def comparable(controller: Any, page_tokens: int) -> Pools | str:
-    """The pools of this HiCache controller, or why their pages cannot be compared."""
-    some = torch.zeros(page_tokens, dtype=torch.int64)  # of none, SGLang describes no transfer
-    transfers = controller._l2_load_transfers(some, some)
-    if len(transfers) != 1:
-        return f"{len(transfers)} pools have a share of each page"
-    host, device = transfers[0].host_pool, transfers[0].device_pool
-    if not hasattr(device, "k_buffer") and not hasattr(device, "kv_buffer"):
-        return f"{type(device).__name__} has no rows of keys and values"
-    if host.layout not in CONTIGUOUS or not isinstance(
-        getattr(host, "kv_buffer", None), torch.Tensor
-    ):
-        return f"host pages in the layout {host.layout} do not lie in one piece"
-    return Pools(device, host)
+    """The pools of this HiCache controller, or why their pages cannot be compared. Of pools beside
+    the KV pages nothing is computed anew: they have the same slots, which is what is looked at.
+    """
+    try:
+        kv = loaded_pools(controller, page_tokens)[0]
+    except ValueError as error:
+        return str(error)
+    return Pools(kv.device, kv.host, [half.layers for half in kv.halves])
 
 
-def rows_of(device: Any, slots: torch.Tensor) -> list[torch.Tensor]:
+def rows_of(halves: list[list[torch.Tensor]], slots: torch.Tensor) -> list[torch.Tensor]:
     """Copies of the rows in these device slots, on the current stream: a uint8 tensor [layer,
     token, head, byte] of K and one of V, or one of latents.
     """
@@ -478,7 +477,7 @@ def rows_of(device: Any, slots: torch.Tensor) -> list[torch.Tensor]:
         torch.stack(
             [layer.view(torch.uint8).index_select(0, slots.to(layer.device)) for layer in half]
         )
-        for half in device_buffers(device)
+        for half in halves
     ]
 
 

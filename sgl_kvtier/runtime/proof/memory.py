@@ -34,6 +34,7 @@ from sgl_kvtier.runtime.backend.host_pages import shape_of
 from sgl_kvtier.runtime.cuda.page_shape import host_pool_of
 from sgl_kvtier.runtime.proof.record import Proof, State
 from sgl_kvtier.runtime.ranks.agreement import Agreement
+from sgl_kvtier.runtime.sglang import slot_pools
 from sgl_kvtier.store.disk.env import Env, create_file, read_file, unique_number
 from sgl_kvtier.store.disk.namespace import PROOF
 
@@ -202,7 +203,9 @@ def page_of(controller: Any) -> str:
     """The shape of this controller's pages, in one line."""
     shape = shape_of(host_pool_of(controller)).fields()
     layers = {"layers": controller.transfer_layer_id_max}
-    return " ".join(f"{name}={value}" for name, value in {**shape, **layers}.items())
+    names = "+".join(str(entry.name) for entry in slot_pools.beside(controller))
+    beside = {"beside": names} if names else {}
+    return " ".join(f"{name}={value}" for name, value in {**shape, **layers, **beside}.items())
 
 
 def _as_told(shown: Shown | None) -> str:

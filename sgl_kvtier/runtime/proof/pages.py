@@ -1,7 +1,8 @@
 """Pages on the device compared with the host pages that they were loaded from, after their copy has
 ended and before anything may read them.
 
-A copy's device pages are read back by another way than they went: torch's own indexing of each
+A page is one of all pools that a load goes through: keys and values, a draft's, index keys. A
+copy's device pages are read back by another way than they went: torch's own indexing of each
 layer on a stream of its own, then over the bus into pinned memory. They are compared in C, without
 the interpreter, with the load's host pages, which the store has just verified and which are the
 load's until its pages have ended. A page that differs is lost, so the front computes it and no
@@ -25,7 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sgl_kvtier.runtime.backend.host_pages import PAGE_AXES, bytes_of, device_buffers
+from sgl_kvtier.runtime.backend.host_pages import buffer_of, bytes_of
+from sgl_kvtier.runtime.backend.loaded_pools import LoadedPool, loaded_pools
 from sgl_kvtier.runtime.cpu.platform import works_at_once
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.fences import sleeping_event
@@ -82,7 +84,7 @@ class Sampling:
 
 
 class _Part(NamedTuple):
-    """What is read back at once: K or V of pages [first, stop) in layers [low, high)."""
+    """What is read back at once: a half of pages [first, stop) in layers [low, high)."""
 
     half: int
     first: int
@@ -91,12 +93,37 @@ class _Part(NamedTuple):
     high: int
 
 
+class _HostPages:
+    """The pages of a host pool in memory."""
+
+    def __init__(self, host: Any) -> None:
+        buffer = buffer_of(host)
+        assert buffer is not None, "a pool whose pages are loaded has one"
+        self.flat = buffer.view(-1).view(torch.uint8)
+        self.base, self.bytes = buffer.data_ptr(), bytes_of(self.flat)
+        self.pool = host
+
+    def starts(self, host_slots: torch.Tensor) -> np.ndarray:
+        """Where each page's pieces begin in memory, int64 [piece]: as the store is told where it
+        reads them to.
+        """
+        addresses, _ = self.pool.get_page_buffer_meta(host_slots)
+        return np.array(addresses, dtype=np.int64) - self.base
+
+
 @dataclass(frozen=True, eq=False)
 class _Half:
-    """K, V or the latents. `layers`: bytes [slot, row] of each on the device. `steps`: in host
-    memory, from one layer, token, head to the next.
+    """K, V, the latents or the index keys of a pool. `layers`: bytes [row, byte] of each on the
+    device, where a token or a page is a row. `steps`: in host memory, from one layer, row, head to
+    the next.
     """
 
+    name: str
+    host: _HostPages
+    piece: int
+    """Its place among the pieces of a host page."""
+    page_rows: int
+    """Rows of a page on the device: as many as it has tokens, or one."""
     layers: list[torch.Tensor]
     row_bytes: int
     head_bytes: int
@@ -109,14 +136,22 @@ class _Half:
         steps = {**self.steps, "layer": self.steps["layer"] * every}
         return replace(self, layers=self.layers[::every], steps=steps, every=every)
 
-    def axes(self, layers: int, tokens: int, page: int) -> tuple[tuple[Any, ...], int]:
-        """Axes for `differing`, of `tokens` that were read back in `layers`, and the bytes that lie
+    def rows(self, device_slots: torch.Tensor, page: int) -> torch.Tensor:
+        """The rows of whole pages with these slots."""
+        return device_slots if self.page_rows > 1 else device_slots[::page] // page
+
+    def page_bytes(self) -> int:
+        """Of all its layers."""
+        return len(self.layers) * self.page_rows * self.row_bytes
+
+    def axes(self, layers: int, pages: int) -> tuple[tuple[Any, ...], int]:
+        """Axes for `differing`, of `pages` that were read back in `layers`, and the bytes that lie
         together in both.
         """
         row, head, steps = self.row_bytes, self.head_bytes, self.steps
         found = [
-            (layers, steps["layer"], tokens * row),
-            (page, steps["token"], row),
+            (layers, steps["layer"], pages * self.page_rows * row),
+            (self.page_rows, steps["token"], row),
             (row // head, steps["head"], head),
         ]
         run = head
@@ -157,30 +192,26 @@ class ReadBack:
         if _differing is None:
             raise ValueError("sgl_kvtier.runtime.cuda._native is not compiled")
         self.page = page_tokens
-        transfer = _only_transfer(controller, page_tokens)
-        self._pool, whole = transfer.host_pool, transfer.host_pool.kv_buffer
-        self._flat = whole.view(-1).view(torch.uint8)
-        self._base, self._host = whole.data_ptr(), bytes_of(self._flat)
-        self.halves = _halves(transfer, page_tokens)
-        self.page_bytes = sum(
-            len(half.layers) * page_tokens * half.row_bytes for half in self.halves
-        )
+        pools = loaded_pools(controller, page_tokens)
+        self.halves = [half for pool in pools for half in _halves(pool)]
+        self.page_bytes = sum(half.page_bytes() for half in self.halves)
         self._at_once = works_at_once(controller.device)
         self._module = torch.get_device_module(controller.device)
         self._stream = None if self._at_once else self._module.Stream()
         self.index = None if self._at_once else self._module.current_device()
         self._memory = memory
-        row = max(half.row_bytes for half in self.halves)
-        nbytes = max(min(PIECE_BYTES, len(self._host)), row * page_tokens)
+        whole = max(len(half.host.bytes) for half in self.halves)
+        layer = max(half.row_bytes * half.page_rows for half in self.halves)
+        nbytes = max(min(PIECE_BYTES, whole), layer)
         self._pieces = [_Piece(nbytes, controller.device, memory) for _ in range(2)]
         self._nbytes = nbytes
 
     def differing(
         self, host_slots: torch.Tensor, device_slots: torch.Tensor
     ) -> dict[int, tuple[str, int]]:
-        """Of these pages those that differ, by their place among them: whether in keys, values or
-        latents, and the first layer. Blocks its thread, without the interpreter while it waits and
-        compares. Nothing may write the pages meanwhile.
+        """Of these pages those that differ, by their place among them: in which half (`keys`,
+        `draft latents`), and the first layer. Blocks its thread, without the interpreter while it
+        waits and compares. Nothing may write the pages meanwhile.
         """
         starts = self._starts(host_slots)
         parts = list(self._parts(len(starts)))
@@ -194,25 +225,26 @@ class ReadBack:
         return found
 
     def host_page(self, host_slots: torch.Tensor, offset: int) -> list[torch.Tensor]:
-        """A copy of one of these host pages: the bytes of K and of V."""
+        """A copy of one of these host pages: the bytes of each half."""
         slots = host_slots[offset * self.page : (offset + 1) * self.page]
-        addresses, sizes = self._pool.get_page_buffer_meta(slots)
-        starts = [address - self._base for address in addresses]
+        starts = self._starts(slots)[0].tolist()
         return [
-            self._flat[start : start + n].clone() for start, n in zip(starts, sizes, strict=True)
+            half.host.flat[start : start + half.page_bytes()].clone()
+            for half, start in zip(self.halves, starts, strict=True)
         ]
 
     def _starts(self, host_slots: torch.Tensor) -> np.ndarray:
-        """Where each page's halves begin in host memory, int64 [page, half]: as the store is told
-        where it reads them to.
-        """
-        addresses, _ = self._pool.get_page_buffer_meta(host_slots)
-        return (np.array(addresses, dtype=np.int64) - self._base).reshape(-1, len(self.halves))
+        """Where each page's halves begin in their pools' memory, int64 [page, half]."""
+        pages = len(host_slots) // self.page
+        by_pool = {half.host: half.host.starts(host_slots) for half in self.halves}
+        return np.stack(
+            [by_pool[half.host].reshape(pages, -1)[:, half.piece] for half in self.halves], axis=1
+        )
 
     def _parts(self, pages: int) -> Iterator[_Part]:
         """All of these pages, in parts that fit a piece: whole pages, or layers of one."""
         for number, half in enumerate(self.halves):
-            layer_bytes, layers = half.row_bytes * self.page, len(half.layers)
+            layer_bytes, layers = half.row_bytes * half.page_rows, len(half.layers)
             at_once = max(1, self._nbytes // (layer_bytes * layers))
             deep = layers if at_once > 1 else max(1, min(layers, self._nbytes // layer_bytes))
             for first in range(0, pages, at_once):
@@ -223,14 +255,15 @@ class ReadBack:
     def _begin(self, part: _Part, piece: _Piece, device_slots: torch.Tensor) -> None:
         half = self.halves[part.half]
         slots = device_slots[part.first * self.page : part.stop * self.page]
-        shape = (part.high - part.low, len(slots), half.row_bytes)
+        layers = half.layers[part.low : part.high]
+        shape = (len(layers), (part.stop - part.first) * half.page_rows, half.row_bytes)
         nbytes = shape[0] * shape[1] * shape[2]
         if self._at_once:
-            _gather(half.layers[part.low : part.high], slots, piece.pinned[:nbytes].view(shape))
+            _gather(layers, half.rows(slots, self.page), piece.pinned[:nbytes].view(shape))
             return
         assert piece.raw is not None
         with self._module.stream(self._stream):
-            _gather(half.layers[part.low : part.high], slots, piece.raw[:nbytes].view(shape))
+            _gather(layers, half.rows(slots, self.page), piece.raw[:nbytes].view(shape))
             self.copy_back(piece.pinned[:nbytes], piece.raw[:nbytes])
             piece.event = sleeping_event(self._module)
             piece.event.record(self._stream)
@@ -248,19 +281,15 @@ class ReadBack:
         half, pages = self.halves[part.half], part.stop - part.first
         if piece.event is not None:
             piece.event.synchronize()
-        tokens, layers = pages * self.page, part.high - part.low
-        axes, run = half.axes(layers, tokens, self.page)
+        layers, page_step = part.high - part.low, half.page_rows * half.row_bytes
+        axes, run = half.axes(layers, pages)
         begin = starts[part.first : part.stop, part.half] + part.low * half.steps["layer"]
-        read_back = piece.pinned[: layers * tokens * half.row_bytes].numpy()
-        page_step = self.page * half.row_bytes
-        first = compare(read_back, self._host, np.ascontiguousarray(begin), page_step, axes, run)
+        read_back = piece.pinned[: layers * pages * page_step].numpy()
+        host = half.host.bytes
+        first = compare(read_back, host, np.ascontiguousarray(begin), page_step, axes, run)
         for place, layer in enumerate(first):
             if layer >= 0:
-                name = _NAMES[len(self.halves)][part.half]
-                found.setdefault(part.first + place, (name, part.low + layer))
-
-
-_NAMES = {1: ("latents",), 2: ("keys", "values")}
+                found.setdefault(part.first + place, (half.name, part.low + layer))
 
 
 def compare(
@@ -277,44 +306,21 @@ def _gather(layers: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Tens
         torch.index_select(layer, 0, slots, out=into)
 
 
-def _only_transfer(controller: Any, page_tokens: int) -> Any:
-    """How SGLang describes a load to this controller's device. Raises ValueError."""
-    some = torch.zeros(page_tokens, dtype=torch.int64)  # of none, SGLang describes no transfer
-    transfers = controller._l2_load_transfers(some, some)
-    if len(transfers) != 1 or transfers[0].is_draft:
-        kinds = ", ".join(type(transfer.host_pool).__name__ for transfer in transfers)
-        raise ValueError(f"pages of several pools ({kinds})")
-    host, device = transfers[0].host_pool, transfers[0].device_pool
-    if host.layout not in PAGE_AXES or not isinstance(
-        getattr(host, "kv_buffer", None), torch.Tensor
-    ):
-        raise ValueError(f"host pages of layout {host.layout} in {type(host).__name__}")
-    if getattr(device, "host_transfer_translate", None) is not None:
-        raise ValueError("device slots with other numbers than the pool's")
-    return transfers[0]
-
-
-def _halves(transfer: Any, page: int) -> list[_Half]:
-    """K and V, or the latents, of a pool's pages. Raises ValueError where rows on the device are
-    not those of the host's pages.
-    """
-    host, halves = transfer.host_pool, []
-    _, sizes = host.get_page_buffer_meta(torch.arange(page))
-    buffers = device_buffers(transfer.device_pool)
-    if len(sizes) != len(buffers) or len(buffers) not in _NAMES:
-        raise ValueError(f"{len(sizes)} pieces of a page in {type(host).__name__}")
-    for layers, nbytes in zip(buffers, sizes, strict=True):
-        try:
-            rows = [layer.view(torch.uint8).view(len(layer), -1) for layer in layers]
-        except RuntimeError:
-            raise ValueError("device rows that lie apart") from None
-        row, heads = rows[0].shape[1], layers[0].shape[1] if layers[0].dim() > 2 else 1
-        if len(rows) * page * row != nbytes or row % heads:
-            raise ValueError(f"host pages of {nbytes} bytes, of {len(rows)} layers of {row} bytes")
-        count, steps, step = {"layer": len(rows), "token": page, "head": heads}, {}, row // heads
-        for axis in reversed(PAGE_AXES[host.layout]):
+def _halves(pool: LoadedPool) -> list[_Half]:
+    """The halves of a pool's pages."""
+    halves, host = [], _HostPages(pool.host)
+    for piece, half in enumerate(pool.halves):
+        rows = [layer.view(torch.uint8).view(len(layer), -1) for layer in half.layers]
+        row = rows[0].shape[1]
+        heads = half.layers[0].shape[1] if pool.page_rows > 1 and half.layers[0].dim() > 2 else 1
+        if row % heads:
+            raise ValueError(f"rows of {row} bytes of {heads} heads")
+        count, steps, step = (
+            {"layer": len(rows), "token": pool.page_rows, "head": heads}, {}, row // heads
+        )  # fmt: skip
+        for axis in reversed(pool.axes):
             steps[axis], step = step, step * count[axis]
-        halves.append(_Half(rows, row, row // heads, steps))
+        halves.append(_Half(half.name, host, piece, pool.page_rows, rows, row, row // heads, steps))
     return halves
 
 
@@ -375,7 +381,7 @@ class Kept:
     """A page of a request as it was in host memory when it was loaded, to be compared again."""
 
     def __init__(self, page: int, halves: list[torch.Tensor]) -> None:
-        """`page`: its number in the request's prompt. `halves`: its bytes, K and V."""
+        """`page`: its number in the request's prompt. `halves`: its bytes by half."""
         self.page, self.halves = page, halves
 
 
@@ -411,7 +417,7 @@ class SecondLook:
         self._back, self._at_once = back, works_at_once(controller.device)
         every = -(-back.page_bytes // PIECE_BYTES)  # of a page that fits no piece some layers
         self._halves = [half.thinned(every) for half in back.halves]
-        nbytes = sum(len(half.layers) * half.row_bytes for half in self._halves) * back.page
+        nbytes = sum(half.page_bytes() for half in self._halves)
         self._piece = _Piece(nbytes, controller.device, memory)
         self._numbers = _Piece(2 * 8 * back.page, controller.device, memory)
         self._module = torch.get_device_module(controller.device)
@@ -494,16 +500,18 @@ class SecondLook:
 
     def _gather(self, target: torch.Tensor, slots: torch.Tensor) -> None:
         for half, nbytes, at in self._places():
-            shape = (len(half.layers), self._back.page, half.row_bytes)
-            _gather(half.layers, slots, target[at : at + nbytes].view(shape))
+            shape, rows = (
+                (len(half.layers), half.page_rows, half.row_bytes),
+                half.rows(slots, self._back.page),
+            )
+            _gather(half.layers, rows, target[at : at + nbytes].view(shape))
 
     def _places(self) -> Iterator[tuple[_Half, int, int]]:
-        """K and V, their bytes, and where they begin in what is read back."""
+        """Each half, its bytes, and where it begins in what is read back."""
         at = 0
         for half in self._halves:
-            nbytes = len(half.layers) * self._back.page * half.row_bytes
-            yield half, nbytes, at
-            at += nbytes
+            yield half, half.page_bytes(), at
+            at += half.page_bytes()
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
@@ -522,9 +530,8 @@ class SecondLook:
         row, slots = self._numbers_of(taken)
         if not torch.equal(row, slots):
             return
-        page = self._back.page
         for kept, (half, nbytes, at) in zip(taken.kept.halves, self._places(), strict=True):
-            axes, run = half.axes(len(half.layers), page, page)
+            axes, run = half.axes(len(half.layers), 1)
             read_back = self._piece.pinned[at : at + nbytes].numpy()
             layer = compare(read_back, kept.numpy(), np.zeros(1, np.int64), 0, axes, run)[0]
             if layer >= 0:

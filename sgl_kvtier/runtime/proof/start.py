@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from sgl_kvtier.runtime.backend.host_pages import device_buffers
+from sgl_kvtier.runtime.backend.host_pages import buffer_of
+from sgl_kvtier.runtime.backend.loaded_pools import LoadedPool, loaded_pools
 from sgl_kvtier.runtime.cuda.bus_window import CHOICES, Trial, window_for
 from sgl_kvtier.runtime.cuda.card_memory import registration_borders
 from sgl_kvtier.runtime.cuda.page_shape import host_pool_of
@@ -126,50 +127,56 @@ def check(copies: Any, controller: Any, rows: Rows | None = None) -> StartResult
 
 
 class Rows:
-    """A host pool and a device pool as rows of bytes by half (K and V, or latents alone), layer,
-    page and token. Device work goes to the calling thread's current stream.
+    """The pools of a load as rows of bytes by half (K and V, or latents; then those of pools beside
+    the KV pages), layer, page and row: of a token, or of a whole page of index keys. Device work
+    goes to the calling thread's current stream.
     """
 
-    def __init__(self, module: Any, host: Any, device_halves: Sequence[Sequence[torch.Tensor]]):
-        """`host`: a host pool of SGLang's; `device_halves`: per half a tensor [slot, ...] for every
-        layer.
-        """
+    def __init__(self, module: Any, pools: Sequence[LoadedPool]):
+        """Raises StartDiffers where rows cannot be read back."""
         self.module = module
-        self.page = int(host.page_size)
-        self.device = device_halves
-        self.layers = len(device_halves[0])
-        self.buffer: torch.Tensor = host.kv_buffer
-        pieces = list(self.buffer) if len(device_halves) == 2 else [self.buffer]
-        layers = range(self.layers)
-        self.host = [
-            [_host_rows(host.layout, piece.view(torch.uint8), n, self.page) for n in layers]
-            for piece in pieces
-        ]
+        self.page = int(pools[0].host.page_size)
+        halves = [half for pool in pools for half in pool.halves]
+        self.names = [half.name for half in halves]
+        self.device = [half.layers for half in halves]
+        self.page_rows = [pool.page_rows for pool in pools for _ in pool.halves]
+        self.host = [layers for pool in pools for layers in _host_layers(pool)]
+        self.row_bytes = [layers[0][0, 0].numel() for layers in self.host]
+        buffer = buffer_of(pools[0].host)
+        assert buffer is not None, "a pool whose pages are loaded has one"
+        self.buffer: torch.Tensor = buffer
+        """Of the KV pages."""
         self.host_pages = len(self.host[0][0])
-        self.device_pages = len(device_halves[0][0]) // self.page
-        self.row_bytes = self.host[0][0][0, 0].numel()
-        if any(layer[0].nbytes != self.row_bytes for half in device_halves for layer in half):
-            raise StartDiffers("device rows that lie apart cannot be read back")
+        self.device_pages = len(self.device[0][0]) // self.page_rows[0]
+        for layers, nbytes in zip(self.device, self.row_bytes, strict=True):
+            if any(layer[0].nbytes != nbytes for layer in layers):
+                raise StartDiffers("device rows that lie apart cannot be read back")
 
     @classmethod
     def of(cls, controller: Any) -> Rows:
-        """Those that this controller's loads go between. Raises StartDiffers where loads go between
-        several pools, or pools whose rows are not known.
+        """Those that this controller's loads go between. Raises StartDiffers where SGLang does not
+        tell how they lie.
         """
-        some = torch.zeros(1, dtype=torch.int64)  # of none, SGLang describes no transfer
-        transfers = [one for one in controller._l2_load_transfers(some, some) if not one.is_draft]
-        if len(transfers) != 1 or not isinstance(
-            getattr(transfers[0].host_pool, "kv_buffer", None), torch.Tensor
-        ):
-            kinds = ", ".join(type(transfer.host_pool).__name__ for transfer in transfers)
-            raise StartDiffers(f"pages of {kinds} cannot be read back")
-        host, device = transfers[0].host_pool, transfers[0].device_pool
-        return cls(torch.get_device_module(controller.device), host, device_buffers(device))
+        page = int(host_pool_of(controller).page_size)
+        try:
+            pools = loaded_pools(controller, page)
+        except ValueError as error:
+            raise StartDiffers(f"pages cannot be read back: {error}") from error
+        return cls(torch.get_device_module(controller.device), pools)
 
     @property
     def page_bytes(self) -> int:
         """Of all halves and layers."""
-        return len(self.device) * self.layers * self.page * self.row_bytes
+        return sum(
+            len(layers) * rows * nbytes
+            for layers, rows, nbytes in zip(
+                self.device, self.page_rows, self.row_bytes, strict=True
+            )
+        )
+
+    def _at(self, half: int, slots: torch.Tensor) -> torch.Tensor:
+        """The rows of this half in whole pages with these slots."""
+        return slots if self.page_rows[half] > 1 else slots[:: self.page] // self.page
 
     def slots(self, pages: Sequence[int], *, on_device: bool) -> torch.Tensor:
         """The token slots (int64) of these pages."""
@@ -178,19 +185,20 @@ class Rows:
 
     def fill(self, slots: torch.Tensor, byte: int) -> None:
         """All bytes of these device slots."""
-        for half in self.device:
-            for layer in half:
-                layer.view(torch.uint8)[slots] = byte
+        for half, layers in enumerate(self.device):
+            rows = self._at(half, slots)
+            for layer in layers:
+                layer.view(torch.uint8)[rows] = byte
 
     def read(self, half: int, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """What these device slots hold when the current stream comes to it, on the device."""
-        return self.device[half][layer].view(torch.uint8)[slots].flatten(1)
+        return self.device[half][layer].view(torch.uint8)[self._at(half, slots)].flatten(1)
 
     def all_are(self, half: int, layer: int, slots: torch.Tensor, byte: int) -> torch.Tensor:
         """Whether all bytes of these device slots are this one when the current stream comes to
         it: a bool on the device.
         """
-        return (self.device[half][layer].view(torch.uint8)[slots] == byte).all()
+        return (self.device[half][layer].view(torch.uint8)[self._at(half, slots)] == byte).all()
 
     def fetch(self, rows: torch.Tensor) -> torch.Tensor:
         """What was read, in host memory. Waits for the current stream."""
@@ -205,6 +213,21 @@ class Rows:
         some = torch.zeros(4 << 20, device=self.device[0][0].device)
         for _ in range(int(seconds / 25e-6)):
             some.add_(1)
+
+
+def _host_layers(pool: LoadedPool) -> list[list[torch.Tensor]]:
+    """By half and layer views [page, row, head, byte] of a pool's host memory."""
+    buffer, page = buffer_of(pool.host), int(pool.host.page_size)
+    assert buffer is not None, "a pool whose pages are loaded has one"
+    pieces = list(buffer) if len(pool.halves) == 2 else [buffer]
+    found = []
+    for piece, half in zip(pieces, pool.halves, strict=True):
+        layout = pool.host.layout if pool.page_rows > 1 else "page_first_direct"
+        rows = piece.view(torch.uint8)
+        if pool.page_rows == 1:  # page, layer, one row, byte
+            rows = rows.unsqueeze(3)
+        found.append([_host_rows(layout, rows, n, page) for n in range(len(half.layers))])
+    return found
 
 
 def _host_rows(layout: str, piece: torch.Tensor, layer: int, page: int) -> torch.Tensor:
@@ -249,7 +272,7 @@ def _choose(rows: Rows, singles: int) -> _Chosen:
 
 def _host_pages(rows: Rows, most: int) -> list[int]:
     last, first = rows.host_pages - 1, rows.buffer.data_ptr()
-    half_bytes = rows.page * rows.layers * rows.row_bytes
+    half_bytes = rows.page_rows[0] * len(rows.device[0]) * rows.row_bytes[0]
     beside: list[int] = []
     for border in registration_borders(rows.buffer):
         at = (border - first) // half_bytes % rows.host_pages
@@ -273,10 +296,10 @@ class _Scene:
         self._rooms = int(getattr(copies, "rooms", 2))
         self._pages = _choose(rows, 2 * self._rooms)
         self._fence_stream = controller.load_fence_stream
-        some = (0, rows.layers // 2, rows.layers - 1)
-        self._some = [(half, n) for half in range(len(rows.device)) for n in dict.fromkeys(some)]
+        counts = [len(layers) for layers in rows.device]
+        self._all = [(half, n) for half, count in enumerate(counts) for n in range(count)]
+        self._some = [(h, n) for h, n in self._all if n in (0, counts[h] // 2, counts[h] - 1)]
         """Halves and layers that are looked at where not all are."""
-        self._all = [(half, n) for half in range(len(rows.device)) for n in range(rows.layers)]
         self._zero: list[torch.Tensor] = []
         self.compared = 0
         self._busy_s = _BUSY_S
@@ -316,13 +339,13 @@ class _Scene:
             logger.exception("kvtier: the pages of the check at start could not be cleaned")
 
     def _wanted(self, half: int, layer: int, pages: Sequence[int]) -> torch.Tensor:
-        """The pattern of these host pages: bytes [token of a page, byte of a row]."""
-        rows = self._rows
-        first = (half * rows.layers + layer) * rows.host_pages
-        number = (torch.tensor(pages)[:, None] + first) * rows.page + torch.arange(rows.page)
+        """The pattern of these host pages: bytes [row of a page, byte of a row]."""
+        rows, of_page = self._rows, self._rows.page_rows[half]
+        first = self._all.index((half, layer)) * rows.host_pages
+        number = (torch.tensor(pages)[:, None] + first) * of_page + torch.arange(of_page)
         code = ((number.flatten() + 1) * _CODE).to(torch.int32)
-        words = torch.arange(-(-rows.row_bytes // 4), dtype=torch.int32) * _STEP
-        return (code[:, None] + words).view(torch.uint8)[:, : rows.row_bytes]
+        words = torch.arange(-(-rows.row_bytes[half] // 4), dtype=torch.int32) * _STEP
+        return (code[:, None] + words).view(torch.uint8)[:, : rows.row_bytes[half]]
 
     def _make_old(self, pages: Sequence[int]) -> None:
         """Puts the old bytes into these device pages and those beside them."""
@@ -491,11 +514,10 @@ class _Scene:
             wanted = self._wanted(half, layer, pages)
             if not torch.equal(found, wanted):
                 wrong = (found != wanted).any(1).nonzero()
-                page, token = divmod(int(wrong[0]), self._rows.page)
-                name = ("K", "V")[half] if len(self._rows.device) == 2 else "latents"
+                page, row = divmod(int(wrong[0]), self._rows.page_rows[half])
                 raise StartDiffers(
-                    f"{name} of layer {layer} of host page {pages[page]} is not what is on the "
-                    f"device, from token {token} on ({len(wrong)} of {len(found)} tokens)"
+                    f"{self._rows.names[half]} of layer {layer} of host page {pages[page]} are not "
+                    f"what is on the device, from row {row} on ({len(wrong)} of {len(found)} rows)"
                 )
 
     def _look_beside(self, *, some: bool = False, but: set[int] | None = None) -> None:

@@ -3,8 +3,8 @@ way is chosen here:
 
     a CPU                     `CpuCopies`: a copy is done when it is placed
     a card, pages in order    `StagedCopies` (runtime/cuda): copy engine and one launch
-    a card, other pages       `StreamCopies`: SGLang's own kernels, one launch for all layers where
-                              rows lie equally far apart (latents), else a launch per layer
+    a card, other pages, or   `StreamCopies`: SGLang's own kernels, one launch for all layers where
+    several pools             rows lie equally far apart (latents), else a launch per layer
     any other accelerator     `StreamCopies`, a launch per layer
 
 A server takes the first way that the check at start finds right (`chosen_for`). What copies as
@@ -36,6 +36,7 @@ from sgl_kvtier.runtime.cuda.staging import pages_of_room, staging_bytes
 from sgl_kvtier.runtime.proof import start
 from sgl_kvtier.runtime.proof.start import StartResult
 from sgl_kvtier.runtime.restore.page_mover import Copy, CopyDevice
+from sgl_kvtier.runtime.sglang import slot_pools
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ controller both. A stand-in for the CPU adds itself.
 
 
 class CpuCopies:
-    """Copies by the calling thread, with one torch thread so that the forward keeps its cores."""
+    """Copies in all pools by the calling thread, with one torch thread so that the forward keeps
+    its cores.
+    """
 
     most_tokens: int | None = None
 
@@ -79,7 +82,7 @@ class CpuCopies:
 
     def _copy(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
         controller = self._controller
-        for transfer in controller._l2_load_transfers(host_slots, device_slots):
+        for transfer in slot_pools.transfers(controller, host_slots, device_slots):
             for layer in range(controller.transfer_layer_id_max):
                 local = transfer.layer_mapper(layer) if transfer.layer_mapper is not None else layer
                 if local is not None:
@@ -157,10 +160,8 @@ class StreamCopies:
                 host, device = controller.move_indices(host_slots, device_slots)
             else:
                 host, device = self._ring.upload(host_slots), device_slots
-            transfers, layers = (
-                controller._l2_load_transfers(host, device),
-                controller.transfer_layer_id_max,
-            )
+            transfers = slot_pools.transfers(controller, host, device)
+            layers = controller.transfer_layer_id_max
             one = self._all_layers and self._all_layers.of(transfers)
             if one:
                 transfers, layers = one, 1
@@ -221,7 +222,7 @@ def copies_for(controller: Any, *, restores: bool = True) -> CopyDevice:
         return StreamCopies(controller)
     memory, scatter = card(controller)
     if not restores:
-        return StreamCopies(controller, memory, all_layers_of(controller))
+        return StreamCopies(controller, memory, _all_layers(controller))
     return next(_ways(controller, memory, scatter))
 
 
@@ -285,7 +286,7 @@ def _ways(controller: Any, memory: CardMemory, scatter: MakeScatter) -> Iterator
     for; at least one is.
     """
     pool = host_pool_of(controller)
-    reason = unfit(controller) or memory.unread(pool)
+    reason = _several_pools(controller) or unfit(controller) or memory.unread(pool)
     if reason is None:
         staged = _staged(controller, memory, scatter)
         if isinstance(staged, str):
@@ -301,12 +302,22 @@ def _ways(controller: Any, memory: CardMemory, scatter: MakeScatter) -> Iterator
                     _say_staging(controller, memory, staged)
                     yield staged
         del staged
-    all_layers = all_layers_of(controller)
+    all_layers = _all_layers(controller)
     how = "layer by layer" if all_layers is None else "all layers in one launch"
     logger.warning("kvtier: loads are copied by SGLang's kernels, %s: %s", how, reason)
     if all_layers is not None:
         yield StreamCopies(controller, memory, all_layers)
     yield StreamCopies(controller, memory)
+
+
+def _several_pools(controller: Any) -> str | None:
+    """Why a load cannot go through staging, which has pages of one pool, or None."""
+    names = [str(entry.name) for entry in slot_pools.beside(controller)]
+    return f"pages of several pools, {', '.join(names)} beside KV" if names else None
+
+
+def _all_layers(controller: Any) -> AllLayers | None:
+    return None if slot_pools.beside(controller) else all_layers_of(controller)
 
 
 def _say_staging(controller: Any, memory: CardMemory, staged: StagedCopies) -> None:

@@ -22,7 +22,7 @@ from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.host_pins import evict_others
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.parts import Parts
-from sgl_kvtier.runtime.sglang import storage_ops, tree_ranks
+from sgl_kvtier.runtime.sglang import slot_pools, storage_ops, tree_ranks
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.stored_pages import StoredPages
 from sgl_kvtier.runtime.sglang.types import Operation, Req
@@ -39,17 +39,43 @@ class KVTierRadixCache(UnifiedRadixCache):
     """Ours; None where all is SGLang's own way."""
     _taken_over = False
     _in_reduction = False
+    _built_for: Any = None
+    """The server's arguments, once host pools and storage backend are built."""
+    _drafts = frozenset[str]()
+    """Names of the pools that SGLang registers for a draft after that."""
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
-        """After host pools and storage backend were built: storage hits go to the engine."""
+        """Builds host pools and storage backend; ours follows when all pools are there."""
         super().init_hicache(server_args, params)
-        line = restore_setup.lacks(self, server_args)
+        self._built_for = server_args
+        self._drafts = frozenset(slot_pools.registered_later(params))
+        if not self._drafts:
+            self._take_storage_hits()
+
+    def register_sidecar_pool(self, spec: Any, entry: Any = None) -> None:
+        """One more pool whose pages have the slots of another one's."""
+        super().register_sidecar_pool(spec, entry)
+        if self._drafts:
+            self._drafts -= {str(spec.pool_name)}
+            if not self._drafts:
+                self._take_storage_hits()
+        elif self.kvtier is not None:  # it copies and counts the pools that were there
+            logger.warning(
+                "kvtier: prefixes are restored SGLang's own way: the pool %s came too late",
+                spec.pool_name,
+            )
+            parts, self.kvtier = self.kvtier, None
+            parts.close()
+
+    def _take_storage_hits(self) -> None:
+        """When all pools are there: storage hits go to the engine."""
+        line = restore_setup.lacks(self, self._built_for)
         if line is not None:
             logger.warning("%s", line)
             return
         self._allocate = self.cache_controller.allocate_storage_hit
         self.cache_controller.allocate_storage_hit = self._offer_or_allocate
-        self.kvtier = restore_setup.build(self, server_args)
+        self.kvtier = restore_setup.build(self, self._built_for)
         if tree_ranks.stages(self) == 1:  # else SGLang looks on the first stage alone
             StoredPages(self.cache_controller, self.kvtier.agreement.alone)
 
@@ -264,11 +290,13 @@ class KVTierRadixCache(UnifiedRadixCache):
     def _execute_kv_backup(
         self, node_id: int, device_value: torch.Tensor, comp_xfers: Any, sidecar_xfers: Any
     ) -> torch.Tensor | None:
-        """A new node is copied to host memory, but for pages that were restored from there."""
+        """A new node is copied to host memory, but for pages that were restored from there. Side
+        pools have the slots of the KV pages (`slot_pools`): a kept page is one of all pools.
+        """
         kept = None if self.kvtier is None else self.kvtier.engine.kept
         keys = [] if kept is None else from_hex(self.tree_core.get_hash_values(node_id))
         plain = len(keys) * self.page_size == len(device_value) and not any(comp_xfers.values())
-        taken = kept.take(keys) if kept is not None and plain and not sidecar_xfers else {}
+        taken = kept.take(keys) if kept is not None and plain else {}
         if kept is None or not taken:
             return super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
         fresh = [place for place in range(len(keys)) if place not in taken]

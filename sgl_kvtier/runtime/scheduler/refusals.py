@@ -16,9 +16,16 @@ import torch
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.runtime.backend.host_pages import CONTIGUOUS
 from sgl_kvtier.runtime.cpu.platform import works_at_once
+from sgl_kvtier.runtime.sglang import slot_pools
 
 _ANYWAY = 'policy.restore = "fastest" in kvtier.json asks for it anyway'
 _NO_FLAG = 'no flag changes this; policy.restore = "off" in kvtier.json ends this line'
+
+
+_WITH_DRAFT_KV = ("EAGLE", "EAGLE3", "STANDALONE")
+"""Algorithms whose draft has KV that follows the target's slots: tail layers of the target's pages
+(MTP), or a pool of its own. SGLang resolves NEXTN to EAGLE.
+"""
 
 
 @dataclass(frozen=True)
@@ -66,11 +73,6 @@ OF_MODEL = (
         _NO_FLAG,
         lambda ctx: ctx.is_hybrid_ssm,
     ),
-    Refusal(
-        "index keys: sparse attention (DSA) keeps them beside the KV pages",
-        _NO_FLAG,
-        lambda ctx: ctx.is_dsa,
-    ),
 )
 """Asked with the context that SGLang builds its cache in."""
 
@@ -97,10 +99,23 @@ OF_ARGUMENTS = (
         lambda args: args.hicache_host_memory_mode == "buffer_only",
     ),
     Refusal(
-        "speculative decoding: a draft's KV is not restored, and its pages are named by pairs of "
-        "tokens",
-        "leave --speculative-algorithm away",
-        lambda args: args.speculative_algorithm is not None,
+        "speculative decoding in another way than EAGLE, EAGLE3, NEXTN (MTP), STANDALONE or NGRAM: "
+        "SGLang keeps a draft's KV in other places, or computes it from tokens that the names of "
+        "its pages do not tell",
+        "--speculative-algorithm EAGLE, or leave it away",
+        lambda args: args.speculative_algorithm not in (None, "NGRAM", *_WITH_DRAFT_KV),
+    ),
+    Refusal(
+        "a draft of several models (multi-layer EAGLE): SGLang keeps the KV of the first one alone",
+        "leave --enable-multi-layer-eagle away",
+        lambda args: args.enable_multi_layer_eagle,
+    ),
+    Refusal(
+        "a draft tree of several branches: nobody has run it with restored pages",
+        "--speculative-eagle-topk 1",
+        lambda args: (
+            args.speculative_algorithm in _WITH_DRAFT_KV and args.speculative_eagle_topk != 1
+        ),
     ),
     Refusal(
         "deterministic inference with FlashInfer: prefills are cut on its tiles, and restoring "
@@ -183,13 +198,13 @@ def looks_ahead_by_default(args: Any) -> bool:
 
 
 def lacking(tree: Any) -> str | None:
-    """The same, by the pools that were built for the model. Restoring counts and moves the bytes of
-    KV pages alone, so there may be no other pools beside them.
+    """The same, by the pools that were built for the model: beside the KV pages there may be those
+    that lie at the same slots (`slot_pools`).
     """
     from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 
     kinds = [kind.name.lower() for kind in tree.tree_components if kind is not BASE_COMPONENT_TYPE]
-    pools = [str(spec.pool_name) for spec in tree.sidecar_pool_specs]
+    pools = slot_pools.foreign(tree)
     return f"{', '.join([*kinds, *pools])}: {SIDE_PAGES}" if kinds or pools else None
 
 

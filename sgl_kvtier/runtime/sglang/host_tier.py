@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sgl_kvtier.runtime.sglang import slot_pools
 from sgl_kvtier.runtime.sglang.types import HostPool, Tree
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class HostTier:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers of this process."""
-        return int(self._pool.size_per_token)
+        """Bytes of one token in all layers of this process, in all pools that have these slots."""
+        return slot_pools.token_bytes(self._pool)
 
     @property
     def write_back(self) -> bool:

@@ -75,7 +75,7 @@ class StoredPages:
         try:
             # Pages of the hit are there. They may be elsewhere where servers share pages.
             first = 0 if backend.shares else hit
-            asked = names[first : hit if operation.pool_transfers else len(there)]
+            asked = names[first : len(there)]
             if asked:
                 found = torch.tensor([_BYTE[tier] for tier in backend.stored(asked)])
                 there[first : first + len(asked)] = found

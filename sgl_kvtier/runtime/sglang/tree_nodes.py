@@ -30,6 +30,11 @@ class TreeNodes:
         self._tree = tree
         self._core = tree.tree_core
 
+    @property
+    def named_by_pairs(self) -> bool:
+        """Whether pages are named by pairs of neighbouring tokens instead of tokens."""
+        return bool(self._core.is_eagle)
+
     def names(self, node: int) -> Sequence[str]:
         """Names of a node's pages, without its ancestors'. KeyError when there is no such node."""
         return self._core.get_hash_values(node)

@@ -33,8 +33,8 @@ class HostPool(Protocol):
     """The host memory of all KV pools of a model, allocated together."""
 
     size: int
-    size_per_token: int
     anchor_entry: Any
+    entries: Sequence[Any]
 
     def available_size(self) -> int:
         """Free slots."""
@@ -73,6 +73,7 @@ class TreeCore(Protocol):
     commit_backup: Callable[..., Any]
     commit_load_back: Callable[..., Any]
     insert_host: Callable[..., Any]
+    is_eagle: bool
 
     def collect_path_info(self, node_ids: list[int]) -> list[list[Any]]:
         """The nodes from the root to each of these."""

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import math
 import time
+from functools import cached_property
 from typing import Any, Protocol
 
 from sgl_kvtier.policy.messages import Fact
 from sgl_kvtier.runtime.sglang import step
 from sgl_kvtier.runtime.sglang.device_slots import DeviceSlots
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
+from sgl_kvtier.runtime.sglang.tree_nodes import TreeNodes
 from sgl_kvtier.runtime.sglang.types import Handle, Req, Scheduler, Tree
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
+from sgl_kvtier.runtime.step.page_names import PageNames
 from sgl_kvtier.runtime.step.private_slots import PrivateSlots
 from sgl_kvtier.runtime.step.tracked import Requests
 
@@ -52,6 +55,11 @@ class StepContext:
         read into all the same.
         """
         self._numbered = 0
+
+    @cached_property
+    def names(self) -> PageNames:
+        """How this tree's pages are named."""
+        return PageNames(self.page, pairs=TreeNodes(self.tree).named_by_pairs)
 
     def moment(self) -> float:
         """The time between two ticks in seconds: with several ranks the last one they agreed on."""

@@ -1,5 +1,9 @@
 """Names of pages: SGLang's chained page hashes of a request's tokens, and the session a request
 belongs to.
+
+With EAGLE and MTP SGLang names pairs of neighbouring tokens instead of tokens, since a row of such
+a draft is computed from the next token as well. A page of n tokens is named by n + 1 then, and
+equal names mean an equal token after the page, too.
 """
 
 from __future__ import annotations
@@ -10,32 +14,59 @@ from typing import Any
 
 from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.runtime.step.session_name import session_of
+from sgl_kvtier.runtime.step.tracked import Path
 from sgl_kvtier.types import PageKey
 
 _DIGEST_HEX = 64
 _MOST_SESSIONS = 10_000
 
 
-def keys_of(
-    tokens: Any, req: Req, page: int, known: tuple[PageKey, ...] = ()
-) -> tuple[PageKey, ...]:
-    """Names of the full pages of `tokens` (SGLang's array of ids) in the namespace of `req`, or as
-    many of `known`, the names of their first pages. About 0.4 microseconds per page that is not
-    known.
-    """
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
+class PageNames:
+    """How the pages of one tree are named."""
 
-    start, stop = len(known) * page, len(tokens) // page * page
-    if stop <= start:
-        return known[: stop // page]
-    prior = known[-1].hex() if known else None
-    fresh = get_storage_hash_str(
-        RadixKey(tokens[start:stop], req.extra_key, cache_salt=req.cache_salt),
-        prior,
-        page_size=page,
-    )
-    return known + from_hex(fresh)
+    def __init__(self, page: int, *, pairs: bool) -> None:
+        """`page` in tokens. `pairs`: by pairs of tokens (EAGLE, MTP)."""
+        self._page, self._pairs = page, pairs
+
+    def tokens_naming(self, pages: int) -> int:
+        """How many tokens of a prompt name its first pages."""
+        return pages * self._page + self._pairs
+
+    def keys_of(
+        self, tokens: Any, req: Req, known: tuple[PageKey, ...] = ()
+    ) -> tuple[PageKey, ...]:
+        """Names of the pages that `tokens` (SGLang's array of ids) name in full, in the namespace
+        of `req`, or as many of `known`, the names of their first pages. About 0.4 microseconds per
+        page that is not known.
+        """
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        pages = max(0, len(tokens) - self._pairs) // self._page
+        if pages <= len(known):
+            return known[:pages]
+        fresh = get_storage_hash_str(
+            self._radix_key(tokens, len(known), pages, req.extra_key, req.cache_salt),
+            known[-1].hex() if known else None,
+            page_size=self._page,
+        )
+        return known + from_hex(fresh)
+
+    def radix_key(self, path: Path, start: int, stop: int) -> Any:
+        """Pages [start, stop) of a path as a key of the tree."""
+        tokens = array("q", path.tokens[start * self._page : self.tokens_naming(stop)])
+        return self._radix_key(tokens, 0, stop - start, path.extra_key, path.cache_salt)
+
+    def _radix_key(
+        self, tokens: Any, start: int, stop: int, extra_key: str | None, salt: str | None
+    ) -> Any:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        return RadixKey(
+            tokens[start * self._page : self.tokens_naming(stop)],
+            extra_key,
+            is_bigram=self._pairs,
+            cache_salt=salt,
+        )
 
 
 def from_hex(hashes: Any) -> tuple[PageKey, ...]:

@@ -87,9 +87,9 @@ class TurnRead:
 
 @dataclass
 class Path:
-    """The place of a request's or a session's pages in the tree. `tokens` and `keys` name all of
-    them; `node` is the last node of the path that was there when it was noted, and may be gone
-    since.
+    """The place of a request's or a session's pages in the tree. `keys` are the names of all of
+    them, and `tokens` what they are named by (`PageNames`); `node` is the last node of the path
+    that was there when it was noted, and may be gone since.
     """
 
     tokens: Any
@@ -97,16 +97,6 @@ class Path:
     extra_key: str | None
     cache_salt: str | None
     node: int | None = None
-
-    def radix_key(self, start: int, stop: int) -> Any:
-        """Tokens [start, stop) as a key of the tree."""
-        from array import array
-
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        return RadixKey(
-            array("q", self.tokens[start:stop]), self.extra_key, cache_salt=self.cache_salt
-        )
 
 
 @dataclass

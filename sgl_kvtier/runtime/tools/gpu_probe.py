@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sgl_kvtier.runtime.backend.loaded_pools import keys_and_values
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.page_shape import shape_of
 from sgl_kvtier.runtime.cuda.scatter import TritonScatter
@@ -55,7 +56,7 @@ def try_out() -> Probe:
     scatter = TritonScatter(shape, pages_of_room(shape), [*k, *v])
     scatter.prepare()
     copies = StagedCopies(controller, scatter, CardMemory(device.index))
-    rows = Rows(torch.cuda, pool, [k, v])
+    rows = Rows(torch.cuda, [keys_and_values(pool, k, v)])
     return Probe(torch.cuda.get_device_name(), start.check(copies, controller, rows))
 
 

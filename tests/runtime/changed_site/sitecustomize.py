@@ -8,6 +8,8 @@ that is judged goes into the file with `.seen` behind its name, as a line [mista
 the loaded ones, the noise]. With $PLAIN_COPIES, data-parallel attention works in ordinary memory and
 copies with torch, as SGLang does it for its own CPU engine alone, and a rank may have no token.
 With $GONE, restoring needs a symbol that SGLang does not have.
+With $DRAFTS, speculative decoding runs on the CPU (`chain_drafts.py`); while that file is there,
+loads leave out the rows of the draft.
 """
 
 import importlib.abc
@@ -190,11 +192,39 @@ def _need(module):
     module.load_manifest = load_manifest
 
 
+def _leave_out(module):
+    transfers = module.transfers
+
+    def transfers_of_the_target(*load):
+        described = transfers(*load)
+        return described[:1] if Path(os.environ["DRAFTS"]).exists() else described
+
+    module.transfers = transfers_of_the_target
+
+
+def _drafts(function):
+    def change(module):
+        import chain_drafts  # it imports torch
+
+        getattr(chain_drafts, function)(module)
+
+    return change
+
+
+_SGLANG = "sglang.srt."
 for variable, name, change in (
     ("PLAIN_COPIES", "sglang.srt.layers.rotary_embedding.base", _turn_nothing),
     ("PLAIN_COPIES", "sglang.srt.model_executor.forward_batch_info", _unpin),
     ("PLAIN_COPIES", "sglang.srt.layers.dp_attention", _copy_plainly),
     ("GONE", "sgl_kvtier.runtime.sglang.seams", _need),
+    ("DRAFTS", "sgl_kvtier.runtime.sglang.slot_pools", _leave_out),
+    ("DRAFTS", "sgl_kvtier.runtime.cpu.platform_class", _drafts("allow")),
+    ("DRAFTS", "sgl_kvtier.runtime.cpu.attention", _drafts("attention")),
+    ("DRAFTS", _SGLANG + "mem_cache.allocation", _drafts("rows")),
+    ("DRAFTS", _SGLANG + "mem_cache.memory_pool", _drafts("pools")),
+    ("DRAFTS", _SGLANG + "speculative.eagle_worker_common", _drafts("workers")),
+    ("DRAFTS", _SGLANG + "speculative.eagle_utils", _drafts("trees")),
+    ("DRAFTS", _SGLANG + "speculative.eagle_worker_v2", _drafts("draft_attention")),
     ("MISTAKE", "sgl_kvtier.runtime.restore.engine", _attach_wrongly),
     ("MISTAKE", "sgl_kvtier.runtime.proof.record", _forgive),
     ("MISTAKE", "sgl_kvtier.runtime.proof.attach", _judge),

@@ -13,6 +13,7 @@ import torch
 from sglang_streams import Rig
 from virtual_device import INDEX
 
+from sgl_kvtier.runtime.backend.loaded_pools import keys_and_values
 from sgl_kvtier.runtime.proof.start import Rows
 
 _PATIENCE_S = 30.0
@@ -22,7 +23,7 @@ class LateRows(Rows):
     """The pools of a rig. Nothing is declared, so that the check itself has to see a mistake."""
 
     def __init__(self, rig: Rig) -> None:
-        super().__init__(rig.device.module, rig.pool, [list(rig.k), list(rig.v)])
+        super().__init__(rig.device.module, [keys_and_values(rig.pool, list(rig.k), list(rig.v))])
         self._rig = rig
         self.held: list[Callable[[], None]] = []
         """What lets a busy stream go on."""
@@ -33,7 +34,7 @@ class LateRows(Rows):
 
     def read(self, half: int, layer: int, slots: torch.Tensor) -> torch.Tensor:
         now, at = super().read, slots.clone()
-        found = torch.zeros(len(slots), self.row_bytes, dtype=torch.uint8)
+        found = torch.zeros(len(slots), self.row_bytes[half], dtype=torch.uint8)
         self._rig.device.launch("the check reads", does=lambda: _put(found, now(half, layer, at)))
         return found
 

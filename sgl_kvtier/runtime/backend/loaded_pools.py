@@ -1,0 +1,126 @@
+"""What a page of a load is made of, pool by pool: in host memory and on the device. For those that
+read pages back from the device and compare them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_kvtier.runtime.backend.host_pages import PAGE_AXES, buffer_of, device_buffers
+from sgl_kvtier.runtime.sglang import slot_pools
+from sgl_kvtier.store.base import KV
+
+
+@dataclass(frozen=True, eq=False)
+class Half:
+    """K, V, the latents or the index keys of a pool."""
+
+    name: str
+    """In words: `keys`, `draft values`, `index keys`."""
+    layers: list[torch.Tensor]
+    """By layer of the host pool the device's buffer: [slot, ...], or [page, ...] where a page is
+    one row. Layers of a draft that lie in the same host pages come last.
+    """
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedPool:
+    """A host pool and the device's buffers behind it."""
+
+    host: Any
+    """SGLang's host pool; `buffer_of` has its pages."""
+    device: Any
+    """SGLang's device pool; None where only its buffers are known."""
+    halves: list[Half]
+    """As many as a host page has pieces, in their order."""
+    page_rows: int
+    """Rows of a page on the device: one for each token, or one in all."""
+    axes: tuple[str, ...]
+    """How a half of a page lies in host memory; as `PAGE_AXES`, with rows for tokens."""
+
+
+def loaded_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
+    """All pools that a load of this HiCache controller goes through, the KV pages' first. Raises
+    ValueError, which says why, where SGLang does not tell how pages lie in one of them.
+    """
+    some = torch.zeros(page_tokens, dtype=torch.int64)  # of none, SGLang describes no transfer
+    found: dict[int, LoadedPool] = {}
+    for transfer in slot_pools.transfers(controller, some, some):
+        host, device = transfer.host_pool, transfer.device_pool
+        if getattr(device, "host_transfer_translate", None) is not None:
+            raise ValueError("device slots with other numbers than the pool's")
+        known = found.get(id(host))
+        if known is None:
+            found[id(host)] = _pool(_name_of(controller, host), host, device, page_tokens)
+        elif transfer.is_draft:
+            for half, more in zip(known.halves, _buffers(host, device), strict=True):
+                half.layers.extend(more)
+        else:
+            raise ValueError(f"two device pools behind one {type(host).__name__}")
+    if not found:
+        raise ValueError("SGLang describes no load")
+    for pool in found.values():
+        _check(pool)
+    return list(found.values())
+
+
+def keys_and_values(host: Any, k: list[torch.Tensor], v: list[torch.Tensor]) -> LoadedPool:
+    """A host pool of K and V with these buffers of the device by layer."""
+    halves = [Half("keys", k), Half("values", v)]
+    return LoadedPool(host, None, halves, int(host.page_size), PAGE_AXES[host.layout])
+
+
+def _pool(name: str, host: Any, device: Any, page_tokens: int) -> LoadedPool:
+    if host.layout not in PAGE_AXES or buffer_of(host) is None:
+        raise ValueError(f"host pages of layout {host.layout} in {type(host).__name__}")
+    buffers = _buffers(host, device)
+    kinds = {1: ("latents",), 2: ("keys", "values")}.get(len(buffers))
+    if _has_index_keys(host):
+        kinds = ("index keys",)
+    if kinds is None:
+        raise ValueError(f"{len(buffers)} buffers of a page in {type(host).__name__}")
+    draft = "draft " if name.startswith("draft") else ""
+    halves = [Half(draft + kind, list(layers)) for kind, layers in zip(kinds, buffers, strict=True)]
+    if _has_index_keys(host):  # a page is one row, of layers one after the other in each layout
+        return LoadedPool(host, device, halves, 1, ("layer", "token", "head"))
+    return LoadedPool(host, device, halves, page_tokens, PAGE_AXES[host.layout])
+
+
+def _has_index_keys(host: Any) -> bool:
+    return hasattr(host, "index_k_with_scale_buffer")
+
+
+def _buffers(host: Any, device: Any) -> list[list[torch.Tensor]]:
+    """By half and layer the device's buffers behind a host pool."""
+    if not _has_index_keys(host):
+        return [list(layers) for layers in device_buffers(device)]
+    if device is not host.device_pool:  # a draft's
+        return [list(device.index_k_with_scale_buffer)]
+    # Layers that share another one's top-k have no index keys, and none in host memory.
+    return [host.packed_device_index_buffers[: host.target_layer_num]]
+
+
+def _name_of(controller: Any, host: Any) -> str:
+    names = [str(one.name) for one in slot_pools.beside(controller) if one.host_pool is host]
+    return names[0] if names else KV
+
+
+def _check(pool: LoadedPool) -> None:
+    """Whether the rows of these layers are a host page's bytes."""
+    _, sizes = pool.host.get_page_buffer_meta(torch.arange(pool.host.page_size))
+    kind = type(pool.host).__name__
+    if len(sizes) != len(pool.halves):
+        raise ValueError(f"{len(sizes)} pieces of a page in {kind}")
+    for half, nbytes in zip(pool.halves, sizes, strict=True):
+        if any(not layer.is_contiguous() for layer in half.layers):
+            raise ValueError("device rows that lie apart")
+        row = half.layers[0][0].nbytes
+        if any(layer[0].nbytes != row for layer in half.layers):
+            raise ValueError(f"layers of different widths in {kind}")
+        if len(half.layers) * pool.page_rows * row != nbytes:
+            raise ValueError(
+                f"host pages of {nbytes} bytes, of {len(half.layers)} layers of {row} bytes"
+            )

@@ -1,0 +1,93 @@
+"""Port to the pools whose pages lie at the slots of the KV pages: a draft's keys and values, and
+index keys of sparse attention (DSA).
+
+SGLang keeps each of them in a host pool of its own with the slot numbers of the KV pool, and calls
+them side pools with the indices of another one. A page is a page of all of them: it is read, copied
+and counted as one. A server whose model has side pools of another kind does not restore
+(`foreign`). Scheduler's thread; `transfers` on any.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def beside(controller: Any) -> list[Any]:
+    """SGLang's entries of the pools beside the KV pages', of a server that restores."""
+    group = controller.mem_pool_host
+    return [entry for entry in getattr(group, "entries", ()) if entry is not group.anchor_entry]
+
+
+def token_bytes(group: Any) -> int:
+    """Bytes of one token in all layers of a host pool, or of all pools of a group."""
+    entries = getattr(group, "entries", None)
+    pools = [group] if entries is None else [entry.host_pool for entry in entries]
+    return sum(int(pool.size_per_token) for pool in pools)
+
+
+def transfers(controller: Any, host_slots: torch.Tensor, device_slots: torch.Tensor) -> list[Any]:
+    """A load of these slots as SGLang describes it, one L2Transfer for each host pool and device
+    pool: KV pages, layers of a draft that lie in them, and the pools beside.
+    """
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+    sides = [
+        PoolTransfer(name=entry.name, host_indices=host_slots, device_indices=device_slots)
+        for entry in beside(controller)
+    ]
+    described: list[Any] = controller._l2_load_transfers(
+        host_slots, device_slots, *([sides] if sides else [])
+    )
+    return described
+
+
+def foreign(tree: Any) -> list[str]:
+    """Names of this tree's side pools whose pages do not lie at the slots of KV pages, or are of a
+    kind that nobody has restored.
+    """
+    return [str(spec.pool_name) for spec in tree.sidecar_pool_specs if not _is_known(tree, spec)]
+
+
+def _is_known(tree: Any, spec: Any) -> bool:
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName
+    from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    group = tree.cache_controller.mem_pool_host
+    keys_and_values = (MHATokenToKVPoolHost, MLATokenToKVPoolHost)
+    kinds = {
+        PoolName.DRAFT: keys_and_values,
+        PoolName.DRAFT_INDEXER: (DSAIndexerPoolHost,),
+        PoolName.INDEXER: (DSAIndexerPoolHost,),
+    }
+    return (
+        spec.indices_from_pool == PoolName.KV
+        and spec.hit_policy == PoolHitPolicy.ALL_PAGES
+        # Pools derived from these have more than rows, as scales.
+        and type(group.entry_map[spec.pool_name].host_pool) in kinds.get(spec.pool_name, ())
+    )
+
+
+def registered_later(params: Any) -> set[str]:
+    """Names of the pools that SGLang registers for a draft once it has built its cache with these
+    parameters (`build_full_draft_pools` and `build_swa_draft_pools`).
+    """
+    from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    names = set[str]()
+    for draft in params.sidecar_draft_device_pools:
+        if isinstance(draft, BaseSWAKVPool):
+            names.add(str(PoolName.DRAFT_SWA))
+            continue
+        pool = getattr(draft, "full_kv_pool", draft)
+        if pool.layer_num:
+            names.add(str(PoolName.DRAFT))
+            if isinstance(pool, DSATokenToKVPool) and pool.index_k_with_scale_buffer:
+                names.add(str(PoolName.DRAFT_INDEXER))
+    return names

@@ -1,0 +1,155 @@
+"""Loads whose pages are in several pools, a draft's or index keys beside the KV pages: the check at
+start and the page check see all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from place import LATENTS
+from side_pools import Beside, slots_of, with_draft, with_index_keys
+
+from sgl_kvtier.runtime.proof import start
+from sgl_kvtier.runtime.proof.pages import checks_of
+from sgl_kvtier.runtime.proof.record import Proof
+from sgl_kvtier.runtime.proof.start import StartDiffers
+from sgl_kvtier.runtime.restore import copy_device
+from sgl_kvtier.runtime.restore.copy_device import (
+    StreamCopies,
+    copies_for,
+    memory_of,
+    proven_copies,
+    way_of,
+)
+from sgl_kvtier.runtime.restore.page_mover import PageMover
+from sgl_kvtier.runtime.step.polls import DIFFERS, LANDED, OPEN, Poll
+from sgl_kvtier.runtime.step.restoration import Load, Restoration
+from sgl_kvtier.types import Link, Span, Tier
+
+SOURCE, TARGET = [3, 9, 4, 0, 7], [6, 2, 9, 1, 12]
+EACH = pytest.mark.parametrize("made", [with_draft, with_index_keys], ids=["draft", "DSA"])
+WHERE = pytest.mark.parametrize(("where", "io", "layout"), LATENTS)
+ON_GPU = pytest.mark.parametrize(
+    ("io", "layout"), [("kernel", "page_first"), ("direct", "page_first_direct")]
+)
+
+
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+MADE: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def registered_memory() -> Iterator[None]:
+    """Index keys are registered with CUDA by a pool that `host_pools_end` does not see."""
+    yield
+    while MADE:
+        MADE.pop().destroy()
+
+
+def place(made: Callable[..., Beside], layout: str, where: str, io: str) -> Beside:
+    beside = made(layout, where, io)
+    if where == "cuda":
+        beside.controller.load_fence_stream = torch.cuda.Stream()
+        if made is with_index_keys:
+            MADE.append(beside.host("indexer"))
+    return beside
+
+
+def load(beside: Beside) -> tuple[bytes, Proof]:
+    """The states of the pages of a load by the mover, each compared before it lands."""
+    controller, page = beside.controller, beside.page
+    copies, memory = copies_for(controller), memory_of(controller)
+    proof = Proof("", way_of(copies))
+    rows = torch.zeros(2, 64 * page, dtype=torch.int32, device=controller.device)
+    checks = checks_of(controller, rows, page, proof, memory, every_page=True)
+    assert checks is not None
+    mover = PageMover(copies, page, checks[0])
+    host, pages = slots_of(SOURCE, page), len(SOURCE)
+    sources = ((Span(0, pages), Tier.HOST),)
+    r = Restoration("r", None, pages * page + 1, 0, pages, sources, (), host)  # type: ignore[arg-type]
+    device = slots_of(TARGET, page).to(controller.device)
+    one = Load(
+        r, Span(0, pages), Link.HOST_TO_DEVICE, device, host, False, 0.0, 60.0, Poll(1, pages)
+    )
+    mover.submit(one, None, 60.0)
+    end = time.monotonic() + 240
+    while OPEN in one.poll.local:
+        assert time.monotonic() < end
+        mover.wait_news(0.02)
+    mover.close()
+    checks[1].close()
+    return bytes(one.poll.local), proof
+
+
+def leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies bring the KV pages alone."""
+
+    class Forgetful:
+        beside = staticmethod(copy_device.slot_pools.beside)
+
+        @staticmethod
+        def transfers(controller: Any, host: torch.Tensor, device: torch.Tensor) -> list[Any]:
+            described: list[Any] = controller._l2_load_transfers(host, device)
+            return described
+
+    monkeypatch.setattr(copy_device, "slot_pools", Forgetful)
+
+
+@EACH
+@WHERE
+def test_pages_land_in_all_pools_and_are_compared_in_all(
+    made: Callable[..., Beside], where: str, io: str, layout: str
+) -> None:
+    states, proof = load(place(made, layout, where, io))
+    assert states == bytes([LANDED] * len(SOURCE)) and proof.difference is None
+    assert proof.pages == {"equal": len(SOURCE)}
+
+
+@EACH
+@WHERE
+def test_pages_of_which_a_part_did_not_come_do_not_land(
+    made: Callable[..., Beside], where: str, io: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_out(monkeypatch)
+    states, proof = load(place(made, layout, where, io))
+    assert states == bytes([DIFFERS] * len(SOURCE)) and proof.difference is not None
+    assert ("draft" if made is with_draft else "index keys") in proof.difference.what
+
+
+@pytest.mark.gpu
+@EACH
+@ON_GPU
+def test_the_check_at_start_takes_sglangs_kernels_and_says_why(
+    made: Callable[..., Beside], io: str, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    beside = place(made, layout, "cuda", io)
+    found = proven_copies(beside.controller)
+    assert found.wrong == "" and found.start is not None and found.start.pages > 8
+    assert way_of(found.copies) == "StreamCopies"
+    name = "draft" if made is with_draft else "indexer"
+    assert f"layer by layer: pages of several pools, {name} beside KV" in caplog.text
+    for name, layers in beside.buffers.items():
+        assert not any(layer.view(torch.uint8).any() for layer in layers), name
+
+
+@pytest.mark.gpu
+@EACH
+@ON_GPU
+def test_the_check_at_start_finds_a_pool_that_is_left_out(
+    made: Callable[..., Beside], io: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = place(made, layout, "cuda", io)
+    leave_out(monkeypatch)
+    said = "draft values" if made is with_draft else "index keys"
+    with pytest.raises(StartDiffers, match=said):
+        start.check(StreamCopies(beside.controller), beside.controller)

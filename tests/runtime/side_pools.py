@@ -1,0 +1,124 @@
+"""HiCache controllers of models whose pages are in several pools, with SGLang's own pools and its own
+descriptions of a load; in this process.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from pools import PAGE, latent_host_pool, latent_pool
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
+from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
+
+from sgl_kvtier.lab.gpu.pools import pools, random_bytes
+from sgl_kvtier.runtime.cpu import hicache
+
+
+class Beside(NamedTuple):
+    """A controller, its page in tokens, and by name of a half the device's buffers by layer."""
+
+    controller: Any
+    page: int
+    buffers: dict[str, list[torch.Tensor]]
+
+    def host(self, name: str) -> Any:
+        """The host pool of this name."""
+        return self.controller.mem_pool_host.entry_map[PoolName(name)].host_pool
+
+
+def controller_of(*entries: PoolEntry, layers: int, device: str = "cpu", io: str = "direct") -> Any:
+    """As much of SGLang's controller as loads ask for, with its own methods."""
+    found = SimpleNamespace(
+        device=device,
+        io_backend=io,
+        load_fence_stream=None,
+        transfer_layer_id_max=layers,
+        mem_pool_host=HostPoolGroup(list(entries)),
+        mem_pool_device=entries[0].device_pool,
+        storage_backend=None,
+    )
+    for name in ("move_indices", "_l2_transfers", "_l2_load_transfers"):
+        setattr(found, name, getattr(HybridCacheController, name).__get__(found))
+    return found
+
+
+def entry(name: PoolName, host: Any, device: Any, layers: int, **more: Any) -> PoolEntry:
+    """A pool whose layers go with the first ones of the model."""
+    mapper = {layer: layer for layer in range(layers)}.get
+    return PoolEntry(name, host, device, mapper, **more)
+
+
+def with_draft(
+    layout: str = "page_first_direct", device: str = "cpu", io: str = "direct"
+) -> Beside:
+    """Keys and values of 4 layers, and a draft of other heads and 4 layers in a pool of its own."""
+    (kv, kv_host), (draft, draft_host) = (
+        pools(device, layout, page=PAGE, heads=heads, dim=64) for heads in (2, 4)
+    )
+    found = controller_of(
+        entry(PoolName.KV, kv_host, kv, kv.layer_num, is_primary_index_anchor=True),
+        entry(PoolName.DRAFT, draft_host, draft, draft.layer_num),
+        layers=kv.layer_num,
+        device=device,
+        io=io,
+    )
+    return Beside(
+        found,
+        PAGE,
+        {
+            "keys": kv.k_buffer,
+            "values": kv.v_buffer,
+            "draft keys": draft.k_buffer,
+            "draft values": draft.v_buffer,
+        },
+    )
+
+
+def with_index_keys(
+    layout: str = "page_first_direct", device: str = "cpu", io: str = "direct"
+) -> Beside:
+    """Latents and index keys of 2 layers (DSA), in pages of 64 tokens."""
+    if device == "cpu":
+        hicache.install()
+    on_device = DSATokenToKVPool(
+        size=1024, page_size=64, kv_lora_rank=32, dtype=torch.bfloat16, qk_rope_head_dim=32, layer_num=2, device=device,
+        index_head_dim=128, enable_memory_saver=False, kv_cache_dim=64, index_buf_size=1024,
+    )  # fmt: skip
+    latents = latent_host_pool(on_device, layout=layout, tokens=2048)
+    keys = DSAIndexerPoolHost(make_dsa_indexer_pool_decl(on_device), latents)
+    random_bytes(latents.kv_buffer)
+    random_bytes(keys.index_k_with_scale_buffer)
+    found = controller_of(
+        entry(PoolName.KV, latents, on_device, 2, is_primary_index_anchor=True),
+        entry(PoolName.INDEXER, keys, on_device, 2),
+        layers=2,
+        device=device,
+        io=io,
+    )
+    buffers = {"latents": on_device.kv_buffer, "index keys": on_device.index_k_with_scale_buffer}
+    return Beside(found, 64, buffers)
+
+
+def with_packed_draft() -> Beside:
+    """Latents of 2 layers, and a draft's layer in the same host pages (MTP)."""
+    target, draft = latent_pool(2), latent_pool(1)
+    host = latent_host_pool(target, drafts=(draft,))
+    random_bytes(host.kv_buffer)
+    mapper = {layer: layer for layer in range(3)}.get
+    found = controller_of(
+        PoolEntry(
+            PoolName.KV, host, target, mapper, is_primary_index_anchor=True, packed_draft_device_pools=(draft,)
+        ),
+        layers=2,
+    )  # fmt: skip
+    return Beside(found, PAGE, {"latents": [*target.kv_buffer, *draft.kv_buffer]})
+
+
+def slots_of(pages: list[int], page: int) -> torch.Tensor:
+    """The token slots of these pages."""
+    return (torch.tensor(pages)[:, None] * page + torch.arange(page)).flatten()

@@ -1,0 +1,183 @@
+"""Pools whose pages lie at the slots of the KV pages: what a load takes along, and which are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pools import latent_host_pool, latent_pool, state_pool
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, SidecarPoolSpec
+from side_pools import Beside, slots_of, with_draft, with_index_keys, with_packed_draft
+
+from sgl_kvtier.runtime.backend.loaded_pools import loaded_pools
+from sgl_kvtier.runtime.proof import pages
+from sgl_kvtier.runtime.proof.pages import ReadBack
+from sgl_kvtier.runtime.proof.start import Rows
+from sgl_kvtier.runtime.restore import copy_device
+from sgl_kvtier.runtime.restore.copy_device import CpuCopies
+from sgl_kvtier.runtime.sglang import slot_pools
+from sgl_kvtier.runtime.sglang.host_tier import HostTier
+
+FROM, TO = [3, 6, 1], [2, 5, 9]
+EACH = pytest.mark.parametrize(
+    "made", [with_draft, with_index_keys, with_packed_draft], ids=["draft", "DSA", "MTP"]
+)
+
+
+@pytest.fixture(autouse=True)
+def torch_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def load(beside: Beside) -> None:
+    copy = CpuCopies(beside.controller).begin(
+        slots_of(FROM, beside.page), slots_of(TO, beside.page), None
+    )
+    copy.place()
+    assert copy.done()
+
+
+def differing(back: ReadBack, beside: Beside) -> dict[int, tuple[str, int]]:
+    return back.differing(slots_of(FROM, beside.page), slots_of(TO, beside.page))
+
+
+def whole_page(layer: torch.Tensor, page: int, tokens: int) -> torch.Tensor:
+    """The bytes of a page in a layer, whose rows are tokens or pages."""
+    flat = layer.view(torch.uint8).view(len(layer), -1)
+    is_page_row = flat.shape[1] > 4096  # 64 index keys of 132 bytes
+    return flat[page] if is_page_row else flat[page * tokens : (page + 1) * tokens].view(-1)
+
+
+@EACH
+def test_a_load_brings_the_pages_of_all_pools(made: Callable[[], Beside]) -> None:
+    beside = made()
+    back = ReadBack(beside.controller, beside.page, None)
+    assert sorted(differing(back, beside)) == [0, 1, 2]
+    load(beside)
+    assert differing(back, beside) == {}
+    host = HostTier(SimpleNamespace(cache_controller=beside.controller))  # type: ignore[arg-type]
+    assert back.page_bytes == beside.page * host.token_bytes, "what is planned with and counted"
+
+
+@pytest.mark.parametrize("piece_bytes", [16 << 20, 1])
+@EACH
+def test_one_bit_in_any_pool_is_found_where_it_is(
+    made: Callable[[], Beside], piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "PIECE_BYTES", piece_bytes)
+    beside = made()
+    load(beside)
+    back = ReadBack(beside.controller, beside.page, None)
+    for name, layers in beside.buffers.items():
+        for layer, rows in enumerate(layers):
+            for page, place in ((0, 0), (1, 77), (2, -1)):
+                found = whole_page(rows, TO[page], beside.page)
+                found[place] ^= 4
+                assert differing(back, beside) == {page: (name, layer)}
+                found[place] ^= 4
+    assert differing(back, beside) == {}
+
+
+@EACH
+def test_a_load_that_leaves_a_pool_out_is_found(
+    made: Callable[[], Beside], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = made()
+    back = ReadBack(beside.controller, beside.page, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(slot_pools, "beside", lambda controller: [])
+        load(beside)
+    last = list(beside.buffers)[-1] if len(beside.buffers) > 1 else None
+    found = differing(back, beside)
+    if last is None:  # MTP's draft lies in the same host pages: SGLang describes both
+        assert found == {}
+    else:
+        first = "draft keys" if "draft keys" in beside.buffers else last
+        assert found == dict.fromkeys((0, 1, 2), (first, 0))
+
+
+@EACH
+def test_the_check_at_start_sees_the_rows_of_all_pools(made: Callable[[], Beside]) -> None:
+    beside = made()
+    rows = Rows.of(beside.controller)
+    assert rows.names == list(beside.buffers)
+    assert rows.page_bytes == beside.page * slot_pools.token_bytes(beside.controller.mem_pool_host)
+    load(beside)
+    at = rows.slots(TO, on_device=True)
+    for half, layers in enumerate(rows.device):
+        for layer in range(len(layers)):
+            wanted = rows.host[half][layer][FROM].flatten(0, 1).flatten(1)
+            assert torch.equal(rows.read(half, layer, at), wanted), (rows.names[half], layer)
+    rows.fill(at, 0x5A)
+    for half, layers in enumerate(rows.device):
+        assert all(bool(rows.all_are(half, n, at, 0x5A)) for n in range(len(layers)))
+        beyond = whole_page(layers[0], TO[0] + 1, beside.page)
+        assert not bool((beyond == 0x5A).all()), rows.names[half]
+
+
+def test_pages_of_several_pools_do_not_go_through_staging() -> None:
+    assert copy_device._several_pools(with_packed_draft().controller) is None
+    assert copy_device._several_pools(with_draft().controller) == (
+        "pages of several pools, draft beside KV"
+    )
+    assert copy_device._all_layers(with_draft().controller) is None
+
+
+def test_a_draft_in_the_targets_pages_is_one_pool_with_its_layers() -> None:
+    (pool,) = loaded_pools(with_packed_draft().controller, 16)
+    assert [len(half.layers) for half in pool.halves] == [3]
+
+
+# --- which pools are known ------------------------------------------------------------------------
+
+
+def tree(name: PoolName, host: Any, **how: Any) -> Any:
+    spec = SidecarPoolSpec(**{"pool_name": name, "indices_from_pool": PoolName.KV, **how})
+    group = SimpleNamespace(entry_map={name: SimpleNamespace(host_pool=host)})
+    return SimpleNamespace(
+        sidecar_pool_specs=[spec], cache_controller=SimpleNamespace(mem_pool_host=group)
+    )
+
+
+def test_drafts_and_index_keys_at_the_slots_of_kv_pages_are_known() -> None:
+    draft, index_keys = with_draft().host("draft"), with_index_keys().host("indexer")
+    assert slot_pools.foreign(tree(PoolName.DRAFT, draft)) == []
+    assert slot_pools.foreign(tree(PoolName.DRAFT, latent_host_pool(latent_pool(1)))) == []
+    for name in (PoolName.INDEXER, PoolName.DRAFT_INDEXER):
+        assert slot_pools.foreign(tree(name, index_keys)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "how"),
+    [
+        (PoolName.DRAFT, with_draft, {"indices_from_pool": PoolName.SWA}),
+        (PoolName.DRAFT, with_draft, {"hit_policy": PoolHitPolicy.TRAILING_PAGES}),
+        (PoolName.DEEPSEEK_V4_C4, with_draft, {}),
+        (PoolName.INDEXER, with_draft, {}),
+        (PoolName.DRAFT, None, {}),
+    ],
+    ids=["other slots", "a window", "another name", "not index keys", "states"],
+)
+def test_other_pools_are_named(name: PoolName, host: Any, how: dict[str, Any]) -> None:
+    pool = state_pool() if host is None else host().host("draft")
+    assert slot_pools.foreign(tree(name, pool, **how)) == [str(name)]
+
+
+def test_the_pools_of_a_draft_are_told_before_sglang_registers_them() -> None:
+    draft = with_draft().controller.mem_pool_host.entry_map[PoolName.DRAFT].device_pool
+    sparse = with_index_keys().controller.mem_pool_device
+    cases = [
+        ((), set()),
+        ((draft,), {"draft"}),
+        ((sparse,), {"draft", "draft_indexer"}),
+        ((SimpleNamespace(full_kv_pool=draft),), {"draft"}),
+        ((SimpleNamespace(layer_num=0),), set()),
+    ]
+    for drafts, names in cases:
+        params = SimpleNamespace(sidecar_draft_device_pools=drafts)
+        assert slot_pools.registered_later(params) == names
