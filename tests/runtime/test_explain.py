@@ -102,6 +102,12 @@ def test_a_server_that_tells_nothing_of_itself_without_its_key_still_has_figures
     assert (refused.page_tokens, refused.model, refused.has_kvtier) == (None, None, True)
 
 
+def test_without_the_page_size_no_cause_is_named() -> None:
+    with serving([some(pages_written_total=60)], key="secret") as url:
+        refused = read(url)
+    assert advise(server_of(refused), figures_of(refused, None, 1.0)).cause == "no arguments"
+
+
 def test_the_threshold_of_prefetching_is_read_from_the_settings_where_they_are(
     tmp_path: Path,
 ) -> None:

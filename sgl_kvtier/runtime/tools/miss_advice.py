@@ -52,25 +52,30 @@ def advise(server: Server, figures: Figures) -> Advice:
             "fsck.",
         )
     page = server.page_tokens
-    if page and figures.prompt < page * figures.requests:
+    if page is None:
+        return Advice(
+            "no arguments",
+            "The server does not tell its page size, without which causes cannot be told apart: "
+            "give its key with --api-key.",
+        )
+    if figures.prompt < page * figures.requests:
         return Advice(
             "short prompts",
             f"Prompts have {_mean(figures.prompt, figures)} tokens on average, and only whole "
             f"pages of {page} tokens are stored and found: a smaller --page-size lets shorter "
             "prompts be found.",
         )
-    suspects = list(_suspects(server, figures)) if page else []
-    worst = max(suspects, key=lambda suspect: suspect.tokens, default=None)
-    if worst is not None and worst.tokens >= _WORTH * figures.prompt:
+    worst = max(_suspects(page, server, figures), key=lambda suspect: suspect.tokens)
+    if worst.tokens >= _WORTH * figures.prompt:
         return worst.advice
     return _of_hits(figures)
 
 
-def _suspects(server: Server, figures: Figures) -> Iterator[_Suspect]:
-    """What the computed tokens may be due to, those that are found first where two explain as
-    many.
+def _suspects(page: int, server: Server, figures: Figures) -> Iterator[_Suspect]:
+    """What the computed tokens may be due to, by pages of `page` tokens. The first one counts where
+    two explain as many.
     """
-    store, page = figures.store, server.page_tokens or 1
+    store = figures.store
     # The last page of a prompt is never whole, or has the token that is always computed.
     computed = max(0, figures.computed - page * figures.requests)
     for reason, tokens in figures.unfulfilled.items():

@@ -39,8 +39,10 @@ DECLINED: Final = {
     "beam search": Reason("SGLang schedules it in another way", ""),
     "streaming session": Reason("SGLang schedules it in another way", ""),
     "unaligned": Reason("what is on the device does not end with a whole page", ""),
-    "gap": Reason("between the pages on the device and those in storage some are missing", ""),
-    "host pages in use": Reason("another request writes the host pages that it needs", ""),
+    "gap": Reason("between the pages in memory and those in storage some are missing", ""),
+    "host pages in use": Reason(
+        "host memory does not have exactly the pages that the match found", ""
+    ),
     "write-back": Reason(
         "SGLang may free the host pages meanwhile", "`--hicache-write-policy write_through`"
     ),
