@@ -530,7 +530,9 @@ def test_rows_are_looked_up_before_a_forward_and_copied_after_its_launch() -> No
     parts = SimpleNamespace(engine=engine, tick=SimpleNamespace(clock=clock))
     scheduler = SimpleNamespace(tree_cache=SimpleNamespace(kvtier=parts), device="cpu")
     for extend in (True, False):
-        batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda on=extend: on))
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_extend=lambda on=extend: on), global_num_tokens=None
+        )
         time_batch(noted("forward"), scheduler, batch)
         time_result(None, scheduler, batch)
     prefill = ["guard", "clock", "rows", "forward", "copied", "timed", "end", "gap", "results"]

@@ -209,7 +209,9 @@ def test_pages_that_differ_are_the_fronts_and_their_slots_are_freed() -> None:
 
 def test_the_settings_of_a_refuted_server_do_not_open_it_again() -> None:
     engine, _, _ = engine_with()
-    planner = SimpleNamespace(observe=lambda fact: None, close=lambda: None)
+    planner = SimpleNamespace(
+        observe=lambda fact: None, close=lambda: None, break_even_bytes_per_s=None
+    )
     notes = RestoreNotes(PolicyConfig(), engine, planner, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
     assert "proof" not in {name for name, _, _ in notes.samples()}
     engine.refute()

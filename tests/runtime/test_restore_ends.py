@@ -86,6 +86,7 @@ def engine_with(pages: int = 8) -> tuple[RestoreEngine, Restoration, Mover]:
         token_to_kv_pool_allocator=Pool(),
         cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=None),
         evict_host=None,
+        ongoing_backup={},
         unlock=lambda lock: None,
     )
     mover = Mover()

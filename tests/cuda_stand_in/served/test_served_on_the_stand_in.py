@@ -35,6 +35,7 @@ from served.asking import (
     wanted,
     with_shared_prefix,
 )
+from served.latents import write_latent_model
 from sgl_kvtier.launch import GPU_PAGE
 from sgl_kvtier.runtime.proof.record import FIRST_ATTACHES, FIRST_LOADS, State
 
@@ -170,6 +171,20 @@ def test_two_ranks_restore_what_transformers_computes(
         first, again = restored(server, asked)
         check_restored(server, again, ranks=2)
     for right, computed, back in zip(wanted(asked), first, again, strict=True):
+        assert right.is_met(computed) and right.is_met(back)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [KERNEL, DIRECT], ids=["kernel", "direct"])
+def test_latents_are_restored_as_they_were_stored(tmp_path: Path, way: tuple[str, str]) -> None:
+    model = write_latent_model(tmp_path / "model")
+    asked = prompts(2, LONG, seed=9)
+    with on_stand_in(tmp_path, way, policy=AHEAD, model_path=model) as server:
+        first, again = restored(server, asked)
+        check_restored(server, again)
+        for metric in ("restore_proof_pages_total", "restore_proof_attaches_total"):
+            assert set(counted(server, metric, "result")) == {"equal"}
+    for right, computed, back in zip(wanted(asked, path=model), first, again, strict=True):
         assert right.is_met(computed) and right.is_met(back)
 
 
