@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from place import LATENTS
-from side_pools import Beside, slots_of, with_draft, with_index_keys
+from side_pools import Beside, slots_of, with_draft, with_index_keys, with_packed_keys
 
 from sgl_kvtier.runtime.proof import start
 from sgl_kvtier.runtime.proof.pages import checks_of
@@ -32,6 +32,9 @@ from sgl_kvtier.types import Link, Span, Tier
 
 SOURCE, TARGET = [3, 9, 4, 0, 7], [6, 2, 9, 1, 12]
 EACH = pytest.mark.parametrize("made", [with_draft, with_index_keys], ids=["draft", "DSA"])
+WITH_MTP = pytest.mark.parametrize(
+    "made", [with_draft, with_index_keys, with_packed_keys], ids=["draft", "DSA", "MTP"]
+)
 WHERE = pytest.mark.parametrize(("where", "io", "layout"), LATENTS)
 ON_GPU = pytest.mark.parametrize(
     ("io", "layout"), [("kernel", "page_first"), ("direct", "page_first_direct")]
@@ -105,7 +108,7 @@ def leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_device, "slot_pools", Forgetful)
 
 
-@EACH
+@WITH_MTP
 @WHERE
 def test_pages_land_in_all_pools_and_are_compared_in_all(
     made: Callable[..., Beside], where: str, io: str, layout: str
@@ -153,3 +156,11 @@ def test_the_check_at_start_finds_a_pool_that_is_left_out(
     said = "draft values" if made is with_draft else "index keys"
     with pytest.raises(StartDiffers, match=said):
         start.check(StreamCopies(beside.controller), beside.controller)
+
+
+@pytest.mark.gpu
+@ON_GPU
+def test_a_draft_in_the_targets_pages_goes_through_staging_with_them(io: str, layout: str) -> None:
+    found = proven_copies(place(with_packed_keys, layout, "cuda", io).controller)
+    assert found.wrong == "" and found.start is not None and found.start.pages > 8
+    assert way_of(found.copies) == "StagedCopies by TritonScatter"

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from sgl_kvtier.lab.gpu.pools import pools, random_bytes
 from sgl_kvtier.runtime.cpu import hicache
@@ -117,6 +118,32 @@ def with_packed_draft() -> Beside:
         layers=2,
     )  # fmt: skip
     return Beside(found, PAGE, {"latents": [*target.kv_buffer, *draft.kv_buffer]})
+
+
+def with_packed_keys(
+    layout: str = "page_first_direct", device: str = "cpu", io: str = "direct"
+) -> Beside:
+    """Keys and values of 4 layers, and a draft's layer of the same heads in the same host pages."""
+    (target, _), (draft, _) = (
+        pools(device, layout, page=PAGE, heads=2, dim=64, layers=layers) for layers in (4, 1)
+    )
+    infos = [pool.get_device_pool_infos()[0].buffer_info for pool in (target, draft)]
+    host = MHATokenToKVPoolHost(
+        infos[0], 2.0, 0, PAGE, layout, draft_buffer_infos=(infos[1],), device_capacity_tokens=1024,
+        start_layer=0, end_layer=4, host_token_capacity=2048,
+    )  # fmt: skip
+    random_bytes(host.kv_buffer)
+    mapper = {layer: layer for layer in range(5)}.get
+    found = controller_of(
+        PoolEntry(
+            PoolName.KV, host, target, mapper, is_primary_index_anchor=True, packed_draft_device_pools=(draft,)
+        ),
+        layers=4,
+        device=device,
+        io=io,
+    )  # fmt: skip
+    keys = [*target.k_buffer, *draft.k_buffer]
+    return Beside(found, PAGE, {"keys": keys, "values": [*target.v_buffer, *draft.v_buffer]})
 
 
 def slots_of(pages: list[int], page: int) -> torch.Tensor:

@@ -91,7 +91,7 @@ def served(
 
 
 def test_restored_prefixes_keep_the_accept_length_verification_by_verification(
-    served: Served, dropping: Path, kind: str
+    served: Served, dropping: Path
 ) -> None:
     asked = prompts(3, LONG, seed=7)
     cold = [say(served, ids) for ids in asked]
@@ -100,9 +100,7 @@ def test_restored_prefixes_keep_the_accept_length_verification_by_verification(
     cold_turns = [say(served, ids) for ids in turns]
     served.flush()
     before = settled(served)
-    restored = [say(served, ids) for ids in asked]
-    print(kind, "verifications: cold", [one.verifications for one in cold])
-    assert restored == cold
+    assert [say(served, ids) for ids in asked] == cold
     grown = since(before, settled(served))
     assert grown["ended_total met"] == len(asked)
     assert grown["loaded_tokens_total storage"] > 0 and grown["computed_tokens_total"] > 0, (
@@ -120,7 +118,6 @@ def test_restored_prefixes_keep_the_accept_length_verification_by_verification(
         without = [say(served, ids) for ids in asked]
     finally:
         dropping.unlink()
-    print(kind, "verifications without the draft's rows", [one.verifications for one in without])
     assert [one.tokens for one in without] == [one.tokens for one in cold]
     assert sum(one.verifications for one in without) > sum(one.verifications for one in cold) + 3, (
         "a draft without its rows guesses worse: the test sees what it is for"
