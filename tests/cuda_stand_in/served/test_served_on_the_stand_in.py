@@ -42,6 +42,7 @@ from sgl_kvtier.runtime.proof.record import FIRST_ATTACHES, FIRST_LOADS, State
 REASON = unavailable()
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(REASON is not None, reason=f"the CUDA stand-in: {REASON}"),
 ]
 ROOT = Path(__file__).resolve().parents[3]
