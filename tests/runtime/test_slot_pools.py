@@ -189,3 +189,8 @@ def test_the_pools_of_a_draft_are_told_before_sglang_registers_them() -> None:
     for drafts, names in cases:
         params = SimpleNamespace(sidecar_draft_device_pools=drafts)
         assert slot_pools.registered_later(params) == names
+
+
+def test_a_release_that_does_not_tell_of_drafts_in_advance_has_none_to_wait_for() -> None:
+    """SGLang 0.5.22: a draft's pool comes later, and ends restoration (test_radix_cache.py)."""
+    assert slot_pools.registered_later(SimpleNamespace()) == set()

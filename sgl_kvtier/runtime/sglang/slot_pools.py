@@ -74,14 +74,16 @@ def _is_known(tree: Any, spec: Any) -> bool:
 
 def registered_later(params: Any) -> set[str]:
     """Names of the pools that SGLang registers for a draft once it has built its cache with these
-    parameters (`build_full_draft_pools` and `build_swa_draft_pools`).
+    parameters (`build_full_draft_pools` and `build_swa_draft_pools`). Before 0.5.23 it does not tell
+    them in advance, so that a draft's pool comes too late there, and the server restores SGLang's
+    own way.
     """
     from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
     from sglang.srt.mem_cache.hicache_storage import PoolName
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
     names = set[str]()
-    for draft in params.sidecar_draft_device_pools:
+    for draft in getattr(params, "sidecar_draft_device_pools", ()):
         if isinstance(draft, BaseSWAKVPool):
             names.add(str(PoolName.DRAFT_SWA))
             continue
