@@ -109,6 +109,8 @@ def sections(setup: Setup, chaos: Chaos, args: argparse.Namespace) -> dict[str, 
         "load_tokens": few,
     }
     policy |= AHEAD if args.lookahead else WITHOUT_LOOKAHEAD
+    if setup.device == "cpu" and not args.layers:
+        policy["proof"] = "all"  # else a CPU compares no page, and an accelerator samples
     lab: dict[str, Any] = {"throttle": {"read_gbps": 1.0}}
     if setup.paced is not None:
         lab = setup.paced.sections()["lab"]

@@ -5,6 +5,7 @@ server is set to, and what is refused.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,14 @@ def test_a_server_gets_the_modelled_disk_and_trouble_at_its_own_pace() -> None:
     assert found["policy"]["min_restore_tokens"] == found["policy"]["load_tokens"] == 128
     assert found["lab"]["throttle"]["read_gbps"] == pytest.approx(6.4 * 8 / 512 / 2)
     assert found["lab"]["faults"]["stall_ms"] == 800.0
+    assert "proof" not in found["policy"]
+
+
+def test_every_restored_page_is_compared_on_a_cpu_but_where_layers_come_in_parts() -> None:
+    computing = replace(SETUP, device="cpu")
+    for layers, proof in ((False, "all"), (True, None)):
+        args = argparse.Namespace(fault_rank=None, lookahead=False, layers=layers)
+        assert sections(computing, Chaos(), args)["policy"].get("proof") == proof
 
 
 @pytest.mark.parametrize(
