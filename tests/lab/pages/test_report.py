@@ -149,6 +149,23 @@ def test_the_published_rows_of_the_proof_follow_from_their_raw_result() -> None:
         assert row["answers equal"] == sum(one["equal"] for one in samples) == len(samples)
 
 
+def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result() -> None:
+    result = read_result(RAW / "emulated-h100-returning.json.gz")
+    grid = json.loads((DATA / "emulated-h100.json").read_text())["grids"]["returning"]
+    rows = [dict(zip(grid["columns"], row, strict=True)) for row in grid["rows"]]
+    published = {row["Arm"].partition(",")[0]: row for row in rows if row["Rounds"] == 4}
+    assert set(published) == set(result["arms"])
+    for arm, row in published.items():
+        samples = [one for one in result["samples"] if one["arm"] == arm]
+        assert row["requests"] == row["answers equal"] == sum(one["equal"] for one in samples)
+        assert row["mean TTFT, ms"] == pytest.approx(
+            fmean(one["ttft_ms"] for one in samples), abs=0.06
+        )
+        stored = sum(one["cached"]["storage"] for one in samples)
+        prompts = sum(one["prompt_tokens"] for one in samples)
+        assert row["from storage (%)"] == round(100 * stored / prompts)
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in RAW.glob("*.json.gz")))
 def test_every_raw_result_can_be_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(RAW / name)]) == 0
