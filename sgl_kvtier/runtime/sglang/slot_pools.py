@@ -74,9 +74,9 @@ def _is_known(tree: Any, spec: Any) -> bool:
 
 def registered_later(params: Any) -> set[str]:
     """Names of the pools that SGLang registers for a draft once it has built its cache with these
-    parameters (`build_full_draft_pools` and `build_swa_draft_pools`). Before 0.5.23 it does not tell
-    them in advance, so that a draft's pool comes too late there, and the server restores SGLang's
-    own way.
+    parameters (`build_full_draft_pools` and `build_swa_draft_pools`). Before 0.5.23 it does not
+    tell them in advance: a draft's pool comes too late there, and the server restores SGLang's own
+    way.
     """
     from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
     from sglang.srt.mem_cache.hicache_storage import PoolName
