@@ -81,14 +81,8 @@ settings.register_profile(
 settings.load_profile("kvtier")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--most-server-starts", type=int, help="fail when more real servers were started"
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(ServerStarts(config))
+    config.pluginmanager.register(ServerStarts())
 
 
 @pytest.hookimpl(wrapper=True)
