@@ -156,6 +156,13 @@ class Planner:
         """
         return self._restore.promised_s(question)
 
+    def known(self, rid: str) -> dict[str, str]:
+        """What each part knows of a request, in words, for a developer: `queue` and `restoration`
+        in `restore/`, `lookahead` in `ahead/`, where there is something. Changes nothing.
+        """
+        ahead = self._ahead.known(rid)
+        return self._restore.known(rid) | ({} if ahead is None else {"lookahead": ahead})
+
     def profile(self) -> dict[str, Any]:
         """Learned costs and bandwidths for the next run, as plain data."""
         return self._restore.profile()

@@ -24,7 +24,6 @@ PREFIX = "kvtier."
 RULES = "rules."
 """What a number of the class in policy.rules is named by, behind the prefix."""
 
-_MOST_RECORDS = 10_000
 
 logger = logging.getLogger(__name__)
 
@@ -130,20 +129,8 @@ def check_map(scheduler: Any, value: float) -> None:
     parts.tick.compare_map(scheduler)
 
 
-def log_requests(scheduler: Any, value: float) -> None:
-    """Writes all that is known of each request, up to `value` of them, into the server's log."""
-    parts = getattr(scheduler.tree_cache, "kvtier", None)
-    if parts is None:
-        raise ValueError("this server keeps no records of requests: it falls back")
-    if not 1 <= value <= _MOST_RECORDS:
-        raise ValueError(refusal("requests.log", value, f"1 to {_MOST_RECORDS}"))
-    for record in list(parts.context.requests)[: int(value)]:
-        logger.info("kvtier: %s", record)
-
-
 HANDLERS: dict[str, Handler] = {
     "lookahead.check": check_map,
-    "requests.log": log_requests,
     "throttle.read_gbps": change_throttle,
     **{f"policy.{f.name}": policy_handler(f.name) for f in dataclasses.fields(PolicyConfig)},
 }

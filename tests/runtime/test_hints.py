@@ -35,11 +35,13 @@ from sgl_kvtier.runtime.hints.message import (
     read,
     unpack,
 )
+from sgl_kvtier.runtime.hints.requests import MOST, known, together
 from sgl_kvtier.runtime.hints.route import ANSWER, ask, best
 from sgl_kvtier.runtime.hints.scheduler import MOST_SESSIONS, take
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile
 from sgl_kvtier.runtime.records.decision_file import Recorded
 from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
+from sgl_kvtier.runtime.step.tracked import Requests
 from sgl_kvtier.types import PageKey, Tier
 
 ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)
@@ -329,3 +331,37 @@ def test_of_several_replicas_the_one_that_knows_the_session_answers() -> None:
     no, yes = {"result": "refused", "reason": "x"}, {"result": "clipped", "reason": "y"}
     assert best([no, yes]) is yes
     assert best([no, no]) is no
+
+
+# --- what is known of requests ----------------------------------------------------------------------------------------
+
+
+def test_each_request_is_shown_with_what_the_runtime_and_the_planner_know_of_it() -> None:
+    requests, planner = Requests(), make_planner(PolicyConfig(), ENGINE)
+    requests.of("a").sglang_loads = 64
+    requests.of("b").arrived = 2
+    planner.observe(RequestArrived("b", 0.0, 64, KEYS[:4]))
+    tree = SimpleNamespace(
+        kvtier=SimpleNamespace(context=SimpleNamespace(requests=requests), planned=planner.known)
+    )
+    scheduler = SimpleNamespace(tree_cache=tree)
+    (a, b) = known(scheduler, "")["requests"]
+    assert a == {
+        "rid": "a",
+        "runtime": "request a: left to SGLang: its first 64 tokens",
+        "planner": {},
+    }
+    assert b["runtime"] == "request b: arrived as number 2"
+    assert b["planner"] == {"lookahead": "prompt of 64 tokens, 4 pages owned as request b, waiting"}
+    assert known(scheduler, "b") == {"requests": [b], "omitted": 0}
+    assert known(scheduler, "c") == {"requests": [], "omitted": 0}
+    for n in range(MOST):
+        requests.of(f"more-{n}")
+    found = known(scheduler, "")
+    assert (len(found["requests"]), found["omitted"]) == (MOST, 2)
+
+
+def test_replicas_answer_together_and_one_that_restores_nothing_has_none() -> None:
+    falls_back = known(SimpleNamespace(tree_cache=SimpleNamespace()), "")
+    one = {"requests": [{"rid": "a", "runtime": "", "planner": {}}], "omitted": 3}
+    assert together([falls_back, None, one]) == one

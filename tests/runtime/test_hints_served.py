@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from ahead_lab import shared_server
 from hostile import HOSTILE, SETTINGS
 from serving import ADMIN, Served, flags, prompts, serving
 from shared import Shared
+
+from sgl_kvtier.cli import main
 
 pytestmark = pytest.mark.server
 
@@ -36,6 +39,25 @@ def test_only_the_admin_key_opens_it(served: Served, headers: dict[str, str]) ->
     before = served.metric("kvtier:lookahead_hints_total")
     assert status(lambda: hint(served, headers, session="a", ttl_s=1)) == (401, "Unauthorized")
     assert served.metric("kvtier:lookahead_hints_total") == before
+
+
+def test_a_request_in_flight_is_shown_with_all_that_is_known_of_it(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(lambda: served.call("GET", "/kvtier/requests", None, {}))[0] == 401
+    (ids,) = prompts(1, seed=35)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.ask, ids)
+        found: list[dict[str, Any]] = []
+        while not found and not answer.done():
+            found = served.call("GET", "/kvtier/requests", None, ADMIN)["requests"]
+        answer.result()
+    assert found, "the request ended before it was shown"
+    assert found[0]["runtime"].startswith(f"request {found[0]['rid']}: ")
+    assert f"prompt of {len(ids)} tokens" in found[0]["planner"]["lookahead"]
+    key = ADMIN["Authorization"].split()[1]
+    assert main(["explain", served.server.url, "--requests", "--api-key", key]) == 0
+    assert "No request waits or runs." in capsys.readouterr().out
 
 
 def test_bad_input_is_a_400_that_says_what_to_send(served: Served) -> None:
@@ -107,7 +129,7 @@ def post(served: Served, path: str, body: str) -> tuple[int, str]:
 def test_no_hostile_number_or_text_changes_a_setting_or_ends_the_server(served: Served) -> None:
     ids = prompts(1, seed=34)[0]
     before = served.ask(ids)
-    names = [*SETTINGS, "lookahead.check", "requests.log", "nothing", "policy.\\ud800"]
+    names = [*SETTINGS, "lookahead.check", "nothing", "policy.\\ud800"]
     texts = {kind: json.dumps(value) for kind, value in HOSTILE.items()} | {
         "1e999": "1e999",
         "digits": "9" * 5000,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from sgl_kvtier.runtime.proof.record import Proof
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile
 from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
-from sgl_kvtier.runtime.step.tracked import Requests
 from sgl_kvtier.types import Span, Tier
 
 ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)
@@ -162,19 +160,6 @@ def test_no_running_setting_takes_a_hostile_value_or_raises(
     assert "was refused" in caplog.text
     assert "Traceback" not in caplog.text
     assert len(caplog.text) < 1000
-
-
-def test_all_that_is_known_of_each_request_can_be_logged(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler = lab(PolicyConfig())
-    scheduler.tree_cache.kvtier.context = SimpleNamespace(requests=Requests())
-    for rid in ("a", "b"):
-        scheduler.tree_cache.kvtier.context.requests.of(rid).sglang_loads = 64
-    with caplog.at_level(logging.INFO):
-        assert told(scheduler, **{"requests.log": 1})
-    said = [record.getMessage() for record in caplog.records if "request " in record.getMessage()]
-    assert said == ["kvtier: request a: left to SGLang: its first 64 tokens"]
-    scheduler.tree_cache.kvtier = None
-    assert not told(scheduler, **{"requests.log": 1})
 
 
 def test_a_bandwidth_in_its_range_reaches_the_store() -> None:

@@ -74,6 +74,12 @@ class _Request:
     """Its full prompt pages, in order."""
     running: bool = False
 
+    def __str__(self) -> str:
+        return (
+            f"prompt of {self.prompt_tokens} tokens, {len(self.keys)} pages owned as {self.owner}, "
+            f"{'running' if self.running else 'waiting'}"
+        )
+
 
 class _Queue(NamedTuple):
     """What the waiting requests mean for pages."""
@@ -150,6 +156,11 @@ class Lookahead:
     def tally(self) -> Tally:
         """The results of its moves so far. Any thread."""
         return Tally(self.prefetcher.prefetched.wasted, dict(self.prefetcher.overlaps.counts))
+
+    def known(self, rid: str) -> str | None:
+        """What it knows of a request, in words; None: nothing."""
+        found = self._requests.get(rid)
+        return None if found is None else str(found)
 
     def claimable(self, view: StepView, pages: int, until: float) -> int:
         """How many of this many device pages may be claimed now without evicting any that is needed

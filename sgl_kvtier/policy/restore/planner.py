@@ -116,6 +116,17 @@ class RestorePlanner:
         """
         return self._offers.promised_s(question.offer, question.view)
 
+    def known(self, rid: str) -> dict[str, str]:
+        """What its parts know of a request, in words: `queue` and `restoration`, where there is
+        something.
+        """
+        item = self._state.items.get(rid)
+        found = {
+            "queue": self._queue.known(rid),
+            "restoration": None if item is None else str(item),
+        }
+        return {part: text for part, text in found.items() if text is not None}
+
     def order(self, question: RunOrder) -> tuple[str, ...]:
         """The order in which these requests should run."""
         return self._queue.order(question)

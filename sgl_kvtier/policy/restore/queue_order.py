@@ -48,6 +48,10 @@ class _Place:
     overtaken_at: float = -1.0
     """Since when it is, in seconds of the executor's clock; -1: it is not."""
 
+    def __str__(self) -> str:
+        overtaken = f"since {self.overtaken_at:.3f} s" if self.overtaken_at >= 0 else "by none"
+        return f"may be overtaken for {self.credit_s:.3f} s, is overtaken {overtaken}"
+
     def slack_s(self, now: float) -> float:
         """Seconds that are left of it."""
         return self.credit_s - (now - self.overtaken_at if self.overtaken_at >= 0 else 0.0)
@@ -75,6 +79,11 @@ class QueueOrder:
             works.append(work_s)
             slacks.append(place.slack_s(now))
         return _shortest_first(waiting, works, slacks)
+
+    def known(self, rid: str) -> str | None:
+        """What it knows of a request, in words; None: nothing."""
+        place = self._places.get(rid)
+        return None if place is None else str(place)
 
     def chunk_beside(self, question: ChunkBeside) -> int:
         """The tokens of a chunk in the slot: it leaves room for waiting requests with clearly less

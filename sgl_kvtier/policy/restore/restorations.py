@@ -114,6 +114,16 @@ class Restoration:
         )
         self.stages = stages_of(self.by_link)
 
+    def __str__(self) -> str:
+        """All of it that a developer asks for, in one line."""
+        loads = ", ".join(
+            f"{pages} pages over {link.value}" for link, pages in self.in_flight.items()
+        )
+        return (
+            f"{self.mode.value}, prompt of {self.prompt_tokens} tokens, meets at page {self.meet}, "
+            f"in flight: {loads or 'nothing'}, predicted end: {self.predicted_end:.3f} s"
+        )
+
     def open_pages(self, pace: Pace, front: int, taken_back: bool = False) -> OpenPages:
         """Its open pages from page `front` on (`meeting.open_of`)."""
         return open_of(

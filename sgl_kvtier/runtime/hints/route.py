@@ -1,9 +1,10 @@
-"""POST /kvtier/hint of SGLang's HTTP server: clients say when their sessions come back.
+"""POST /kvtier/hint of SGLang's HTTP server: clients say when their sessions come back. GET
+/kvtier/requests: what is known of each request (`requests.py`).
 
-The route is added beside SGLang's own when the tokenizer manager gets its channels to the
-schedulers, and has the same protection as its admin routes (docs/manual/lookahead.md). A hint
+The routes are added beside SGLang's own when the tokenizer manager gets its channels to the
+schedulers, and have the same protection as its admin routes (docs/manual/lookahead.md). A hint
 travels as SGLang's own query of the internal state, which goes to every scheduler process between
-two steps. With several tokenizer workers there is no route.
+two steps. With several tokenizer workers there are no routes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from sgl_kvtier.runtime.hints import requests
 from sgl_kvtier.runtime.hints.message import MOST_BYTES, Asked, HintError, Sent, pack, read
 from sgl_kvtier.runtime.sglang import features
 from sgl_kvtier.types import PageKey
 
 PATH = "/kvtier/hint"
+REQUESTS_PATH = "/kvtier/requests"
 ANSWER = "kvtier.hint"
 """The key of a scheduler's answer in the state it sends back."""
 _MOST_PASSED_OVER = 8 * MOST_BYTES
@@ -46,14 +49,21 @@ def add_route(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
             return JSONResponse({"error": str(error)}, status_code=400)
         return JSONResponse(answer)
 
-    # The framework reads annotations to know what to pass; as text they could not be resolved here.
-    kvtier_hint.__annotations__ = {"request": Request}
-    app.add_api_route(
-        PATH,
-        auth_level(AuthLevel.ADMIN_OPTIONAL)(kvtier_hint),
-        methods=["POST"],
-        response_model=None,
-    )
+    async def kvtier_requests(request: Any) -> Any:
+        return JSONResponse(await known_requests(manager, request.query_params.get("rid", "")))
+
+    for path, method, answer in (
+        (PATH, "POST", kvtier_hint),
+        (REQUESTS_PATH, "GET", kvtier_requests),
+    ):
+        # The framework reads annotations to know what to pass; text could not be resolved here.
+        answer.__annotations__ = {"request": Request}
+        app.add_api_route(
+            path,
+            auth_level(AuthLevel.ADMIN_OPTIONAL)(answer),
+            methods=[method],
+            response_model=None,
+        )
 
 
 async def ask(manager: Any, body: bytes) -> dict[str, Any]:
@@ -64,6 +74,17 @@ async def ask(manager: Any, body: bytes) -> dict[str, Any]:
     manager.auto_create_handle_loop()
     states = await manager.get_internal_state_communicator(GetInternalStateReq(rid=pack(sent)))
     return best([state.internal_state.get(ANSWER) or NOT_ANSWERED for state in states])
+
+
+async def known_requests(manager: Any, rid: str) -> dict[str, Any]:
+    """What the schedulers know of one request, or of all with an empty `rid`."""
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    manager.auto_create_handle_loop()
+    states = await manager.get_internal_state_communicator(
+        GetInternalStateReq(rid=requests.MARK + rid)
+    )
+    return requests.together([state.internal_state.get(requests.ANSWER) for state in states])
 
 
 NOT_ANSWERED = {

@@ -14,6 +14,7 @@ from typing import Any
 
 from sgl_kvtier.policy.messages import Consulted, HintAnswer, Hinted, SessionsWith
 from sgl_kvtier.runtime import metrics
+from sgl_kvtier.runtime.hints import requests
 from sgl_kvtier.runtime.hints.message import MARK, Sent, unpack
 from sgl_kvtier.runtime.hints.route import ANSWER
 from sgl_kvtier.runtime.sglang.attached import store_of
@@ -27,12 +28,16 @@ logger = logging.getLogger(__name__)
 def get_internal_state(
     original: Callable[..., Any], controller: Any, message: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around SGLang's own: a question that carries a hint is answered here."""
-    if not (message.rid or "").startswith(MARK):
+    """Around SGLang's own: a hint and a question for requests are answered here."""
+    text = message.rid or ""
+    if not text.startswith((MARK, requests.MARK)):
         return original(controller, message, *args, **kwargs)
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
-    answer = take(controller.scheduler, unpack(message.rid))
+    if text.startswith(requests.MARK):
+        found = requests.known(controller.scheduler, text[len(requests.MARK) :])
+        return GetInternalStateReqOutput(internal_state={requests.ANSWER: found})
+    answer = take(controller.scheduler, unpack(text))
     _count(controller.scheduler, answer["result"])
     return GetInternalStateReqOutput(internal_state={ANSWER: answer})
 

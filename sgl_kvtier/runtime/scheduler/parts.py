@@ -6,7 +6,7 @@ SGLang's cache, hooks and routes reach every part through it. Without it they ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from sgl_kvtier.config import PolicyConfig
@@ -65,6 +65,8 @@ class Parts:
         ahead = look_ahead(context) if look_ahead is not None else None
         self.tick = RestoreTick(engine, planner, agreement, self.turns, self.views, ahead)
         self.notes = RestoreNotes(policy, engine, planner, agreement, log)
+        self.planned: Callable[[str], Mapping[str, str]] = lambda _: {}
+        """What each part of the planner knows of a request, in words."""
 
     @property
     def ahead(self) -> LookaheadEngine | None:

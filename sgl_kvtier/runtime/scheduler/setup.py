@@ -203,6 +203,7 @@ def build(tree: Tree, server_args: Any) -> Parts:
         log=log,
         look_ahead=look,
     )
+    parts.planned = planner.known
     parts.engine.proof = proof
     if checks is not None:
         parts.engine.second_look = checks[1]

@@ -32,7 +32,14 @@ from sgl_kvtier.outside import read_bounded
 from sgl_kvtier.runtime.tools import prompt_diff, schemas
 from sgl_kvtier.runtime.tools.miss_advice import Advice, advise
 from sgl_kvtier.runtime.tools.miss_reasons import DECLINED, UNFULFILLED, Reason, said_of
-from sgl_kvtier.runtime.tools.server_figures import Figures, Server, figures_of, read, server_of
+from sgl_kvtier.runtime.tools.server_figures import (
+    Figures,
+    Server,
+    figures_of,
+    read,
+    read_requests,
+    server_of,
+)
 
 _MOST_PROMPT_BYTES = 64 << 20
 _PAGE = 64
@@ -75,6 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help=f"the server's --page-size, for --prompts (default: {_PAGE})",
     )
+    parser.add_argument(
+        "--requests",
+        action="store_true",
+        help="instead: what is known of each request that waits or runs now, for a developer",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result to FILE; - for stdout")
 
 
@@ -86,7 +98,26 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.json)
     if args.prompts is not None:
         return _explain_prompts(args)
-    return _explain_server(args)
+    return _explain_requests(args) if args.requests else _explain_server(args)
+
+
+def _explain_requests(args: argparse.Namespace) -> int:
+    found = read_requests(args.url, args.api_key)
+    if args.json is not None:
+        _write(args, schemas.EXPLAIN_REQUESTS.name, {"url": args.url, **found})
+        if args.json == "-":
+            return 0
+    rows = [
+        {"rid": request["rid"] if part == "runtime" else "", "part": part, "known": text}
+        for request in found["requests"]
+        for part, text in {"runtime": request["runtime"], **request["planner"]}.items()
+    ]
+    columns = (Column("rid", "request"), Column("part", "known to"), Column("known", "as"))
+    notes = [f"{found['omitted']} more requests are not shown"] if found["omitted"] else []
+    print_table(Table(f"Requests of {args.url}", columns, rows, notes=notes))
+    if not rows:
+        print_statement("No request waits or runs.", is_bad=False)
+    return 0
 
 
 def _explain_server(args: argparse.Namespace) -> int:

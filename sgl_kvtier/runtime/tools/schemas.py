@@ -111,6 +111,20 @@ hit_fraction: number or null; hit_tokens of longer_tokens
 """,
 )
 
+EXPLAIN_REQUESTS = Schema(
+    "kvtier.explain.requests/1",
+    "kvtier explain URL --requests",
+    "what is known of each request that waits or runs",
+    """
+url: string; address of the server
+requests: list of objects; one per request, in the order in which they were noted
+  rid: string; SGLang's id of the request
+  runtime: string; its record in the runtime, in words
+  planner: object; what the planner's parts know of it, in words: queue, restoration, lookahead
+omitted: integer; requests that are not shown
+""",
+)
+
 SCHEMAS = Schema(
     "kvtier.schemas/1",
     "kvtier schema",

@@ -180,6 +180,20 @@ def read(url: str, api_key: str | None = None) -> Reading:
     return Reading(values, info if isinstance(info, dict) else {})
 
 
+def read_requests(url: str, api_key: str | None = None) -> dict[str, Any]:
+    """What a server knows of its requests now: `requests` and `omitted` of GET /kvtier/requests.
+
+    Raises KVTierError where it does not say.
+    """
+    try:
+        return dict(parse_json(_get(url, "/kvtier/requests", api_key)))
+    except (urllib.error.HTTPError, ValueError, TypeError) as error:
+        raise KVTierError(
+            f"{url}/kvtier/requests: {error}. It needs a server with the kvtier plugin, and its "
+            "--admin-api-key (--api-key here) if it has one"
+        ) from error
+
+
 def server_of(reading: Reading) -> Server:
     """What the server was started with."""
     states = reading.info.get("internal_states")
