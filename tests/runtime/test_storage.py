@@ -47,6 +47,8 @@ from sgl_kvtier.runtime.backend.storage import KVTierStorage, _WholePages
 from sgl_kvtier.runtime.sglang.hooks import targets
 from sgl_kvtier.runtime.step.page_names import page_key
 from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.segment import probe_direct_io
 from sgl_kvtier.types import Tier
 
 CONTIGUOUS = ["page_first_direct", "page_first"]
@@ -655,6 +657,20 @@ def test_a_rank_reads_back_its_own_share_of_a_pool_beside_replicated_latents(mak
     for rank, own, bytes_stored in zip(ranks, pools, stored, strict=True):
         assert moved(rank, own[name], name, names, 4, store=False) == [True, True]
         assert bytes_at(own[name], 4) == bytes_stored
+
+
+@pytest.mark.parametrize(
+    ("nodes", "latents", "through"), [(1, True, True), (2, True, False), (1, False, False)]
+)
+def test_ranks_of_a_host_with_the_same_pages_read_them_through_the_page_cache(
+    make, monkeypatch, tmp_path, nodes, latents, through
+):
+    args = server_args(nnodes=nodes)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
+    pool = latent_host_pool(latent_pool(2)) if latents else host_pool("page_first")
+    store = make(pool, is_mla_model=latents, tp_size=2, tp_rank=0).local_store
+    usual = probe_direct_io(Env(), str(tmp_path), "auto")
+    assert store.direct_io == (bool(usual.flags) and not through)
 
 
 def test_a_rank_finds_a_share_only_once_it_has_written_it_itself(make):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,36 @@ def test_a_page_that_a_sibling_has_is_kept_and_not_written_again(owner: Open) ->
     assert put(second, PAGES | MORE) == [PutOutcome.KEPT] * 20 + [PutOutcome.STORED] * 20
     assert second.stats().pages == 20 and second.stats().pages_written == 20
     assert len(segments(second)) == 1
+
+
+def bytes_from_disk() -> int:
+    """What this process had the disks read so far, without what was in the page cache."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+def test_through_the_page_cache_what_two_owners_read_comes_from_the_disk_once(owner: Open) -> None:
+    pages = {key(i): content(i, 1 << 20) for i in range(16)}
+    roomy = {"direct_io": "off", "capacity_bytes": 64 << 20, "segment_bytes": 32 << 20}
+    first = owner(**roomy)
+    put(first, pages)
+    files = [Path(first.folder) / name for name in segments(first)]
+    first.close()
+    before = bytes_from_disk()
+    for file in files:
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            opened.read(1 << 16)
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if bytes_from_disk() == before:
+        pytest.skip("this file system reads from no disk")
+    owners = [owner(**roomy) for _ in range(2)]
+    before = bytes_from_disk()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(found, owners, [pages] * 2)) == [16, 16]
+    nbytes = sum(map(len, pages.values()))
+    assert 0.9 * nbytes < bytes_from_disk() - before < 1.1 * nbytes
 
 
 def test_folders_of_other_ranks_are_not_read(opened: Open, owner: Open) -> None:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,14 @@ class KVTierStorage(HiCacheStorage):
         )
         replicated = self._is_replicated(KV)
         rank = share.folder(replicated=replicated)
+        config = self.config.store
+        if replicated and c.tp_size > get_server_args().nnodes and config.direct_io == "auto":
+            # The TP ranks of a host read the same pages at the same time: through the page cache
+            # each comes from the disk once.
+            config = replace(config, direct_io="off")
         try:
             store = open_store(
-                self.config.store,
+                config,
                 who,
                 rank,
                 share.holders(replicated=replicated),

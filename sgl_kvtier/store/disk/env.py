@@ -123,6 +123,11 @@ class Env:
                 raise
             os.ftruncate(fd, nbytes)
 
+    def read_exactly(self, fd: int) -> None:
+        """Reads through the page cache bring what they request at once, and nothing after it."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 

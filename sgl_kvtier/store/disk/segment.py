@@ -39,6 +39,12 @@ class DirectIO:
     flags: int
     alignment: int
 
+    def opened(self, env: Env, fd: int) -> int:
+        """The descriptor of a file that was opened with these flags, prepared for page I/O."""
+        if not self.flags:
+            env.read_exactly(fd)
+        return fd
+
     def fits(self, buffers: list[memoryview]) -> bool:
         """Whether the device may write into or read from this memory itself."""
         if self.alignment == 1:
@@ -89,7 +95,7 @@ def create_segment(
 ) -> Segment:
     """A new file with its disk space reserved. Raises OSError and leaves nothing behind."""
     path = os.path.join(folder, segment_name(number))
-    fd = env.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | io.flags)
+    fd = io.opened(env, env.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | io.flags))
     segment = Segment(number, slot_bytes, slots, path, fd)
     try:
         _check_enough_left(env, fd, path)
@@ -120,7 +126,7 @@ def open_segment(
     Raises NotASegmentError for any other content, and OSError.
     """
     path = os.path.join(folder, segment_name(number))
-    fd = env.open(path, os.O_RDWR | io.flags)
+    fd = io.opened(env, env.open(path, os.O_RDWR | io.flags))
     try:
         _check_enough_left(env, fd, path)
         found = unpack_segment_head(_beginning(env, fd, 1), identity)
@@ -140,7 +146,7 @@ def open_to_read(env: Env, folder: str, number: int, identity: bytes, io: Direct
     not there yet.
     """
     path = os.path.join(folder, segment_name(number))
-    fd = env.open_to_read(path, io.flags)
+    fd = io.opened(env, env.open_to_read(path, io.flags))
     try:
         _check_enough_left(env, fd, path, _SHARE_OF_SIBLINGS)
         found = unpack_segment_head(_beginning(env, fd, 1), identity)
