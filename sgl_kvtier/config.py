@@ -111,8 +111,8 @@ class StoreConfig:
     )
     direct_io: str = setting(
         "auto",
-        "bypass the page cache: auto probes, but reads through it where TP ranks of one host have the "
-        "same pages (MLA), so that these come from the disk once; on insists, off never",
+        "bypass the page cache: auto probes, but reads through it where TP ranks of one host have "
+        "the same pages (MLA), so that these come from the disk once; on insists, off never",
         choices=("auto", "on", "off"),
     )
     io_threads: int = setting(8, "threads that read and write pages", low=1, high=256)
