@@ -39,4 +39,6 @@ def served_flags(graphs: Sequence[int] = (), ranks: int = 1) -> list[str]:
         words += ["--cuda-graph-bs-decode", *map(str, graphs)]
     else:
         words += ["--cuda-graph-backend-decode", "disabled"]
-    return [*words, "--disable-custom-all-reduce"] if ranks > 1 else words
+    if ranks > 1:  # these exchange memory between GPUs by calls that the stand-in lacks
+        words += ["--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"]
+    return words

@@ -6,6 +6,7 @@ put into the copies, and each of them is seen.
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import urllib.request
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from restore_lab import change
 from serving import Answer, Served, prompts
@@ -185,6 +187,41 @@ def test_latents_are_restored_as_they_were_stored(tmp_path: Path, way: tuple[str
         check_restored(server, again)
         for metric in ("restore_proof_pages_total", "restore_proof_attaches_total"):
             assert set(counted(server, metric, "result")) == {"equal"}
+    for right, computed, back in zip(wanted(asked, path=model), first, again, strict=True):
+        assert right.is_met(computed) and right.is_met(back)
+
+
+def bytes_from_disk(server: Served) -> int:
+    """What the server's processes had the disk read so far, without what the page cache had."""
+    main = psutil.Process(server.server.pid)
+    processes = [main, *main.children(recursive=True)]
+    return sum(process.io_counters().read_bytes for process in processes)
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """The next read of a segment below this folder comes from the disk."""
+    for path in folder.rglob("seg-*"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_the_same_latents_read_each_page_from_the_disk_once(tmp_path: Path) -> None:
+    model = write_latent_model(tmp_path / "model")
+    asked = prompts(2, LONG, seed=10)
+    with on_stand_in(tmp_path, ranks=2, policy={"restore": "load"}, model_path=model) as server:
+        first = [server.ask(ids) for ids in asked]
+        server.settle()
+        server.flush()
+        drop_from_page_cache(tmp_path)
+        loaded, before = loaded_bytes(server), bytes_from_disk(server)
+        again = [server.ask(ids) for ids in asked]
+        server.settle()
+        read = bytes_from_disk(server) - before
+        check_restored(server, again, ranks=2)
+        by_each = (loaded_bytes(server) - loaded) / 2
+        assert 0.9 * by_each < read < 1.2 * by_each, (read, by_each)
     for right, computed, back in zip(wanted(asked, path=model), first, again, strict=True):
         assert right.is_met(computed) and right.is_met(back)
 
