@@ -208,8 +208,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         part.add_arguments(parser)
         own, extra = _split(rest)
         parsed, unknown = parser.parse_known_args(own)
+        if unknown and (not hasattr(parsed, "extra") or not unknown[0].startswith("-")):
+            parser.error(_why_unknown(name, unknown))
         if unknown:
-            parser.error(_why_unknown(name, unknown, takes_more=hasattr(parsed, "extra")))
+            print(f"kvtier {name}: passed to SGLang: {' '.join(unknown)}", file=sys.stderr)
+            extra = [*unknown, *extra]
         if extra and not hasattr(parsed, "extra"):
             parser.error(f"nothing may follow --: {' '.join(extra)}")
         if extra:
@@ -254,19 +257,13 @@ def _parts_or_refusal(name: str, rest: Sequence[str]) -> int:
     return 2
 
 
-def _why_unknown(name: str, unknown: Sequence[str], *, takes_more: bool) -> str:
+def _why_unknown(name: str, unknown: Sequence[str]) -> str:
     """What is said of arguments that a command does not have."""
     first = unknown[0]
     near = difflib.get_close_matches(f"{name} {first}", COMMANDS, n=1)
     if not first.startswith("-") and near and near[0] != name:
         return f"no argument {first!r}. Did you mean kvtier {near[0]}?"
-    said = f"unrecognized arguments: {' '.join(unknown)}"
-    if takes_more:
-        said += (
-            ". SGLang's own arguments go behind --, as in: kvtier serve MODEL --store DIR -- "
-            f"{' '.join(unknown)}"
-        )
-    return said
+    return f"unrecognized arguments: {' '.join(unknown)}"
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

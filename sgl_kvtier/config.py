@@ -1,14 +1,15 @@
 """kvtier.json as frozen dataclasses: one file for the server and the tools, checked key by key.
 
 Every field carries its unit in its name, its default here and its allowed range in `setting(...)`.
-A wrong key, type or value raises ConfigError naming the key, the value and what is allowed. There
-are no environment variables of our own.
+A wrong key, type or value raises ConfigError naming the key, the value and what is allowed. A
+server takes two settings from the environment where the file lacks them (runtime/settings.py).
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
@@ -48,6 +49,7 @@ _MOST_BYTES = 1 << 50
 """The largest store: 1,024 TiB."""
 _MOST_TEXT = 4096
 """Most characters of a text: no system takes a longer path."""
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,3})?) ?%", re.ASCII)
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
@@ -85,12 +87,14 @@ class StoreConfig:
     path: str = setting(
         "",
         "folder for the pages; created with mode 0700. ~ is this user's home, variables are not "
-        "expanded. Required",
+        "expanded. A server without it takes $KVTIER_STORE_PATH, or kvtier/pages in this user's "
+        "cache folder",
         is_path=True,
     )
     capacity_bytes: int = setting(
         64 << 30,
-        "most bytes on disk, all servers and ranks that use the folder together",
+        "most bytes on disk, all servers and ranks that use the folder together; as text also a "
+        'share of the disk, such as "80%"',
         low=1 << 20,
         high=_MOST_BYTES,
         is_bytes=True,
@@ -364,6 +368,9 @@ def load_config(path: str | Path) -> KVTierConfig:
     return parse_config(data)
 
 
+_PATH = next(f for f in fields(StoreConfig) if f.name == "path")
+
+
 def parse_config(data: Any) -> KVTierConfig:
     """The settings in a decoded kvtier.json. Raises ConfigError on a wrong key, type or value."""
     if not isinstance(data, dict):
@@ -375,8 +382,31 @@ def parse_config(data: Any) -> KVTierConfig:
             continue
         if key not in known:
             raise ConfigError(_unknown(key, "", [*known, *sorted(HOST_KEYS)]))
+        if key == "store" and isinstance(value, dict):
+            value = _with_capacity(value)
         sections[key] = _parse_section(_SECTIONS[key], key, value)
     return KVTierConfig(**sections)
+
+
+def _with_capacity(store: dict[str, Any]) -> dict[str, Any]:
+    """The section `store` with a capacity in bytes, where it was a share of the disk ("80%"): of
+    all bytes of the filesystem that has the folder, or will have it. Raises ConfigError.
+    """
+    given, path = store.get("capacity_bytes"), store.get("path")
+    match = _SHARE.fullmatch(given) if isinstance(given, str) else None
+    if match is None:
+        return store
+    share = float(match[1])
+    if not 0 < share <= 100:
+        raise ConfigError(
+            refusal("store.capacity_bytes", given, "a share of the disk from 0 to 100%")
+        )
+    if not isinstance(path, str) or not path:
+        raise ConfigError(f"store.capacity_bytes = {shown(given)} is of the disk of store.path")
+    place = Path(_parse_value(_PATH, "store.path", path))
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    disk = os.statvfs(there)
+    return {**store, "capacity_bytes": int(disk.f_blocks * disk.f_frsize * share / 100)}
 
 
 def parse_setting(section: str, name: str, value: Any) -> Any:

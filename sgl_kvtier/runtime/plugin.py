@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from typing import Any
 
@@ -64,7 +65,8 @@ def widen_command_line(
     result: None, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any
 ) -> None:
     """After SGLang declared its options: our name is among the choices of
-    --hicache-storage-backend.
+    --hicache-storage-backend, and turns the hierarchical cache on as well. With `KVTIER=1` in the
+    environment a server that names no backend has ours.
     """
     del result, args, kwargs
     for action in parser._actions:
@@ -74,6 +76,23 @@ def widen_command_line(
             and BACKEND not in action.choices
         ):
             action.choices = [*action.choices, BACKEND]
+            action.__class__ = _with_hierarchical_cache(type(action))
+    if os.environ.get("KVTIER", "") not in ("", "0"):
+        parser.set_defaults(hicache_storage_backend=BACKEND, enable_hierarchical_cache=True)
+
+
+def _with_hierarchical_cache(kind: type[argparse.Action]) -> type[argparse.Action]:
+    """Such an action that also enables the hierarchical cache where our backend is named."""
+
+    class WithHierarchicalCache(kind):  # type: ignore[valid-type, misc]
+        def __call__(
+            self, parser: Any, namespace: Any, values: Any, option_string: Any = None
+        ) -> None:
+            super().__call__(parser, namespace, values, option_string)
+            if values == BACKEND:
+                namespace.enable_hierarchical_cache = True
+
+    return WithHierarchicalCache
 
 
 def check_arguments(result: None, server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,6 +110,7 @@ def check_arguments(result: None, server_args: Any, *args: Any, **kwargs: Any) -
     if settings.uses_backend(view):
         features.require("storage")
         features.require(*settings.named_features(settings.check_server(view).policy))
+        logger.info("kvtier: %s", settings.where_pages_go(view))
         said = [features.untried(), *map(features.line, _SAID_AT_LAUNCH)]
         for line in filter(None, said):
             logger.warning("kvtier: %s", line)

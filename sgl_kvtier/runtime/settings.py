@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,18 @@ from sgl_kvtier.launch import GPU_PAGE
 from sgl_kvtier.outside import MOST_SETTINGS_BYTES, shown
 from sgl_kvtier.policy.pages.eviction import eviction_of
 from sgl_kvtier.policy.rules import rules_of
+from sgl_kvtier.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "kvtier"
 """The name in --hicache-storage-backend."""
+
+PATH_VARIABLE = "KVTIER_STORE_PATH"
+CAPACITY_VARIABLE = "KVTIER_CAPACITY"
+"""Variables of the environment for `store.path` and `store.capacity_bytes` where no setting says
+them.
+"""
 
 _HOST_ADDED = frozenset({"file_storage_path"})
 
@@ -44,20 +52,36 @@ def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
     are imported. Raises ConfigError.
     """
     given = {k: v for k, v in (extra_config or {}).items() if k not in _HOST_ADDED}
+    store = given.get("store")
+    if store is None or isinstance(store, dict):
+        given["store"] = {**store_of_environment(), **(store or {})}
     config = parse_config(given)
-    if not config.store.path:
-        raise ConfigError(
-            "store.path is not set: the kvtier backend needs a folder on a local disk. Put it into "
-            "kvtier.json as "
-            '{"store": {"path": "/var/lib/kvtier"}} and pass '
-            "--hicache-storage-backend-extra-config @kvtier.json"
-        )
     path = given["store"]["path"]
     if not path.startswith(("/", "~")):
         _say_relative(path, config.store.path)
     rules_of(config.policy.rules)
     eviction_of(config.policy.eviction)
     return config
+
+
+def store_of_environment() -> dict[str, str]:
+    """Where pages go and how many unless the settings say so: as the environment says, else in this
+    user's cache folder.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    found = {"path": os.environ.get(PATH_VARIABLE) or f"{caches}/kvtier/pages"}
+    capacity = os.environ.get(CAPACITY_VARIABLE)
+    return found | ({"capacity_bytes": capacity} if capacity else {})
+
+
+def where_pages_go(args: Any) -> str:
+    """In one sentence, what a server with this resolved configuration was set to, for its log."""
+    config = of_server(args)
+    return (
+        f"pages of {args.page_size} tokens are stored in {config.store.path}, at most "
+        f"{format_bytes(config.store.capacity_bytes)} (store.path, store.capacity_bytes, or "
+        f"{PATH_VARIABLE} and {CAPACITY_VARIABLE})"
+    )
 
 
 @functools.cache

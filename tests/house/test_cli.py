@@ -65,11 +65,6 @@ def test_an_error_in_the_arguments_is_one_line_that_says_where_the_usage_is(caps
     assert said(capsys, "sim", "paper", "none").startswith("kvtier sim paper: argument paper:")
 
 
-def test_an_argument_of_sglangs_says_where_it_goes(capsys):
-    line = said(capsys, "serve", "m", "--store", "/s", "--tp", "2")
-    assert "kvtier serve MODEL --store DIR -- --tp 2" in line
-
-
 LONG = "n" * 100_000
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import os
 from dataclasses import fields
 
 import pytest
@@ -50,6 +51,8 @@ def test_sglangs_own_keys_are_passed_over():
         ({"store": {"io_threads": 257}}, "from 1 to 256"),
         ({"store": {"direct_io": "maybe"}}, "must be one of auto, on, off"),
         ({"store": {"capacity_bytes": "many"}}, "a size such as"),
+        ({"store": {"path": "/p", "capacity_bytes": "101%"}}, "from 0 to 100%"),
+        ({"store": {"capacity_bytes": "50%"}}, r"is of the disk of store\.path"),
         ({"store": {"capacity_bytes": "1KiB"}}, r"from 1\.0 MiB to 1,024\.0 TiB"),
         ({"lab": {"faults": {"corrupt_rate": 1.5}}}, "from 0 to 1"),
         ({"lab": {"throttle": {"read_gbps": float("nan")}}}, "must be a number"),
@@ -332,3 +335,11 @@ def test_the_example_is_valid():
 
     example = Path(__file__).parents[2] / "examples" / "kvtier.json"
     assert config.load_config(example).store.path
+
+
+def test_a_capacity_may_be_a_share_of_the_disk(tmp_path):
+    disk = os.statvfs(tmp_path)
+    path = str(tmp_path / "not" / "there")
+    store = config.parse_config({"store": {"path": path, "capacity_bytes": "12.5%"}}).store
+    assert store.capacity_bytes == disk.f_blocks * disk.f_frsize // 8
+    assert list(tmp_path.iterdir()) == []

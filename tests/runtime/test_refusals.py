@@ -4,6 +4,7 @@ line says.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from sglang.srt.platforms import current_platform
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.scheduler import refusals
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.refusals import (
@@ -268,10 +270,49 @@ def test_the_flag_named_for_window_pages_keeps_whole_sequences(launch, tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        (("--hicache-storage-backend", "kvtier"), {}),
+        ((), {"KVTIER": "1"}),
+        ((), {"KVTIER": "1", "KVTIER_STORE_PATH": "/mnt/kv", "KVTIER_CAPACITY": "3GiB"}),
+    ],
+    ids=["one flag", "one variable", "variables"],
+)
+def test_one_line_turns_the_tier_on_and_the_log_says_where_pages_go(
+    flags, variables, monkeypatch, caplog, tmp_path
+):
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path), **variables}.items():
+        monkeypatch.setenv(name, value)
+    with launching() as launched, caplog.at_level(logging.INFO):
+        args = launched(*flags)
+    assert settings.uses_backend(args) and args.enable_hierarchical_cache
+    store = settings.of_server(args).store
+    wanted = ("/mnt/kv", 3 << 30) if len(variables) > 1 else (f"{tmp_path}/kvtier/pages", 64 << 30)
+    assert (store.path, store.capacity_bytes) == wanted
+    assert f"are stored in {wanted[0]}, at most" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_without_it_a_server_is_sglangs_own(value, monkeypatch):
+    monkeypatch.setenv("KVTIER", value)
+    with launching() as launched:
+        args = launched()
+    assert not settings.uses_backend(args) and not args.enable_hierarchical_cache
+
+
+def test_settings_go_before_variables(monkeypatch):
+    monkeypatch.setenv("KVTIER_STORE_PATH", "/of/the/environment")
+    monkeypatch.setenv("KVTIER_CAPACITY", "1GiB")
+    store = settings.from_extra_config({"store": {"path": "/of/the/file"}}).store
+    assert (store.path, store.capacity_bytes) == ("/of/the/file", 1 << 30)
+    monkeypatch.setenv("KVTIER_CAPACITY", "much")
+    with pytest.raises(ConfigError, match="much"):
+        settings.from_extra_config(None)
+
+
+@pytest.mark.parametrize(
     ("flags", "error", "says"),
     [
-        (("--hicache-storage-backend", "kvtier"), ConfigError, "--enable-hierarchical-cache"),
-        (KVTIER[:3], ConfigError, "store.path is not set"),
         ((*KVTIER[:4], "{"), ConfigError, "--hicache-storage-backend-extra-config"),
         ((*KVTIER[:4], '{"store": {"path": "p", "io_threads": 0}}'), ConfigError, "store.io_threads"),
         ((*KVTIER, "--attention-backend", "intel_amx"), ValueError, "SGLANG_USE_CPU_ENGINE"),

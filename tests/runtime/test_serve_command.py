@@ -57,6 +57,23 @@ def test_a_host_without_a_gpu_is_told_that_the_flags_are_a_cpus(
     assert "No GPU" not in printed(capsys, "--store", str(tmp_path / "s"))
 
 
+def test_modes_are_settings_and_other_flags_are_sglangs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIER_STORE_PATH", "/mnt/kv")
+    words = ("--restore", "load", "--lookahead", "off", "--tp", "2", "--device", "cuda")
+    assert cli.main(["serve", "m", *words, "--print", "--", "--dtype", "half"]) == 0
+    said = capsys.readouterr()
+    assert "passed to SGLang: --tp 2" in said.err
+    command = shlex.split(said.out)
+    given = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
+    policy = {"restore": "load", "prefetch": "off", "eviction": "lru"}
+    assert given == {"store": {"path": "/mnt/kv"}, "policy": policy}
+    assert command[-6:] == ["--tp", "2", "--dtype", "half", "--port", "30000"]
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "m", "other", "--print"])
+
+
 def test_a_capacity_beside_a_file_that_has_its_own_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

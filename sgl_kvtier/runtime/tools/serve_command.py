@@ -8,11 +8,12 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.arguments import above_nought, any_device, port, size
-from sgl_kvtier.config import load_config, parse_config
+from sgl_kvtier.config import PolicyConfig, load_config, parse_config
 from sgl_kvtier.errors import BenchError, ConfigError
 from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.launch import (
@@ -24,9 +25,20 @@ from sgl_kvtier.launch import (
     serve_flags,
 )
 from sgl_kvtier.page_hash import compile_page_hash
+from sgl_kvtier.runtime.settings import CAPACITY_VARIABLE, PATH_VARIABLE, store_of_environment
 
 _DEFAULT_PORT = 30000
-_CAPACITY = 64 << 30
+_LOOKAHEAD = {
+    "auto": {"prefetch": "auto", "eviction": "auto"},
+    "on": {"prefetch": "on", "eviction": "next-use"},
+    "off": {"prefetch": "off", "eviction": "lru"},
+}
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    """What a setting of the policy may be."""
+    (found,) = (f for f in fields(PolicyConfig) if f.name == name)
+    return tuple(found.metadata["choices"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,15 +49,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a model's folder or name; `kvtier model NAME` writes a small one and prints its "
         "folder. A paced device brings its own",
     )
-    parser.add_argument("--store", type=Path, metavar="DIR", help="folder for the pages")
     parser.add_argument(
-        "--capacity", type=size, metavar="SIZE", help="most bytes in it (default 64GiB)"
+        "--store",
+        type=Path,
+        metavar="DIR",
+        help=f"folder for the pages (default ${PATH_VARIABLE}, or ~/.cache/kvtier/pages)",
+    )
+    parser.add_argument(
+        "--capacity",
+        type=size,
+        metavar="SIZE",
+        help=f"most bytes in it (default ${CAPACITY_VARIABLE}, or 64GiB)",
+    )
+    parser.add_argument(
+        "--restore",
+        choices=_choices("restore"),
+        help="how prefixes are brought back (policy.restore; default auto)",
+    )
+    parser.add_argument(
+        "--lookahead",
+        choices=("auto", "on", "off"),
+        help="prefetch pages for requests that wait and sessions that return, and evict by next "
+        "use (policy.prefetch, policy.eviction; default auto)",
     )
     parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
-        help="an own kvtier.json, instead of --store and --capacity",
+        help="an own kvtier.json, instead of --store, --capacity, --restore and --lookahead",
     )
     parser.add_argument(
         "--device",
@@ -64,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", type=port, default=_DEFAULT_PORT, help="default %(default)s")
     parser.usage = (
-        "%(prog)s (MODEL | --device paced:PROFILE) (--store DIR | --config FILE) "
-        "[options] [-- SGLANG ARGUMENTS, which win over ours]"
+        "%(prog)s (MODEL | --device paced:PROFILE) [--store DIR | --config FILE] "
+        "[options] [SGLANG ARGUMENTS, which win over ours]"
     )
     parser.add_argument(
         "--print",
@@ -130,20 +161,23 @@ def _settings(args: argparse.Namespace, paced: Any) -> tuple[str, Path]:
     path of the file without its suffix. Raises ConfigError.
     """
     if args.config is not None:
-        if args.store is not None or args.capacity is not None:
+        if any((args.store, args.capacity, args.restore, args.lookahead)):
             raise ConfigError(
-                "give --config or --store with --capacity, not both: in that file they are "
-                "store.path and store.capacity_bytes"
+                "give --config or --store, --capacity, --restore and --lookahead, not both: in "
+                "that file they are store.path, store.capacity_bytes and the section policy"
             )
         load_config(args.config)  # a mistake in it is told before a model is loaded
         file = Path(args.config).resolve()
         return f"@{file}", file.with_suffix("")
-    if args.store is None:
-        raise ConfigError(
-            "say where pages are kept: --store DIR on a local SSD, or --config kvtier.json"
-        )
-    store = {"path": str(args.store), "capacity_bytes": args.capacity or _CAPACITY}
+    store: dict[str, Any] = dict(store_of_environment())
+    store |= {"path": str(args.store)} if args.store is not None else {}
+    store |= {"capacity_bytes": args.capacity} if args.capacity else {}
     more = {} if paced is None else {**paced.settings(), **paced.sections()}
+    policy = {"restore": args.restore} if args.restore else {}
+    if args.lookahead is not None:
+        policy |= _LOOKAHEAD[args.lookahead]
+    if policy:
+        more["policy"] = {**more.get("policy", {}), **policy}
     config = parse_config({"store": store, **more})
     # The path as it is used: the server may be started in another folder.
     given = {"store": {**store, "path": config.store.path}, **more}

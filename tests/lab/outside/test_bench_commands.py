@@ -68,7 +68,7 @@ def test_serve_refuses_a_settings_file_with_a_wrong_key(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "say where pages are kept"),
+        (["--restore", "off", "--config", "b"], "the section policy"),
         (["--store", "a", "--config", "b"], "not both"),
         (["--config", "no_such_file.json"], "cannot read no_such_file.json"),
     ],
