@@ -148,6 +148,11 @@ COMMANDS = {
         "kvtier explain http://127.0.0.1:30000 --seconds 60\n  kvtier explain --prompts "
         "turn13.json turn14.json --model-path /models/Qwen3-8B",
     ),
+    "top": Command(
+        "sgl_kvtier.runtime.tools.top_command",
+        "what a running server does, a line every few seconds: load, hits by tier, SSD traffic",
+        "kvtier top http://127.0.0.1:30000 --every 5",
+    ),
     "fsck": Command(
         "sgl_kvtier.store.tools.commands:fsck",
         "read and check every page of a store that is not in use",

@@ -71,6 +71,7 @@ store: object; first rank's store
       and kept; not stored
   pages_evicted, pages_corrupt, reads_failed, reads_late: integer; pages evicted; damaged; that the
       device failed to read; read too late
+  bytes_read: integer; payload bytes of pages read
   read_bytes_per_s: number or null; while a read was in flight; null where nothing was read
   break_even_bytes_per_s: number or null; bandwidth from which on loading the first chunk of a
       prompt is faster than computing it, as learned; null until chunks were timed
@@ -122,6 +123,27 @@ requests: list of objects; one per request, in the order in which they were note
   runtime: string; its record in the runtime, in words
   planner: object; what the planner's parts know of it, in words: queue, restoration, lookahead
 omitted: integer; requests that are not shown
+""",
+)
+
+TOP = Schema(
+    "kvtier.top/1",
+    "kvtier top URL",
+    "what a server did, a row per few seconds",
+    """
+url: string; address of the server
+every_s: number; --every
+rows: list of objects; one per line
+  at: number; Unix time
+  seconds: number; since the line before; rates are of this time
+  running, queued: integer; requests now
+  requests_per_s, prompt_tokens_per_s: number; of requests that ended
+  device_fraction, host_fraction, storage_fraction, computed_fraction: number or null; where prompt
+      tokens came from; null without prompts
+  restored: integer; restorations that ended
+  read_bytes_per_s, written_bytes_per_s: number; the first rank's store
+  pages_evicted: integer; the same
+  bytes_on_disk: integer; the same, now
 """,
 )
 

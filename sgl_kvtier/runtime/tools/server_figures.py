@@ -78,6 +78,7 @@ class StoreFigures:
     pages_before: int
     """At most so many pages were there when the time looked at began."""
     pages_read: int
+    bytes_read: int
     read_bytes_per_s: float | None
     """While a read was in flight."""
     break_even_bytes_per_s: float | None
@@ -276,6 +277,7 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
             pages_at_opening=pages_before(life),
             pages_before=pages_before(count),
             pages_read=count("kvtier:pages_read_total"),
+            bytes_read=read_bytes,
             read_bytes_per_s=read_bytes / busy_s if read_bytes and busy_s > 0 else None,
             break_even_bytes_per_s=now.get("kvtier:restore_break_even_bytes_per_s"),
             pages_written=count("kvtier:pages_written_total"),

@@ -1,0 +1,46 @@
+"""`kvtier top`: a line for the time since the line before."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from explained import page_of, serving
+
+from sgl_kvtier.cli import main
+from sgl_kvtier.runtime.tools import schemas
+
+PAGES = [
+    page_of(prompt=1000, requests=1, cached={"device": 500}, bytes_read_total=1 << 20),
+    page_of(
+        prompt=3000, requests=5, cached={"device": 1000, "storage": 500}, bytes_read_total=5 << 20,
+        bytes_written_to_device_total=2 << 20, pages_evicted_total=7, store_bytes_on_disk=9 << 30,
+    ),
+]  # fmt: skip
+
+
+def test_each_line_is_of_the_time_since_the_one_before(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving([*PAGES, PAGES[1]]) as url:
+        assert main(["top", url, "--every", "0.05", "--lines", "2"]) == 0
+    (heading, first, second) = capsys.readouterr().out.splitlines()
+    assert [word in heading for word in ("device", "storage", "read/s", "on disk")] == [True] * 4
+    assert "25.0 %" in first and "50.0 %" in first and first.split()[-2:] == ["9.0", "GiB"]
+    assert "–" in second and "0 B" in second
+    assert len(heading) == len(first) == len(second)
+
+
+def test_all_lines_become_one_result(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving([*PAGES]) as url:
+        assert main(["top", url, "--every", "0.05", "--lines", "2", "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["schema"] == schemas.TOP.name
+    (first, second) = result["rows"]
+    assert (first["storage_fraction"], first["computed_fraction"]) == (0.25, 0.5)
+    assert first["read_bytes_per_s"] == pytest.approx(4 * (1 << 20) / first["seconds"])
+    assert (first["pages_evicted"], second["pages_evicted"]) == (7, 0)
+    assert second["device_fraction"] is None
+
+
+def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "http://127.0.0.1:9"]) == 1
+    assert "no answer from http://127.0.0.1:9/metrics" in capsys.readouterr().err
