@@ -1,0 +1,59 @@
+"""examples/k8s and examples/Dockerfile: what they start is a server of this package."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import yaml
+
+from sgl_kvtier import cli
+from sgl_kvtier.config import parse_config
+
+ROOT = Path(__file__).parents[2]
+OBJECTS = {
+    one["kind"]: one
+    for one in yaml.safe_load_all((ROOT / "examples" / "k8s" / "kvtier.yaml").read_text())
+}
+POD = OBJECTS["Deployment"]["spec"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+
+
+def test_the_container_serves_with_the_settings_of_the_config_map(capsys, tmp_path):
+    settings = OBJECTS["ConfigMap"]["data"]["kvtier.json"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
+    given = {**json.loads(settings)["store"]}
+    assert given["path"].startswith(mounts["cache"] + "/")
+    file = tmp_path / "kvtier.json"
+    file.write_text(settings)
+    words = [*CONTAINER["command"], *CONTAINER["args"]]
+    assert words[0] == "kvtier" and f"{mounts['settings']}/kvtier.json" in words
+    words = [str(file) if word.endswith("kvtier.json") else word for word in words]
+    assert cli.main([*words[1:], "--print"]) == 0
+    command = shlex.split(capsys.readouterr().out)
+    assert command[command.index("--host") + 1] == "0.0.0.0"
+    port = command[command.index("--port") + 1]
+    assert port == str(CONTAINER["ports"][0]["containerPort"])
+    assert "--enable-metrics" in command
+    assert parse_config(json.loads(settings)).store.capacity_bytes > 1 << 30
+
+
+def test_volumes_ports_and_labels_fit_together():
+    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {
+        volume["name"] for volume in POD["volumes"]
+    }
+    names = {port["name"] for port in CONTAINER["ports"]}
+    probes = [CONTAINER[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    assert {(probe["path"], probe["port"]) for probe in probes} == {("/health", "http")}
+    assert {port["targetPort"] for port in OBJECTS["Service"]["spec"]["ports"]} <= names
+    labels = OBJECTS["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert OBJECTS["Service"]["spec"]["selector"] == labels
+    assert OBJECTS["ServiceMonitor"]["spec"]["selector"]["matchLabels"] == labels
+    assert OBJECTS["ServiceMonitor"]["spec"]["endpoints"][0]["path"] == "/metrics"
+
+
+def test_the_image_has_a_release_that_the_package_supports():
+    release = re.search(r"SGLANG=v([\d.]+)", (ROOT / "examples" / "Dockerfile").read_text())[1]
+    low, high = re.search(r"sglang>=([\d.]+),<([\d.]+)", (ROOT / "setup.cfg").read_text()).groups()
+    parts = [tuple(map(int, text.split("."))) for text in (low, release, high)]
+    assert parts[0] <= parts[1] < parts[2]
