@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.extras import how_to_install
+from sgl_kvtier.lab.outside import smollm2
 from sgl_kvtier.lab.outside.model_shapes import (
     BYTES,
     DRAWN,
@@ -118,8 +119,11 @@ def write_model(name: str, *, seed: int = 0, folder: Path | None = None) -> Path
     return _write_once(target, lambda draft: _write_files(draft, SHAPES[name], seed))
 
 
-def _write_once(target: Path, write: Callable[[Path], None]) -> Path:
-    if (target / "kvtier_model.json").exists():
+def _write_once(
+    target: Path, write: Callable[[Path], None], mark: str = "kvtier_model.json"
+) -> Path:
+    """Writes a folder beside its place and renames it. `mark`: a file that a whole one has."""
+    if (target / mark).exists():
         return target
     parent = target.parent
     try:
@@ -133,7 +137,7 @@ def _write_once(target: Path, write: Callable[[Path], None]) -> Path:
     try:
         draft.chmod(0o755)
         write(draft)
-        _publish(draft, target)
+        _publish(draft, target, mark)
     except OSError as error:
         raise BenchError(f"cannot write the model {target}: {error.strerror}") from error
     finally:
@@ -159,6 +163,9 @@ def write_named(name: str, *, seed: int = 0, folder: Path | None = None) -> Path
     """The folder of any model that is written here, by its name. Raises BenchError."""
     if name in UNWEIGHTED:
         return write_unweighted(name, folder=folder)
+    if name == smollm2.NAME:
+        parent = folder if folder is not None else models_dir()
+        return _write_once(parent / f"{name}-135m-instruct", smollm2.write, "config.json")
     write = write_drawn if name in DRAWN else write_model
     return write(name, seed=seed, folder=folder)
 
@@ -171,11 +178,11 @@ def model_digest(shape: Shape, seed: int) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _publish(draft: Path, target: Path) -> None:
+def _publish(draft: Path, target: Path, mark: str) -> None:
     try:
         draft.rename(target)
     except OSError:
-        if (target / "kvtier_model.json").exists():
+        if (target / mark).exists():
             return  # another process was faster; its files are the same
         shutil.rmtree(target)  # no completion mark: left by something else
         draft.rename(target)

@@ -16,6 +16,7 @@ from sgl_kvtier.console import (
     print_table,
     write_json,
 )
+from sgl_kvtier.lab.outside import smollm2
 from sgl_kvtier.lab.outside.lab_model import models_dir, write_named
 from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES
 
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         nargs="?",
-        choices=(*SHAPES, *DRAWN),
+        choices=(*SHAPES, *DRAWN, smollm2.NAME),
         help="which model to write; without it they are listed",
     )
     parser.add_argument(
@@ -54,7 +55,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json is None:
         print(path)
     else:
-        facts = json.loads((path / "kvtier_model.json").read_text())
+        facts = (
+            {"name": smollm2.NAME, "source": smollm2.WHEEL}
+            if args.name == smollm2.NAME
+            else json.loads((path / "kvtier_model.json").read_text())
+        )
         write_json(
             envelope(SCHEMA, ["kvtier", "model", args.name], {"path": str(path), "model": facts}),
             args.json,
@@ -75,6 +80,7 @@ def _list(target: str | None) -> int:
         }
         for shape in (*SHAPES.values(), *DRAWN.values())
     ]
+    rows.append(smollm2.FACTS)
     if target is not None:
         write_json(envelope(SCHEMA, ["kvtier", "model"], {"models": rows}), target)
         return 0
@@ -89,7 +95,8 @@ def _list(target: str | None) -> int:
     )
     print_table(
         Table(
-            "Lab models: random weights (lab-gpu: bfloat16, drawn by torch), byte-level tokenizer",
+            "Models: random weights, a byte-level tokenizer (lab-gpu: bfloat16, drawn by torch); "
+            "smollm2: SmolLM2-135M-Instruct with its own",
             columns,
             rows,
         )
