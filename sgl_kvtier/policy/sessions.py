@@ -396,6 +396,9 @@ class Sessions:
         assert known.left_at is not None, "only of idle sessions"
         idle_s = max(0.0, now - known.left_at)
         early, at = self._window(known, idle_s)
+        if at == math.inf and known.priority > 0 and known.until < math.inf:
+            # Its client wants its pages kept until then, and nothing else is known.
+            early = at = known.until - known.left_at
         # A session whose client said when it comes may still be late.
         limit_s = self._idle_limit_s + (known.delay_s or 0.0)
         if idle_s >= limit_s or now >= known.until:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -171,6 +172,60 @@ def test_no_hostile_number_or_text_changes_a_setting_or_ends_the_server(served: 
         pytest.approx(before.logprobs, abs=1e-3),
     )
     assert hint(served, session="nobody", expected_delay_s=3)["result"] == "refused"
+
+
+def kv_hints(*actions: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    """The envelope of a request, as a router sends it."""
+    listed = [
+        {"action_id": str(n), "action_type": kind, "action_version": "1.0", "payload": payload}
+        for n, (kind, payload) in enumerate(actions)
+    ]
+    return {"protocol_version": "0.1", "message_id": "m", "actions": listed}
+
+
+def test_retained_sessions_stay_on_the_device_and_evicted_ones_leave_it(served: Served) -> None:
+    served.flush()
+    kept, dropped, *others = prompts(6, 400, seed=36)
+    retain = kv_hints(("kv.retain", {"priority": 100, "ttl_seconds": 60}))
+    evict = kv_hints(("kv.evict", {}))
+    served.ask(kept, session_id="kept", kv_hints=retain)
+    served.ask(dropped, session_id="dropped", kv_hints=evict)
+    for place, ids in enumerate(others):
+        served.ask(ids, session_id=f"other {place}")
+    assert served.ask([*kept, 5], session_id="kept").device >= 384
+    assert served.ask([*dropped, 5], session_id="dropped").device < 384
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_envelope_fails_a_request(served: Served, count: int) -> None:
+    """Valid actions and hostile ones, in one envelope: what is valid is carried out."""
+    chance = random.Random(count)
+    before = served.metric("kvtier:lookahead_hints_total")
+    kinds = ["kv.retain", "kv.evict", "kv.demote", "kv.prefetch", "kv.fetch", "", "kv.retain\x00"]
+    fields = ["priority", "ttl_seconds", "duration", "directives", "block_hashes", "session_id"]
+    fields += ["execute_at", "include_current_request", "expected_delay_s"]
+    no_json = ("inf", "nan", "-inf", "10**400", "10 MB text")
+    values = [value for name, value in HOSTILE.items() if name not in no_json]
+    values += ["9" * 100_000, 50, 1.5, "request_arrival", ["ab" * 32], [{"priority": 3}], {}]
+
+    def envelope() -> dict[str, Any]:
+        hostile = [
+            (chance.choice(kinds), {chance.choice(fields): chance.choice(values) for _ in range(3)})
+            for _ in range(chance.randrange(4))
+        ]
+        return kv_hints(*hostile, ("kv.retain", {"priority": chance.randrange(101)}))
+
+    asked = prompts(count, 24, seed=37)
+    envelopes = [envelope() for _ in asked]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(
+            pool.map(lambda ids, one: served.ask(ids, 1, kv_hints=one), asked, envelopes)
+        )
+    assert [len(answer.tokens) for answer in answers] == [1] * count
+    served.settle()
+    assert served.metric("kvtier:lookahead_hints_total") - before >= count
+    assert not served.metric("kvtier:lookahead_failures_total")
+    assert served.ask(asked[0], 1).tokens == answers[0].tokens
 
 
 @pytest.mark.slow

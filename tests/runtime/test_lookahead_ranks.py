@@ -36,6 +36,7 @@ class Ahead:
         self.waiting: list[Poll] = []
         self.print = 7
         self.given_up = False
+        self.hinted: list[Any] = []
 
     def polls(self) -> list[Poll]:
         return self.waiting

@@ -367,6 +367,7 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
         look=lambda scheduler: None,
         polls=list,
         facts_reported=lambda: None,
+        hinted=[],
         carry_out=lambda moves, owed: None,
     )
     tick.ahead = ahead  # type: ignore[assignment]

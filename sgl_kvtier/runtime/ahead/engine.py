@@ -45,6 +45,7 @@ from sgl_kvtier.types import Tier
 logger = logging.getLogger(__name__)
 
 _LATER = 0.0
+_ARRIVED, _ENDED = "request_arrival", "request_completion"
 _IDLE_PERIOD_S = 0.01
 """A server with nothing to run looks at its sessions this often."""
 _MOST_IDLE_TOKENS = 64_000_000
@@ -74,6 +75,10 @@ class LookaheadEngine:
         self._votes = None if alone else StoreVotes(tree, pages, self.facts, context.next_number)
         self.sessions = SessionNames()
         self.metrics: Source | None = None
+        self.hinted: list[tuple[str, Any, str]] = []
+        """Envelopes of `kv_hints` to be carried out once the planner has the facts noted so far:
+        when (`hints/actions.py`), the envelope, and the session of its request.
+        """
         self.broken = False
         """Something went wrong on this rank: all ranks stop looking ahead in the next step."""
         self.off: dict[str, int] = {}
@@ -123,6 +128,7 @@ class LookaheadEngine:
         keys = known.keys[: known.kept // page]
         aborted = isinstance(req.finished_reason, FINISH_ABORT)
         self._tell(RequestFinished(req.rid, _LATER, aborted, keys))
+        self._hint(req, _ENDED, known.session)
         self.sessions.ended(known.session, keys)
         if self._config.sessions and keys:
             self._park(
@@ -333,6 +339,12 @@ class LookaheadEngine:
             req, keys, session, len(tokens), path=self._unpark(session)
         )
         self._tell(RequestArrived(req.rid, _LATER, len(tokens), keys, session))
+        self._hint(req, _ARRIVED, session)
+
+    def _hint(self, req: Req, when: str, session: str) -> None:
+        envelope = getattr(req, "kv_hints", None)  # of SGLang 0.5.23
+        if envelope is not None and self._config.sessions:
+            self.hinted.append((when, envelope, session))
 
     def _park(self, session: str, path: Path) -> None:
         self._unpark(session)

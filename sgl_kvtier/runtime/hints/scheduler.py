@@ -38,7 +38,7 @@ def get_internal_state(
         found = requests.known(controller.scheduler, text[len(requests.MARK) :])
         return GetInternalStateReqOutput(internal_state={requests.ANSWER: found})
     answer = take(controller.scheduler, unpack(text))
-    _count(controller.scheduler, answer["result"])
+    count(controller.scheduler, answer["result"])
     return GetInternalStateReqOutput(internal_state={ANSWER: answer})
 
 
@@ -101,13 +101,7 @@ def _answer(
     answers: list[HintAnswer], sessions: int, expected_in_s: float | None
 ) -> dict[str, Any]:
     taken = [answer for answer in answers if answer.accepted]
-    result = (
-        "refused"
-        if not taken
-        else "clipped"
-        if any(answer.reason for answer in answers)
-        else "accepted"
-    )
+    result = result_of(HintAnswer(bool(taken), "".join(answer.reason for answer in answers)))
     reasons = list(dict.fromkeys(answer.reason for answer in answers if answer.reason))
     return {
         "result": result,
@@ -117,13 +111,20 @@ def _answer(
     }
 
 
+def result_of(answer: HintAnswer) -> str:
+    """The effect of a hint in one word, as clients and /metrics get it."""
+    if not answer.accepted:
+        return "refused"
+    return "clipped" if answer.reason else "accepted"
+
+
 def _one_host(scheduler: Any) -> bool:
     """Whether the HTTP server's clock is that of facts; else the last step's time is taken."""
     args = getattr(scheduler, "server_args", None)
     return getattr(args, "nnodes", 1) == 1 or getattr(args, "dp_size", 1) == 1
 
 
-def _count(scheduler: Any, result: str) -> None:
+def count(scheduler: Any, result: str) -> None:
     """kvtier:lookahead_hints_total{result}, on one rank of a replica: all get the same hints."""
     from sglang.srt.runtime_context import get_parallel
 

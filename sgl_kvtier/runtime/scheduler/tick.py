@@ -13,10 +13,20 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from sgl_kvtier.policy.messages import Fact, Load, Mode, PagesLost, Planner, StepDone, TransferDone
+from sgl_kvtier.policy.messages import (
+    Consulted,
+    Fact,
+    Load,
+    Mode,
+    PagesLost,
+    StepDone,
+    TransferDone,
+)
 from sgl_kvtier.policy.restore.restorations import LINK_OF
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
+from sgl_kvtier.runtime.hints import actions
+from sgl_kvtier.runtime.hints.scheduler import count, result_of
 from sgl_kvtier.runtime.proof.record import State
 from sgl_kvtier.runtime.ranks.agreement import Agreement, SharedReduction
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
@@ -48,7 +58,7 @@ class RestoreTick:
     def __init__(
         self,
         engine: RestoreEngine,
-        planner: Planner,
+        planner: Consulted,
         agreement: Agreement,
         turns: TurnReads,
         views: Views,
@@ -228,6 +238,7 @@ class RestoreTick:
         now = self._observe(time.monotonic())
         if self.ahead is not None:
             self.ahead.facts_reported()
+            self._pass_hints_on(now)
         elif not engine.restorations:
             return
         self.steps += 1
@@ -282,9 +293,18 @@ class RestoreTick:
 
     def report_facts(self) -> None:
         """Tells the planner what was noted so far, without asking it anything."""
-        self._observe(time.monotonic())
+        now = self._observe(time.monotonic())
         if self.ahead is not None:
             self.ahead.facts_reported()
+            self._pass_hints_on(now)
+
+    def _pass_hints_on(self, now: float) -> None:
+        """Carries out what requests that came or ended ask for in their `kv_hints`."""
+        assert self.ahead is not None, "only for who looks ahead"
+        hinted, self.ahead.hinted = self.ahead.hinted, []
+        for when, envelope, session in hinted:
+            for answer in actions.carry_out(self.planner, envelope, session, when, now):
+                count(self.context.scheduler, result_of(answer))
 
     def compare_map(self, scheduler: Scheduler) -> None:
         """The planner's whole map against the truth, on an idle server that looks ahead: what

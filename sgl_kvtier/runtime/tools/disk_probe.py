@@ -7,11 +7,16 @@ import os
 import re
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgl_kvtier.config import StoreConfig
+
 _BLOCK = 1 << 20
 _TEST_BYTES = 128 << 20
+READERS = StoreConfig.io_threads
+"""Threads that read: a store's own number."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,9 @@ class DiskProbe:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Sequential MB/s (10^6 bytes) of one thread with 1 MiB requests; writes with fdatasync."""
+    """MB/s (10^6 bytes) with requests of 1 MiB: one thread writes, with fdatasync, and as many
+    threads read as a store has.
+    """
 
     write_mbps: float
     read_mbps: float
@@ -43,6 +50,7 @@ def measure(folder: Path, *, direct: bool) -> DiskSpeed:
     """Writes and reads one temporary file of at most 128 MiB. Raises OSError."""
     free = os.statvfs(folder)
     nbytes = min(_TEST_BYTES, free.f_bavail * free.f_frsize // 4) // _BLOCK * _BLOCK
+    blocks = nbytes // _BLOCK
     block = mmap.mmap(-1, _BLOCK)
     block.write(os.urandom(_BLOCK))
     flag = os.O_DIRECT if direct else 0
@@ -51,7 +59,7 @@ def measure(folder: Path, *, direct: bool) -> DiskSpeed:
         fd = os.open(name, os.O_WRONLY | flag)
         try:
             started = time.perf_counter()
-            for _ in range(nbytes // _BLOCK):
+            for _ in range(blocks):
                 os.write(fd, block)
             os.fdatasync(fd)
             wrote = time.perf_counter() - started
@@ -60,16 +68,23 @@ def measure(folder: Path, *, direct: bool) -> DiskSpeed:
             os.close(fd)
         fd = os.open(name, os.O_RDONLY | flag)
         try:
-            started = time.perf_counter()
-            while os.readv(fd, [block]) > 0:
-                pass
-            read = time.perf_counter() - started
+            with ThreadPoolExecutor(READERS) as pool:
+                started = time.perf_counter()
+                parts = [range(first, blocks, READERS) for first in range(READERS)]
+                list(pool.map(lambda part: _read(fd, part), parts))
+                read = time.perf_counter() - started
         finally:
             os.close(fd)
     finally:
         Path(name).unlink()
         block.close()
     return DiskSpeed(nbytes / wrote / 1e6, nbytes / read / 1e6, nbytes)
+
+
+def _read(fd: int, blocks: range) -> None:
+    with mmap.mmap(-1, _BLOCK) as into:
+        for block in blocks:
+            os.preadv(fd, [into], block * _BLOCK)
 
 
 def _temporary(folder: Path) -> str:

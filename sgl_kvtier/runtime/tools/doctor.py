@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sgl_kvtier import __version__
+from sgl_kvtier.arguments import positive
 from sgl_kvtier.config import (
     KVTierConfig,
     PolicyConfig,
@@ -32,6 +33,7 @@ from sgl_kvtier.console import (
     check_target,
     envelope,
     format_bytes,
+    format_share,
     print_table,
     write_json,
 )
@@ -45,8 +47,10 @@ from sgl_kvtier.policy.pages.eviction import eviction_of
 from sgl_kvtier.policy.rules import rules_of
 from sgl_kvtier.runtime.cpu import platform
 from sgl_kvtier.runtime.sglang import features, seams
-from sgl_kvtier.runtime.tools import disk_probe, remote_probe
+from sgl_kvtier.runtime.tools import disk_fit, disk_probe, remote_probe
 from sgl_kvtier.runtime.tools.container_memory import MemoryLimit, memory_limit
+from sgl_kvtier.runtime.tools.disk_fit import Fit, Shape
+from sgl_kvtier.runtime.tools.disk_probe import DiskSpeed
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.namespace import check_root
 from sgl_kvtier.store.disk.space import no_room
@@ -74,6 +78,18 @@ class Finding:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kvtier doctor`."""
     parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="with --gpu: whether the disk is fast enough for this model (folder or name)",
+    )
+    parser.add_argument(
+        "--gpu", choices=tuple(disk_fit.GPUS), help="the kind of GPU the model will run on"
+    )
+    parser.add_argument(
+        "--gpus", type=positive, default=1, metavar="N", help="how many of them (default 1)"
+    )
+    parser.add_argument(
         "--config", metavar="FILE", help="also check this kvtier.json and the folder it names"
     )
     parser.add_argument(
@@ -95,31 +111,89 @@ def run(args: argparse.Namespace) -> int:
         return _list_settings(args.json)
     if args.json:
         check_target(args.json)
-    cards = _accelerators()
+    shape = None if args.model is None else _shape(args)
+    cards, speeds = _accelerators(), list[DiskSpeed]()
     findings = [
         *_versions(),
         *_page_hash(),
         *_features(cards),
         *_platform(args, cards),
-        *_settings(args),
+        *_settings(args, speeds),
         *_memory(cpu=not cards, container=memory_limit()),
         *_huge_pages(),
         *_open_files(),
     ]
     failed = [f for f in findings if f.state == "fail"]
+    fits = [] if shape is None or not speeds else _fits(shape, args, speeds[-1])
     if args.json != "-":
         _print(findings if args.verbose else _shortened(findings))
+        if shape is not None and fits:
+            _print_fits(shape, args, fits)
         if failed:
             print(f"{len(failed)} to correct before a server can run here")
         else:
             print(_launch_line(args.config, args.store))
     if args.json:
         symbols = [{**asdict(s.seam), "problem": s.problem} for s in seams.check()]
-        results = {"findings": [asdict(f) for f in findings], "seams": symbols}
+        rows = [{**asdict(f), "both_s": f.both_s, "saved_fraction": f.saved} for f in fits]
+        results = {"findings": [asdict(f) for f in findings], "seams": symbols, "fits": rows}
         write_json(envelope(SCHEMA, sys.argv, results), args.json)
     return 1 if failed else 0
 
 
+def _shape(args: argparse.Namespace) -> Shape:
+    """The model's shape. Raises KVTierError, also where the rest of the question is missing."""
+    if args.gpu is None or args.no_disk or (args.store is None and args.config is None):
+        raise KVTierError(
+            "whether a disk is fast enough for a model needs the GPU and the disk: kvtier doctor "
+            f"MODEL --gpu {'|'.join(disk_fit.GPUS)} --store FOLDER"
+        )
+    from transformers import PretrainedConfig
+
+    try:
+        found, _ = PretrainedConfig.get_config_dict(args.model)
+    except (OSError, ValueError) as error:
+        said = str(error).partition("\n")[0]
+        raise KVTierError(brief(f"{args.model}: no config.json can be read: {said}")) from error
+    if not found:
+        raise KVTierError(f"{args.model}: no config.json can be read there")
+    return disk_fit.shape_of(args.model, found)
+
+
+def _fits(shape: Shape, args: argparse.Namespace, speed: DiskSpeed) -> list[Fit]:
+    return disk_fit.fits(shape, args.gpu, args.gpus, speed.read_mbps * 1e6)
+
+
+def _print_fits(shape: Shape, args: argparse.Namespace, fits: Sequence[Fit]) -> None:
+    """The table, and the answer in a sentence, for prompts of 32k tokens."""
+    columns = (
+        Column("tokens", "prompt", unit="tokens", decimals=0),
+        Column("compute_s", "computed", unit="s", decimals=2),
+        Column("load_s", "loaded", unit="s", decimals=2),
+        Column("both_s", "from both ends", unit="s", decimals=2),
+        Column("saved", "saved by that", format=format_share),
+    )
+    rows = [{**asdict(f), "both_s": f.both_s, "saved": f.saved} for f in fits]
+    of = f"{args.gpus} x {args.gpu}" if args.gpus > 1 else args.gpu
+    title = f"Is this disk fast enough for {shape.name} on {of}? (estimated, one prompt at a time)"
+    print()
+    print_table(Table(title, columns, rows))
+    (long,) = (f for f in fits if f.tokens == _ANSWERED)
+    needed = disk_fit.break_even(shape, args.gpu, args.gpus, long.tokens)
+    read = long.tokens * shape.kv_bytes / long.load_s
+    answer = (
+        f"loading beats computing at {long.tokens // 1024}k tokens"
+        if read >= needed
+        else f"loading alone is slower than computing at {long.tokens // 1024}k tokens"
+    )
+    print(
+        f"\nA token takes {format_bytes(shape.kv_bytes)} of KV cache. The disk reads "
+        f"{read / 1e9:.1f} GB/s and the break-even is {needed / 1e9:.1f} GB/s: {answer}, and "
+        f"restoring from both ends saves {format_share(long.saved)} of the better of the two.\n"
+    )
+
+
+_ANSWERED = 32768
 _STATES = ("fail", "warn", "ok")
 _FEATURE = "feature: "
 
@@ -303,7 +377,7 @@ def _platform(args: argparse.Namespace, found: Sequence[str]) -> Iterator[Findin
         yield Finding("SGLANG_PLATFORM", "warn", other, advice)
 
 
-def _settings(args: argparse.Namespace) -> Iterator[Finding]:
+def _settings(args: argparse.Namespace, speeds: list[DiskSpeed]) -> Iterator[Finding]:
     config = KVTierConfig()
     if args.config:
         try:
@@ -334,7 +408,7 @@ def _settings(args: argparse.Namespace) -> Iterator[Finding]:
     folder = Path(config.store.path)
     made = _missing(folder)
     try:
-        yield from _disk(folder, config, measure=not args.no_disk)
+        yield from _disk(folder, config, speeds, measure=not args.no_disk)
     finally:
         for part in made:  # looking leaves nothing behind
             with contextlib.suppress(OSError):
@@ -380,7 +454,10 @@ def _remote(config: RemoteConfig) -> Iterator[Finding]:
     yield Finding("remote memory", "ok", found)
 
 
-def _disk(folder: Path, config: KVTierConfig, *, measure: bool) -> Iterator[Finding]:
+def _disk(
+    folder: Path, config: KVTierConfig, speeds: list[DiskSpeed], *, measure: bool
+) -> Iterator[Finding]:
+    """What is found of the disk; its speed is added to `speeds`, where it is measured."""
     try:
         probe = disk_probe.look(folder)
     except OSError as error:
@@ -410,8 +487,9 @@ def _disk(folder: Path, config: KVTierConfig, *, measure: bool) -> Iterator[Find
         speed = disk_probe.measure(folder, direct=probe.direct_io)
         found = (
             f"write {speed.write_mbps:,.0f} MB/s, read {speed.read_mbps:,.0f} MB/s "
-            f"({format_bytes(speed.nbytes)}, one thread)"
+            f"({format_bytes(speed.nbytes)}, {disk_probe.READERS} threads read)"
         )
+        speeds.append(speed)
         yield Finding("disk speed", "ok", found)
 
 

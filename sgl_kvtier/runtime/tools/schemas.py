@@ -17,6 +17,10 @@ seams: list of objects; SGLang symbols that kvtier relies on
   names: list of string; the parameters or attributes that are used
   port: string; part of SGLang that it belongs to
   problem: string; how the installed SGLang differs; empty where it does not
+fits: list of objects; with MODEL: one per length of a prompt, estimated for a lone prompt
+  tokens: integer; its length
+  compute_s, load_s, both_s: number; seconds to compute it, to load it, from both ends
+  saved_fraction: number; share of the better of the two alone that both ends save
 """,
 )
 

@@ -1,0 +1,150 @@
+"""Whether a disk is fast enough for a model on a GPU: seconds to compute a prompt, to load it, and
+to do both from its two ends.
+
+The time to compute is an estimate: the arithmetic of the model's matrices and of attention at a
+share of the GPU's peak. With the shares below it is within a fifth of all six step-time profiles of
+this repository (H100 and H200, 8B to DeepSeek-V3, prompts of 8k to 128k tokens); no overlap with
+other requests is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.outside import is_whole, shown
+
+GPUS: Final[Mapping[str, float]] = {
+    "a100": 312e12,
+    "h100": 989e12,
+    "h200": 989e12,
+    "h20": 148e12,
+    "b200": 2250e12,
+    "l40s": 362e12,
+    "a10": 125e12,
+    "rtx4090": 165e12,
+}
+"""Peak multiply-adds of dense bfloat16 matrices, counted as two operations each, per second (data
+sheets of NVIDIA's).
+"""
+_SHARE: Final = 0.6
+_SHARE_LATENT: Final = 0.22
+"""Share of the peak that prefill reaches; of models with latents (MLA), which spend most of their
+time elsewhere.
+"""
+LENGTHS: Final = (4096, 8192, 32768, 131072)
+"""Prompts that are shown, in tokens."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model counts here, for one token."""
+
+    name: str
+    layers: int
+    kv_bytes: int
+    """Of keys and values, or latents, in all layers, in the model's number type."""
+    matrix_parameters: float
+    """Parameters that a token is multiplied with: of experts only those that are active."""
+    attention_width: float
+    """Multiply-adds per layer for each pair of tokens, counting both products."""
+    latent: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A prompt of some tokens. Seconds."""
+
+    tokens: int
+    compute_s: float
+    load_s: float
+
+    @property
+    def both_s(self) -> float:
+        """Computed from the front while it is loaded from the back, at both speeds' averages."""
+        return self.compute_s * self.load_s / (self.compute_s + self.load_s)
+
+    @property
+    def saved(self) -> float:
+        """The share of the time of the better of the two alone."""
+        return 1 - self.both_s / min(self.compute_s, self.load_s)
+
+
+def shape_of(name: str, config: Mapping[str, Any], number_bytes: int = 2) -> Shape:
+    """The shape in a model's `config.json`. Raises KVTierError where it does not say enough."""
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, Mapping) else config
+
+    def of(key: str, default: int | None = None) -> int:
+        value = config.get(key, default)
+        value = default if value is None else value
+        if not is_whole(value, 0):
+            raise KVTierError(f"{name}: config.json has {key} = {shown(value)}: a number is needed")
+        return value
+
+    hidden, layers, heads = (
+        of(key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    )
+    head = of("head_dim", hidden // max(1, heads))
+    latent = of("kv_lora_rank", 0)
+    if latent:
+        rope, nope, value = of("qk_rope_head_dim"), of("qk_nope_head_dim"), of("v_head_dim")
+        query = of("q_lora_rank", 0)
+        queries = (
+            (hidden + heads * (nope + rope)) * query if query else (hidden * heads * (nope + rope))
+        )
+        projections = (
+            queries
+            + hidden * (latent + rope)
+            + latent * heads * (nope + value)
+            + heads * value * hidden
+        )
+        kv_values, width = latent + rope, heads * (nope + rope + value)
+    else:
+        kv_heads = of("num_key_value_heads", heads)
+        projections = 2 * hidden * heads * head + 2 * hidden * kv_heads * head
+        kv_values, width = 2 * kv_heads * head, 2 * heads * head
+    dense = 3 * hidden * of("intermediate_size")
+    active = of("num_experts_per_tok", 0)
+    if active:
+        shared = of("n_shared_experts", 0)
+        expert = of("moe_intermediate_size", of("intermediate_size"))
+        first = min(layers, of("first_k_dense_replace", 0))
+        feed = first * dense + (layers - first) * 3 * hidden * expert * (active + shared)
+    else:
+        feed = layers * dense
+    return Shape(
+        name=name,
+        layers=layers,
+        kv_bytes=layers * kv_values * number_bytes,
+        matrix_parameters=float(layers * projections + feed),
+        attention_width=float(width),
+        latent=bool(latent),
+    )
+
+
+def compute_seconds(shape: Shape, gpu: str, gpus: int, tokens: int) -> float:
+    """Seconds to prefill a prompt on `gpus` of a kind. Raises KVTierError for an unknown kind."""
+    if gpu not in GPUS:
+        raise KVTierError(f"no GPU {gpu!r} is known here. There are: {', '.join(GPUS)}")
+    operations = 2 * shape.matrix_parameters * tokens
+    operations += shape.layers * shape.attention_width * tokens**2
+    share = _SHARE_LATENT if shape.latent else _SHARE
+    return operations / (share * GPUS[gpu] * gpus)
+
+
+def break_even(shape: Shape, gpu: str, gpus: int, tokens: int) -> float:
+    """Bytes per second from which on loading a prompt is faster than computing it."""
+    return tokens * shape.kv_bytes / compute_seconds(shape, gpu, gpus, tokens)
+
+
+def fits(shape: Shape, gpu: str, gpus: int, bytes_per_s: float) -> list[Fit]:
+    """Prompts of each length, with a disk that reads so fast."""
+    return [
+        Fit(
+            tokens, compute_seconds(shape, gpu, gpus, tokens), tokens * shape.kv_bytes / bytes_per_s
+        )
+        for tokens in LENGTHS
+    ]

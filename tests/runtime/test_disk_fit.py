@@ -1,0 +1,120 @@
+"""`kvtier doctor MODEL --gpu`: whether a disk is fast enough, estimated by the model's shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_kvtier.cli import main
+from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.lab import profile
+from sgl_kvtier.runtime.tools import disk_fit
+from sgl_kvtier.runtime.tools.disk_fit import Fit, break_even, compute_seconds, fits, shape_of
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+}  # fmt: skip
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "h100-llama8b": (LLAMA, 1),
+    "h100x2-qwen32b": (
+        {
+            "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 25600,
+        },
+        2,
+    ),
+    "h100x4-llama70b": (
+        {
+            "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "intermediate_size": 28672,
+        },
+        4,
+    ),
+    "h100-qwen30b-a3b": (
+        {
+            "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+            "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+            "moe_intermediate_size": 768, "num_experts_per_tok": 8,
+        },
+        1,
+    ),
+    "h100x8-deepseek-v3": (
+        {
+            "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+            "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128, "v_head_dim": 128, "intermediate_size": 18432,
+            "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1,
+            "first_k_dense_replace": 3,
+        },
+        8,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tokens", [8192, 32768, 131072])
+def test_the_estimate_is_within_a_fifth_of_the_measured_profiles(name: str, tokens: int) -> None:
+    config, gpus = MODELS[name]
+    shape, measured = shape_of(name, config), profile.read(name)
+    assert shape.kv_bytes == measured.kv_bytes_per_token
+    chunks = [(8192, start) for start in range(0, tokens, 8192)]
+    wanted = sum(measured.prefill_seconds([chunk]) for chunk in chunks)
+    assert compute_seconds(shape, "h100", gpus, tokens) == pytest.approx(wanted, rel=0.21)
+
+
+def test_both_ends_are_faster_than_the_better_one_and_most_at_balance() -> None:
+    shape = shape_of("m", LLAMA)
+    balance = break_even(shape, "h100", 1, 32768)
+    (at,) = (fit for fit in fits(shape, "h100", 1, balance) if fit.tokens == 32768)
+    assert at.saved == pytest.approx(0.5)
+    assert Fit(100, 1.0, 3.0).both_s == pytest.approx(0.75)
+    assert Fit(100, 1.0, 3.0).saved == pytest.approx(0.25)
+
+
+def test_a_text_model_inside_another_counts() -> None:
+    assert shape_of("m", {"hidden_size": 1, "text_config": LLAMA}) == shape_of("m", LLAMA)
+
+
+@pytest.mark.parametrize("missing", ["hidden_size", "num_hidden_layers", "intermediate_size"])
+def test_a_config_that_says_too_little_is_refused(missing: str) -> None:
+    config = {key: value for key, value in LLAMA.items() if key != missing}
+    with pytest.raises(KVTierError, match=f"{missing} = null"):
+        shape_of("m", config)
+
+
+def test_doctor_answers_in_a_table_and_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA | {"model_type": "llama"}))
+    words = ["doctor", str(model), "--gpu", "h100", "--store", str(tmp_path / "store")]
+    out = tmp_path / "out.json"
+    main([*words, "--json", str(out)])
+    said = capsys.readouterr().out
+    assert "from both ends" in said and "32,768" in said
+    assert "A token takes 128.0 KiB of KV cache. The disk reads " in said
+    rows = json.loads(out.read_text())["fits"]
+    assert [row["tokens"] for row in rows] == list(disk_fit.LENGTHS)
+    assert all(row["both_s"] < min(row["compute_s"], row["load_s"]) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--gpu", "h100"], "needs the GPU and the disk"),
+        (["--store", "s"], "needs the GPU and the disk"),
+        (["--gpu", "h100", "--store", "s", "--no-disk"], "needs the GPU and the disk"),
+        (["--gpu", "h100", "--store", "s"], "no config.json can be read"),
+    ],
+)
+def test_a_question_that_lacks_something_says_what(
+    tmp_path: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["doctor", str(tmp_path / "empty"), *words]) == 1
+    assert why in capsys.readouterr().err

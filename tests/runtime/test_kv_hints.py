@@ -1,0 +1,230 @@
+"""`kv_hints` of requests: which actions are carried out, when, and what is said of the others."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.messages import Hint, RequestArrived, RequestFinished
+from sgl_kvtier.policy.planner import Planner, make_planner
+from sgl_kvtier.policy.shape import EngineShape
+from sgl_kvtier.runtime.hints.actions import (
+    ARRIVAL,
+    COMPLETION,
+    MOST_ACTIONS,
+    Action,
+    Refused,
+    carry_out,
+    read,
+)
+from sgl_kvtier.runtime.hints.scheduler import result_of
+from sgl_kvtier.types import PageKey
+
+kv_hints = pytest.importorskip("sglang.srt.managers.kv_hints")
+ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)
+KEYS = tuple(PageKey(bytes([n]) * 32) for n in range(1, 9))
+BLOCKS = [key.hex() for key in KEYS]
+
+
+def action(kind: str, payload: Any = None, version: str = "1.0") -> Any:
+    return kv_hints.KvHintAction(
+        action_id="a", action_type=kind, action_version=version, payload=payload or {}
+    )
+
+
+def envelope(*actions: Any) -> Any:
+    return kv_hints.KvHintsEnvelope(protocol_version="0.1", message_id="m", actions=list(actions))
+
+
+# --- what an action asks for
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "wanted"),
+    [
+        # vLLM's proposal
+        (
+            "kv.retain",
+            {"directives": [{"covers_output": True, "priority": 100, "duration": 60}]},
+            Action(Hint(priority=3, ttl_s=60.0)),
+        ),
+        (
+            "kv.retain",
+            {
+                "scope": "request",
+                "directives": [
+                    {"start": 0, "end": 512, "priority": 80, "duration": 30},
+                    {"start": 512, "end": 900, "priority": 20},
+                ],
+            },
+            Action(Hint(priority=3), clipped="taken for the whole session"),
+        ),
+        # NVIDIA's Dynamo
+        (
+            "kv.retain",
+            {
+                "execute_at": "request_completion",
+                "include_current_request": False,
+                "block_hashes": BLOCKS[:2],
+                "priority": 50,
+                "ttl_seconds": 600,
+            },
+            Action(Hint(priority=2, ttl_s=600.0), own=False, pages=KEYS[:2]),
+        ),
+        ("kv.evict", {}, Action(Hint(priority=-3, ttl_s=0.0))),
+        (
+            "kv.demote",
+            {"session_id": "other"},
+            Action(Hint(priority=-3), own=False, session="other"),
+        ),
+        (
+            "kv.prefetch",
+            {"execute_at": ARRIVAL, "session_id": "s", "expected_delay_s": 2},
+            Action(Hint(expected_delay_s=2.0), at=ARRIVAL, own=False, session="s"),
+        ),
+        (
+            "kv.evict",
+            {"block_hashes": [BLOCKS[0], "12", 7], "include_current_request": True},
+            Action(
+                Hint(priority=-3, ttl_s=0.0), pages=KEYS[:1],
+                clipped="2 of 3 block_hashes are unknown",
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_an_action_is_read_in_both_payloads_that_there_are(
+    kind: str, payload: dict[str, Any], wanted: Action
+) -> None:
+    assert read(action(kind, payload)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "why"),
+    [
+        ("kv.retain", {}, "neither a priority nor a time"),
+        ("kv.retain", {"priority": 101}, "from 0 to 100"),
+        ("kv.retain", {"priority": True}, "from 0 to 100"),
+        ("kv.retain", {"priority": 1, "ttl_seconds": -1}, "ttl_seconds must be a number"),
+        ("kv.retain", {"priority": 1, "ttl_seconds": float("nan")}, "ttl_seconds must be"),
+        ("kv.retain", {"directives": [3]}, "directives must be objects"),
+        ("kv.retain", {"directives": "all"}, "directives must be a list"),
+        ("kv.evict", {"block_hashes": ["x"] * 3}, "no page hashes of SGLang's"),
+        ("kv.evict", {"block_hashes": BLOCKS[:1] * 65}, "at most 64"),
+        ("kv.evict", {"execute_at": "soon"}, "execute_at is"),
+        ("kv.evict", {"session_id": 5}, "session_id must be a text"),
+        ("kv.evict", {"session_id": "\ud800"}, "session_id must be a text"),
+        ("kv.evict", {"include_current_request": "no"}, "include_current_request is"),
+        ("kv.evict", {"include_current_request": False}, "names no session and no block"),
+        ("kv.prefetch", {"expected_delay_s": "1"}, "expected_delay_s must be"),
+    ],
+)
+def test_a_payload_that_cannot_be_carried_out_is_refused_with_the_reason(
+    kind: str, payload: dict[str, Any], why: str
+) -> None:
+    found = read(action(kind, payload))
+    assert isinstance(found, Refused)
+    assert why in found.why and len(found.why) < 1000
+
+
+def test_other_actions_and_versions_are_not_ours() -> None:
+    assert read(action("kv.fetch", {"anything": 1})) is None
+    assert isinstance(read(action("kv.retain", {"priority": 1}, version="2.0")), Refused)
+    assert isinstance(read(action("kv.retain", {"priority": 1}, version="1.3")), Action)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(
+    [
+        "directives", "priority", "ttl_seconds", "duration", "execute_at", "session_id",
+        "block_hashes", "include_current_request", "expected_delay_s", "start", "end",
+    ]
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from(["kv.retain", "kv.evict", "kv.demote", "kv.prefetch", "kv.none"]),
+    st.dictionaries(
+        FIELDS | st.text(max_size=4), JSON | st.sampled_from([BLOCKS, 50, 1.5, ARRIVAL])
+    ),
+)
+def test_no_payload_raises(kind: str, payload: dict[str, Any]) -> None:
+    read(action(kind, payload))
+    carry_out(known_sessions(), envelope(action(kind, payload)), "a", ARRIVAL, 1.0)
+
+
+# --- their effect
+
+
+def known_sessions() -> Planner:
+    """A planner that knows the idle sessions `a`, with the first four pages, and `b`, with the
+    others.
+    """
+    planner = make_planner(PolicyConfig(prefetch="on", eviction="next-use"), ENGINE)
+    for name, keys in (("a", KEYS[:4]), ("b", KEYS[4:])):
+        planner.observe(RequestArrived(f"of {name}", 0.0, 64, keys, name))
+        planner.observe(RequestFinished(f"of {name}", 1.0, keys=keys))
+    return planner
+
+
+def results(planner: Planner, *actions: Any, when: str = COMPLETION) -> list[str]:
+    return [result_of(x) for x in carry_out(planner, envelope(*actions), "a", when, 2.0)]
+
+
+def test_actions_reach_their_own_session_a_named_one_and_those_with_a_block() -> None:
+    planner = known_sessions()
+    retain = {"priority": 100, "ttl_seconds": 60}
+    assert results(planner, action("kv.retain", retain)) == ["accepted"]
+    assert results(planner, action("kv.evict", {"session_id": "b"})) == ["accepted"]
+    assert results(planner, action("kv.demote", {"block_hashes": BLOCKS[5:6]})) == ["accepted"]
+    assert results(planner, action("kv.evict", {"session_id": "c"})) == ["refused"]
+    assert results(planner, action("kv.evict", {"block_hashes": ["ff" * 32]})) == ["refused"]
+    much = {"priority": 100, "ttl_seconds": 1e9}
+    assert results(planner, action("kv.retain", much)) == ["clipped"]
+
+
+def test_an_action_is_carried_out_at_its_time_and_refusals_are_told_once() -> None:
+    planner = known_sessions()
+    actions = [
+        action("kv.retain", {"priority": 60}),
+        action("kv.demote", {"execute_at": ARRIVAL}),
+        action("kv.retain", {"priority": "high"}),
+        action("kv.fetch"),
+    ]
+    assert results(planner, *actions, when=ARRIVAL) == ["accepted", "refused"]
+    assert results(planner, *actions, when=COMPLETION) == ["accepted"]
+    many = [action("kv.evict")] * (MOST_ACTIONS + 3)
+    assert results(planner, *many, when=ARRIVAL) == ["refused"]
+    assert len(results(planner, *many)) == MOST_ACTIONS
+
+
+def test_ranks_with_the_same_facts_take_the_same_actions_alike() -> None:
+    chance = random.Random(1)
+    kinds = ("kv.retain", "kv.evict", "kv.demote", "kv.prefetch")
+    envelopes = [
+        envelope(
+            *(
+                action(chance.choice(kinds), {"priority": chance.randrange(120), "session_id": s})
+                for s in chance.choices("abc", k=3)
+            )
+        )
+        for _ in range(50)
+    ]
+    ranks = [known_sessions(), known_sessions()]
+    told = [
+        [carry_out(rank, one, "a", COMPLETION, 2.0 + n) for n, one in enumerate(envelopes)]
+        for rank in ranks
+    ]
+    assert told[0] == told[1]
+    states = [
+        [(name, rank._ahead.sessions.expected(name, 60.0)) for name in ("a", "b")] for rank in ranks
+    ]
+    assert states[0] == states[1]
