@@ -72,7 +72,7 @@ def test_the_stand_in_does_what_it_says_and_planted_mistakes_are_found(tmp_path:
     assert not ran.skipped and len(ran.passed) >= 90, ran.output
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_path_to_a_gpu_passes_its_tests_whatever_is_late(
     tmp_path: Path, seed: int, record_property
 ) -> None:
