@@ -29,20 +29,6 @@ def test_rooms_import_downwards_only():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_wall_checker_would_notice(tmp_path):
-    rule = (
-        "[importlinter]\nroot_package = sgl_kvtier\n"
-        "[importlinter:contract:no]\nname = no\ntype = forbidden\n"
-        "source_modules = sgl_kvtier.store\nforbidden_modules = sgl_kvtier.config\n"
-    )
-    (tmp_path / "rules.ini").write_text(rule)
-    code = f"from importlinter.cli import lint_imports; raise SystemExit(lint_imports(config_filename={str(tmp_path / 'rules.ini')!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-
-
 @pytest.mark.parametrize(
     "room",
     [
@@ -192,18 +178,6 @@ def loaded():
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("house", loader))
     loader.exec_module(module)
     return module
-
-
-def test_lines_of_code_have_no_blanks_comments_and_docstrings(tmp_path: Path):
-    house = loaded()
-    module = tmp_path / "module.py"
-    module.write_text(
-        '"""One.\n\ntwo\n"""\n\n# three\nTEXT = """a\n\n# b\n"""  # four\n\n\ndef f():\n    """Five."""\n    return 1\n'
-    )
-    assert house.code_of(module) == 6
-    native = tmp_path / "file.c"
-    native.write_text('/* one\n   two */\n\nint a; // three\nchar *b = "/*";\nint c; /* four\n*/\n')
-    assert house.code_of_native(native) == 3
 
 
 def test_a_circle_and_an_upward_arrow_are_noticed():

@@ -5,8 +5,6 @@ reads.
 from __future__ import annotations
 
 import math
-import os
-import stat
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,24 +76,6 @@ def test_a_page_of_another_length_is_a_miss(store: DiskStore) -> None:
     assert [o for o, _ in read(store, {key(1): 4096})] == [ReadOutcome.OK]
 
 
-def test_lookup_tells_what_is_there(store: DiskStore) -> None:
-    put(store, {key(i): content(i, 1000) for i in range(0, 10, 2)})
-    assert store.lookup([key(i) for i in range(10)]) == [Lookup.HIT, Lookup.MISS] * 5
-    assert store.lookup([]) == []
-
-
-def test_deleted_and_cleared_pages_are_misses_and_their_room_is_used_again(
-    store: DiskStore,
-) -> None:
-    put(store, {key(i): content(i, 4096) for i in range(10)})
-    assert store.delete([key(0), key(1), key(99)]) == 2
-    assert store.lookup([key(0), key(2)]) == [Lookup.MISS, Lookup.HIT]
-    assert store.clear() == 8
-    assert store.stats().pages == 0
-    assert put(store, {key(0): content("new", 4096)}) == [STORED]
-    assert read(store, {key(0): 4096}) == [(ReadOutcome.OK, content("new", 4096))]
-
-
 def test_an_empty_page_is_refused(store: DiskStore) -> None:
     assert store.put([PageWrite(key(1), [])]) == [REFUSED]
 
@@ -111,15 +91,6 @@ def test_keys_and_pools_that_cannot_be_are_a_callers_mistake(store: DiskStore) -
     for pool in ("", "x" * 33, "k\0v", "ключ"):
         with pytest.raises(ValueError, match="pool"):
             put(store, {key(1): b"x"}, pool=pool)
-
-
-def test_files_and_folders_are_for_their_owner_only(store: DiskStore, tmp_path: Path) -> None:
-    put(store, {key(1): content(1, 4096)})
-    for folder, _, names in os.walk(tmp_path):
-        if folder != str(tmp_path):
-            assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-        for name in names:
-            assert stat.S_IMODE(os.stat(os.path.join(folder, name)).st_mode) == 0o600
 
 
 class GatedEnv(Env):

@@ -252,7 +252,7 @@ def test_the_counters_say_what_the_table_does_after_puts_deletes_clears_and_evic
     try:
         for thread in threads:
             thread.start()
-        stop.wait(3)
+        stop.wait(1.5)
     finally:
         stop.set()
         for thread in threads:
