@@ -53,6 +53,3 @@ def test_another_sglang_or_another_way_of_asking_has_answers_of_its_own(monkeypa
     assert key_of(flags(), Answer) != before
     monkeypatch.setattr("golden.installed_version", lambda: "0.6.0")
     assert key_of(flags(), Served) != before
-
-
-# Servers that tests share: one for each set of flags and settings, and few at once.
