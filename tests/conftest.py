@@ -53,7 +53,7 @@ leave one of them idle. Those with real servers come before.
 
 SHARING = {
     "plain": ("served", "shared_folder_served", "lookahead_served", "hints_served"),
-    "ranks": ("restore_ranks_served", "lookahead_ranks_served", "holes_served"),
+    "ranks": ("restore_ranks_served", "lookahead_ranks_served"),
     "restoring": ("restore_notes_served", "restore_left_served"),
     "one at a time": ("turn_reads_served", "queue_served"),
 }

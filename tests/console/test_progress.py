@@ -124,21 +124,6 @@ def test_a_terminal_gets_a_live_bar_with_the_same_facts(monkeypatch: pytest.Monk
     assert "a message" in text
 
 
-def test_a_narrow_terminal_shortens_the_note_and_not_the_figures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("TERM", "xterm")
-    out, clock = Terminal(), Clock()
-    with progress("compare", 40, "requests", file=out, clock=clock) as work:
-        clock.now += 50
-        work.advance(10, note="a note that is much too long for what is left of the line")
-    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n").split("\n")
-    assert any(
-        "10/40 requests" in line and "~2 min 30 s left" in line and "a not" in line for line in last
-    )
-
-
 def test_by_default_everything_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("compare", 1) as work:
         print("the result")

@@ -120,12 +120,6 @@ def test_a_pipe_gets_whole_rows_without_colours(monkeypatch: pytest.MonkeyPatch)
     assert text.endswith("Medians of 3 rounds.\n")
 
 
-def test_numbers_are_set_flush_right() -> None:
-    lines = printed(TABLE).splitlines()
-    rows = [line for line in lines if line.startswith(("recompute", "kvtier"))]
-    assert len(rows[0].rstrip()) == len(rows[1].rstrip())
-
-
 def test_long_text_wraps_on_a_terminal_and_numbers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"arm": "a description of an arm that is far too long for one line", "tokens": 1234567}
     lines = on_terminal(Table("T", COLUMNS, (*ROWS, row)), 60, monkeypatch)

@@ -21,7 +21,7 @@ SOURCE_ONLY = {"__init__", "messages", "decision_log", "rules"}
 PROPERTIES = (
     "test_restore_machine.py",
     "test_planner_machine.py",
-    "test_meeting.py",
+    "test_forecast.py",
     "test_sessions.py",
     "test_prefetch.py",
 )

@@ -4,6 +4,7 @@ seed.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -13,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvtier.lab.sim.replay import replay
+from sgl_kvtier.policy.decision_log import NUMBERED, Reader, Writer, decode_header, encode_header
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from recorded_run import record
 
-from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.policy.decision_log import decode, encode
 from sgl_kvtier.policy.messages import StepPlan
 
@@ -90,3 +93,25 @@ def test_a_log_that_breaks_off_is_compared_up_to_there(logs: dict[str, list[str]
     replayed = replay(lines[: views[100] + 1])
     assert replayed.difference is None
     assert replayed.steps == 100
+
+
+# Recorded decision logs decided again: the same plan and answer in every step, and every line
+# written as it was. `tests/golden/record.py` says what they are.
+
+
+LOGS = sorted(Path(__file__).parents[1].glob("golden/decisions/*.jsonl.gz"))
+
+
+@pytest.mark.parametrize("log", LOGS, ids=lambda log: log.name.removesuffix(".jsonl.gz"))
+def test_a_recorded_run_is_decided_and_written_as_it_was(log: Path) -> None:
+    lines = gzip.decompress(log.read_bytes()).decode().splitlines()
+    replayed = replay(lines)
+    assert replayed.difference is None
+    assert replayed.steps > 100
+    reader, writer = Reader(), Writer()
+    assert encode_header(decode_header(lines[0]), NUMBERED) == lines[0]
+    assert [writer.encode(reader.decode(line)) for line in lines[1:]] == lines[1:]
+
+
+def test_there_are_logs() -> None:
+    assert len(LOGS) > 15

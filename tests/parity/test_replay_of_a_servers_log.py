@@ -15,7 +15,6 @@ from sgl_kvtier.policy.decision_log import (
     PlannerFailed,
     Query,
     Record,
-    decode,
     encode,
     encode_header,
 )
@@ -171,13 +170,6 @@ def test_a_planner_that_fails_to_answer_is_a_difference_and_one_that_cannot_ends
     assert "at the beginning" in str(difference)
     with pytest.raises(TraceError, match="no way to answer"):
         replay(lines, lambda header: Raises())
-
-
-@pytest.mark.parametrize(
-    "record", [PolicyChanged(CONFIG, 1.0), PlannerFailed("x"), LinesDropped(2), *questions()]
-)
-def test_the_lines_of_a_server_are_read_as_they_were_written(record: Record) -> None:
-    assert decode(encode(record)) == record
 
 
 def test_what_a_hint_was_answered_must_be_the_same() -> None:

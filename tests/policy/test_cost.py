@@ -1,10 +1,24 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_hands import COST, ENGINE, profile_of, restore
 
+from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
-from sgl_kvtier.policy.learned.cost import CostModel, PrefillCost
-from sgl_kvtier.types import Link
+from sgl_kvtier.policy.learned.cost import (
+    ACCELERATOR_S,
+    CPU_S,
+    CostModel,
+    FixedOverhead,
+    PrefillCost,
+)
+from sgl_kvtier.policy.messages import ChunkDone, LeftToEngine, Mode, RestoreOffered, StepView
+from sgl_kvtier.policy.planner import Planner, make_planner
+from sgl_kvtier.types import Link, Span, Tier
 
 TRUE = PrefillCost(0.02, 1 / 3500, 3e-8)
 
@@ -114,3 +128,132 @@ def test_the_estimate_lies_between_the_slowest_and_the_fastest_transfer(transfer
         <= link.bytes_per_second(Link.STORAGE_TO_DEVICE)
         <= max(rates) * (1 + 1e-9)
     )
+
+
+# What a restoration takes beside compute and links is learned from those that run alone.
+
+
+TOKENS = 4096
+RATE = TOKENS / 16 * ENGINE.page_bytes / COST.range_seconds(0, TOKENS, ENGINE.chunk_tokens)
+"""Bytes per second at which loading takes as long as computing."""
+
+
+def planner(own_s: float | None = None) -> Planner:
+    profile = profile_of(COST, RATE)
+    if own_s is not None:
+        profile["restore"] = {"own_s": own_s}
+    return make_planner(PolicyConfig(), ENGINE, profile)
+
+
+def learned(one: Planner) -> float:
+    seconds: float = one.profile()["restore"]["own_s"]
+    return seconds
+
+
+def restored(one: Planner, times: int, own_s: float, **hands: object) -> float:
+    """What it has learned after so many restorations that end `own_s` late."""
+    begin_s = 0.0
+    for _ in range(times):
+        begin_s = (
+            10.0 + restore(TOKENS, RATE, planner=one, begin_s=begin_s, own_s=own_s, **hands).seconds
+        )  # type: ignore[arg-type]
+    return learned(one)
+
+
+def test_each_kind_of_device_begins_with_its_own_and_what_was_learned_comes_first() -> None:
+    shape = replace(ENGINE, accelerator=True)
+    first = make_planner(PolicyConfig(), shape)
+    assert (learned(first), learned(planner())) == (ACCELERATOR_S, CPU_S)
+    known = profile_of(COST, RATE) | {"restore": {"own_s": 0.012}}
+    assert learned(make_planner(PolicyConfig(), shape, known)) == 0.012
+
+
+def test_what_restorations_end_later_than_predicted_is_learned() -> None:
+    on_time_s = restored(planner(), 20, 0.0)
+    assert on_time_s < CPU_S / 2
+    assert restored(planner(), 20, 0.05) == pytest.approx(on_time_s + 0.05, abs=0.002)
+
+
+def test_one_that_was_held_up_changes_nothing() -> None:
+    one = planner()
+    assert restored(one, 1, 5.0) == CPU_S
+    assert restored(one, 2, 5.0) == CPU_S
+
+
+def test_beside_requests_that_decode_nothing_is_learned() -> None:
+    assert restored(planner(), 20, 0.05, decoding=4) == CPU_S
+
+
+def test_where_pages_were_lost_nothing_is_learned() -> None:
+    assert restored(planner(), 20, 0.05, failing=frozenset({200})) == CPU_S
+
+
+def test_two_at_a_time_teach_nothing() -> None:
+    one = planner()
+    restored(one, 20, 0.05)
+    before = learned(one)
+    now = 1000.0
+    one.observe(RestoreOffered("b", now, TOKENS + 64, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
+    one.step(StepView(now, ("b",), prefill_tokens=512, free_pages={Tier.DEVICE: 0}))
+    assert one.restoring == ("b",)
+    restore(TOKENS, RATE, planner=one, begin_s=now + 0.001, own_s=0.05)
+    assert learned(one) == before
+
+
+def test_where_restorations_cost_more_than_a_split_saves_the_engine_loads() -> None:
+    """Loading takes a fourth of computing here: a split saves about a tenth of a second."""
+    asked = LeftToEngine(
+        RestoreOffered("a", 0.0, TOKENS + 64, 0, 256, ((Span(0, 256), Tier.STORAGE),)),
+        StepView(0.0, ("a",), prefill_tokens=512),
+    )
+
+    def left(own_s: float) -> str | None:
+        profile = profile_of(COST, RATE * 12)
+        profile["restore"] = {"own_s": own_s}
+        return make_planner(PolicyConfig(), ENGINE, profile).query(asked)
+
+    assert (left(0.0), left(0.1)) == (None, "loading is faster")
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=80))
+def test_it_is_never_negative_nor_beyond_its_bound(late_s: list[float]) -> None:
+    own = FixedOverhead(CPU_S)
+    for seconds in late_s:
+        own.saw(seconds)
+        assert 0 <= own.seconds <= 0.1
+
+
+def test_earlier_ones_are_forgotten() -> None:
+    own = FixedOverhead(CPU_S)
+    for _ in range(500):
+        own.saw(0.08)
+    for _ in range(31):
+        own.saw(0.01)
+    assert own.seconds == 0.01
+
+
+def test_restoring_has_to_beat_computing_with_it_and_computing_takes_nothing_beside() -> None:
+    """The link is so slow that both together save 60 ms of computing alone."""
+    slower = COST.range_seconds(0, TOKENS, ENGINE.chunk_tokens) / 0.06 - 1
+
+    def mode(own_s: float) -> tuple[Mode, str]:
+        profile = profile_of(COST, RATE / slower)
+        profile["restore"] = {"own_s": own_s}
+        one = make_planner(PolicyConfig(), ENGINE, profile)
+        pages = TOKENS // 16
+        sources = ((Span(0, pages), Tier.STORAGE),)
+        one.observe(RestoreOffered("a", 0.0, TOKENS + 64, 0, pages, sources))
+        (start,) = one.step(StepView(0.0, ("a",), prefill_tokens=512)).starts
+        return start.mode, start.reason
+
+    assert mode(0.02) == (Mode.BOTH, "split is faster")
+    assert mode(0.1) == (Mode.COMPUTE, "computing is faster")
+
+
+def test_of_a_chunk_shorter_than_a_page_nothing_is_learned() -> None:
+    one = planner()
+    known = one.profile()["prefill"]
+    one.observe(ChunkDone("a", Span(0, ENGINE.page_tokens - 1), 1e-4, 1.0))
+    assert one.profile()["prefill"] == known
+    one.observe(ChunkDone("a", Span(0, ENGINE.page_tokens), 1e-4, 1.0))
+    assert one.profile()["prefill"] != known

@@ -45,16 +45,6 @@ def test_naming_ten_victims_looks_at_ten_pages_of_a_hundred_thousand(rule, monke
     assert len(looked_at) <= 11
 
 
-def test_the_least_often_used_go_first_and_the_oldest_among_them():
-    tier_map = TierMap(100, LFU(), LFU())
-    a, b, c, d = named(4)
-    for key in (a, b, c, d):
-        tier_map.placed((key,), Tier.DEVICE, 0.0)
-    for key in (a, a, b, d):
-        tier_map.used((key,), 1.0)
-    assert tier_map.victims(Tier.DEVICE, 4) == (c, b, d, a)
-
-
 def test_device_and_host_have_orders_of_their_own():
     tier_map = TierMap(100, LRU(), LFU())
     a, b = named(2)
@@ -67,15 +57,6 @@ def test_device_and_host_have_orders_of_their_own():
     assert tier_map.victims(Tier.HOST, 2) == (a, b)
     with pytest.raises(ValueError, match="storage"):
         tier_map.victims(Tier.STORAGE, 1)
-
-
-def test_a_page_going_out_to_disk_keeps_its_place():
-    tier_map = TierMap(100, LRU(), LRU())
-    a, b = named(2)
-    for key in (a, b):
-        tier_map.placed((key,), Tier.DEVICE, 0.0)
-    tier_map.placed((a,), Tier.STORAGE, 1.0)
-    assert tier_map.victims(Tier.DEVICE, 2) == (a, b)
 
 
 def test_the_example_of_an_own_rule_runs_and_its_rule_pays():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_leave import VIEW, planner, rate
 from test_restore import balance, covered
-from virtual_hands import COST, ENGINE, islands, profile_of, restore
+from virtual_hands import COST, ENGINE, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.rules import CacheFlow, Cake, FixedSplit
@@ -144,10 +144,6 @@ def test_room_for_holes_is_counted_while_a_restoration_is_under_way():
     assert one.query(LeftToEngine(other, view)) != "no room"
     tight = replace(view, free_pages={Tier.DEVICE: PAGES + 64 - 128})
     assert one.query(LeftToEngine(other, tight)) == "no room"
-
-
-def test_islands_are_the_runs_between_holes():
-    assert islands(Span(2, 8), frozenset({2, 5})) == [Span(3, 5), Span(6, 8)]
 
 
 def least_seconds(hole: Span, bytes_per_s: float) -> float:

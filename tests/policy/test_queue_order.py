@@ -43,11 +43,6 @@ def test_what_is_stored_takes_its_link() -> None:
     assert found == ("stored", "new")
 
 
-def test_equal_work_runs_in_the_order_of_arrival() -> None:
-    found = order(planner(), *(Waiter(name, 100) for name in "abcd"))
-    assert found == tuple("abcd")
-
-
 def test_nearly_equal_work_runs_in_the_order_of_arrival() -> None:
     assert order(planner(), Waiter("a", 100), Waiter("b", 85)) == ("a", "b")
     assert order(planner(), Waiter("a", 100), Waiter("b", 75)) == ("b", "a")

@@ -1,11 +1,15 @@
-from dataclasses import replace
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import dataclass, replace
 
 import pytest
 import virtual_hands
 from virtual_hands import COST, ENGINE, best_seconds, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.lab.rules import Cake
+from sgl_kvtier.lab.rules import Cake, FixedSplit
 from sgl_kvtier.policy.messages import NO_ROOM_YET, Mode, PagesLost, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.rules import Rules
@@ -46,16 +50,6 @@ def test_it_is_never_slower_than_one_resource_alone_by_more_than_a_tick_per_chun
     suffix_s = COST.chunk_seconds(4096, 64)
     alone = min(COST.range_seconds(0, 4096, 512), 4096 * 16384 / rate)
     assert out.seconds <= alone + suffix_s + 0.002 * (len(out.chunks) + 1)
-
-
-@pytest.mark.parametrize("ratio", [1 / 4, 1, 4])
-def test_whatever_fails_to_load_is_computed_and_nothing_is_delivered_twice(ratio):
-    rate = balance(4096) * ratio
-    out = restore(
-        4096, rate, profile=profile_of(COST, rate), failing=frozenset({255, 200, 100, 101})
-    )
-    pages = [n for n in covered(out) if n < 256]
-    assert sorted(pages) == list(range(256))
 
 
 def test_loads_go_from_the_back_to_the_front():
@@ -191,3 +185,117 @@ def test_requests_that_decode_are_charged_where_rules_ask_for_it():
     assert 0 < alone < one < many < 256
     assert len(loaded_with(("a",), 8, decode_charge=1.0)) == many
     assert len(loaded_with(("a",), 12)) == alone
+
+
+# Restoring while the bandwidth changes, against the best fixed split in hindsight (as Cake,
+# section 5.7). Virtual time.
+
+
+SUFFIX = 64
+SEEDS = range(20)
+
+
+@dataclass(frozen=True)
+class BandwidthTrace:
+    """Piecewise constant: from each of `starts_s` on (the first is 0) the bandwidth `gbps` at the
+    same place.
+    """
+
+    starts_s: tuple[float, ...]
+    gbps: tuple[float, ...]
+
+    @classmethod
+    def seeded(
+        cls, seed: int, mean_gbps: float, piece_s: float, total_s: float, spread: float = 4.0
+    ) -> BandwidthTrace:
+        """Pieces of half to one and a half `piece_s`, their bandwidths log-uniform from 1/spread to
+        spread times the mean.
+        """
+        rng = random.Random(seed)
+        starts, rates, now = [], [], 0.0
+        while now < total_s:
+            starts.append(now)
+            rates.append(mean_gbps * spread ** rng.uniform(-1, 1))
+            now += piece_s * rng.uniform(0.5, 1.5)
+        return cls(tuple(starts), tuple(rates))
+
+    def seconds(self, nbytes: float) -> float:
+        """How long the first `nbytes` take from the beginning; the last piece goes on."""
+        return lasts(self, 0.0, nbytes)
+
+
+def compute_s(tokens: int) -> float:
+    return COST.range_seconds(0, tokens, ENGINE.chunk_tokens)
+
+
+def trace_of(seed: int, prefix: int, rate: float) -> BandwidthTrace:
+    """About eight changes during a balanced restoration, between a quarter and four times the
+    balanced bandwidth.
+    """
+    return BandwidthTrace.seeded(seed, rate * 8e-9, compute_s(prefix) / 8, 20.0)
+
+
+def lasts(trace: BandwidthTrace, begun: float, nbytes: float) -> float:
+    """Seconds of a transfer that begins in the middle of the trace."""
+    now, left = begun, nbytes
+    for end, gbps in zip([*trace.starts_s[1:], float("inf")], trace.gbps, strict=True):
+        can = max(0.0, end - now) * gbps * 1e9 / 8
+        if left <= can:
+            return now + left * 8e-9 / gbps - begun
+        left, now = left - can, max(now, end)
+    raise AssertionError("the last piece has no end")
+
+
+def in_hindsight(prefix: int, trace: BandwidthTrace) -> float:
+    """The best fixed split of somebody who knew the trace."""
+    page = ENGINE.page_bytes // ENGINE.page_tokens
+    splits = range(0, prefix + 1, ENGINE.page_tokens)
+    return min(
+        max(compute_s(x), trace.seconds((prefix - x) * page)) for x in splits
+    ) + COST.chunk_seconds(prefix, SUFFIX)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "median", "worst"), [(2048, 1.1, 1.35), (4096, 1.1, 1.25), (8192, 1.06, 1.25)]
+)
+def test_it_keeps_near_the_best_fixed_split_although_it_does_not_know_what_comes(
+    prefix, median, worst
+):
+    rate = prefix * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(prefix)
+    over = []
+    for seed in SEEDS:
+        trace = trace_of(seed, prefix, rate)
+        out = restore(
+            prefix,
+            rate,
+            suffix=SUFFIX,
+            config=PolicyConfig(restore="both"),
+            profile=profile_of(COST, rate),
+            lasts=lambda begun, nbytes, trace=trace: lasts(trace, begun, nbytes),
+        )
+        over.append(out.seconds / in_hindsight(prefix, trace))
+    assert statistics.median(over) <= median
+    assert max(over) <= worst
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("seed", [0, 5, 9])
+def test_a_split_fixed_beforehand_stays_where_it_is_and_takes_as_long_as_the_trace_says(
+    share, seed
+):
+    rate = 4096 * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(4096)
+    trace = trace_of(seed, 4096, rate)
+    config, rules = PolicyConfig(restore="both"), FixedSplit(share)
+    timing = {
+        "suffix": SUFFIX,
+        "profile": profile_of(COST, rate),
+        "lasts": lambda begun, nbytes: lasts(trace, begun, nbytes),
+    }
+    out = restore(4096, rate, config=config, rules=rules, **timing)
+    meet = round(share * 256)
+    assert sum(map(len, out.loads)) == 256 - meet
+    assert min((span.start for span in out.loads), default=256) == meet
+    page = ENGINE.page_bytes // ENGINE.page_tokens
+    ends = compute_s(meet * 16), trace.seconds((256 - meet) * ENGINE.page_bytes)
+    assert ends[1] == trace.seconds((4096 - meet * 16) * page)
+    assert out.seconds == pytest.approx(max(ends) + COST.chunk_seconds(4096, SUFFIX), abs=0.025)

@@ -144,3 +144,14 @@ class TwoPointerMachine(RuleBasedStateMachine):
 
 TestTwoPointer = TwoPointerMachine.TestCase
 TestTwoPointer.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)
+
+
+def test_lost_units_at_the_front_are_no_hole_and_those_behind_landed_ones_there_are_none() -> None:
+    pointer = TwoPointer(0, 10)
+    pointer.lack(Span(0, 2))
+    pointer.lack(Span(5, 7))
+    assert pointer.lost_runs(0) == [(5, 7)]
+    assert pointer.take_back(3, Span(2, 5)) == Span(2, 5)
+    pointer.land(Span(2, 5))
+    assert pointer.lost_runs(2) == []
+    assert (pointer.lost_run(0), pointer.first_lost(2)) == (2, 5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -193,25 +192,6 @@ def test_whoever_is_forgotten_is_expected_no_more():
     sessions.returned("c", 1.0)
     found = {one.session: one.at for one in sessions.changed(12.0)}
     assert found["a"] == math.inf > found["b"]
-
-
-def kept_bytes(hints: int, sessions: Sessions) -> int:
-    """Memory that so many hints for one idle session leave behind."""
-    sessions.returned("a", 0.0)
-    sessions.left("a", 1.0)
-    tracemalloc.start()
-    try:
-        for n in range(hints):
-            assert sessions.hint(
-                "a", Hint(expected_delay_s=3000.0, priority=n % 3), 2.0 + n * 1e-3
-            ).accepted
-        return tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-
-
-def test_hints_without_end_for_one_session_take_no_more_memory_than_a_thousand():
-    assert kept_bytes(8_000, Sessions()) < 500_000
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -2,6 +2,8 @@
 forgotten.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
@@ -9,15 +11,23 @@ from test_leave import offer, planner, rate
 from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.lab.rules import LongestFirst
 from sgl_kvtier.policy.messages import (
+    ChunkDone,
     ChunkStarted,
+    Compute,
     LeftToEngine,
     Mode,
     RestoreOffered,
     StepPlan,
     StepView,
+    TransferDone,
 )
 from sgl_kvtier.policy.planner import Planner, make_planner
+from sgl_kvtier.policy.restore.ends import Chunks
+from sgl_kvtier.policy.restore.forecast import Outlook
+from sgl_kvtier.policy.restore.restorations import Restoration, Restorations
+from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -151,3 +161,91 @@ def test_pages_that_pass_through_host_memory_take_its_room_too():
     free = {Tier.DEVICE: 1000, Tier.HOST: 100}
     plan = one.step(StepView(0.0, ("a", "b"), prefill_tokens=512, free_pages=free))
     assert sum(len(load.span) for load in plan.loads) == 100
+
+
+def test_a_front_that_has_computed_its_way_to_the_landed_tail_steps_over_it_although_others_wait():
+    planner = make_planner(PolicyConfig(), ENGINE, profile_of(COST, 50e6))
+    planner.observe(RestoreOffered("a", 0.0, 1300, 0, 80, ((Span(0, 80), Tier.STORAGE),)))
+    plan = planner.step(StepView(0.0, ("a",), None, prefill_tokens=512))
+    front = plan.computes[0].tokens // ENGINE.page_tokens
+    planner.observe(ChunkStarted("a", Span(0, front * ENGINE.page_tokens), 0.0))
+    planner.observe(ChunkDone("a", Span(0, front * ENGINE.page_tokens), 0.1, 0.1))
+    now, loads = 0.1, list(plan.loads)
+    for _ in range(50):
+        for load in loads:
+            now += 0.01
+            nbytes = len(load.span) * ENGINE.page_bytes
+            planner.observe(TransferDone("a", Link.STORAGE_TO_DEVICE, load.span, nbytes, 0.01, now))
+        plan = planner.step(StepView(now, (), "a", prefill_tokens=512, fresh_tokens=4000))
+        loads, compute = list(plan.loads), plan.computes[0]
+        if compute.splice.stop == 80:
+            break
+        if compute.tokens:
+            start = (compute.splice.stop if compute.splice else front) * ENGINE.page_tokens
+            planner.observe(ChunkStarted("a", Span(start, start + compute.tokens), now))
+            planner.observe(ChunkDone("a", Span(start, start + compute.tokens), 0.1, now + 0.1))
+            front = (start + compute.tokens) // ENGINE.page_tokens
+    assert compute.splice.stop == 80
+    assert compute.tokens is None
+
+
+def test_a_page_the_front_may_be_granted_late_is_not_promised_to_anothers_load():
+    planner = make_planner(PolicyConfig(), ENGINE, profile_of(COST, 50e6), LongestFirst())
+    for rid, pages in (("a", 80), ("b", 160)):
+        planner.observe(RestoreOffered(rid, 0.0, 2600, 0, pages, ((Span(0, pages), Tier.STORAGE),)))
+    planner.step(StepView(0.0, ("a", "b"), None, prefill_tokens=0, free_pages={Tier.DEVICE: 0}))
+    # The budget holds one page, less than the smallest chunk worth computing: only since nothing of
+    # it loads may "a" go on.
+    plan = planner.step(
+        StepView(0.1, ("b",), "a", prefill_tokens=ENGINE.page_tokens, free_pages={Tier.DEVICE: 1})
+    )
+    assert [(compute.rid, compute.tokens) for compute in plan.computes] == [
+        ("a", ENGINE.page_tokens)
+    ]
+    assert plan.loads == ()
+    # With room for both, "b" is loaded for beside it.
+    plan = planner.step(
+        StepView(0.2, ("b",), "a", prefill_tokens=ENGINE.page_tokens, free_pages={Tier.DEVICE: 2})
+    )
+    assert [(load.rid, len(load.span)) for load in plan.loads] == [("b", 1)]
+
+
+# The compute end of one restoration between two steps.
+
+
+PAGES = 256
+SOURCES = ((Span(0, PAGES), Tier.STORAGE),)
+TOKENS = PAGES * PAGE
+VIEW = StepView(0.0, ("a",), prefill_tokens=512)
+
+
+def test_compute_that_waits_goes_on_only_when_nothing_is_in_flight() -> None:
+    known = Restorations(PolicyConfig(), ENGINE, profile_of(COST, 1e9), Rules())
+    chunks = Chunks(known, Outlook(known))
+    item = Restoration("a", 1, TOKENS + 64, TwoPointer(0, PAGES), SOURCES)
+    known.begin(item)
+    waits = Compute("a", Span(0, 0), 0)
+    loading = item.pointer.take_back(4)
+    assert chunks.unstuck(waits, VIEW) == waits
+    item.pointer.lose(loading)
+    assert chunks.unstuck(waits, VIEW).tokens == 512
+
+
+def test_loads_are_taken_back_once_and_not_in_every_step_until_it_is_told() -> None:
+    """The link is a hundred times slower than was known when its loads were handed out."""
+    rate = PAGES * ENGINE.page_bytes / COST.range_seconds(0, TOKENS, ENGINE.chunk_tokens)
+    one = make_planner(PolicyConfig(restore="both"), ENGINE, profile_of(COST, 20 * rate))
+    one.observe(RestoreOffered("a", 0.0, TOKENS + 64, 0, PAGES, SOURCES))
+    plan = one.step(VIEW)
+    loads = sorted((load.span for load in plan.loads), key=lambda span: span.start)
+    (compute,) = plan.computes or (Compute("a", Span(0, 0), 0),)
+    now, low = 1.0, loads[0].start
+    if low:
+        one.observe(ChunkStarted("a", Span(0, low * PAGE), 0.0))
+    for span in loads[-3:]:
+        nbytes = len(span) * ENGINE.page_bytes
+        one.observe(TransferDone("a", Link.STORAGE_TO_DEVICE, span, nbytes, nbytes / rate * 5, now))
+    view = StepView(now, ("b", "a"), prefill_tokens=512, slot="a" if low else None)
+    first = one.step(view)
+    assert first.cancels, (compute, loads)
+    assert one.step(view).cancels == ()

@@ -120,12 +120,6 @@ def test_a_link_that_was_never_measured_is_probed_and_learned(ratio):
     assert out.seconds - SUFFIX_S <= 1.25 * best_three_way(PAGES // 2, rate, rate * ratio) + 0.1
 
 
-def test_pages_that_the_network_loses_are_computed():
-    rate = balance(PREFIX)
-    out = both(rate, rate, failing=frozenset({PAGES - 1, PAGES // 2, PAGES // 2 + 7, 200}))
-    assert sorted(n for n in covered(out) if n < PAGES) == list(range(PAGES))
-
-
 @pytest.mark.parametrize("restore", ["auto", "fastest"])
 def test_what_comes_over_a_network_is_not_left_to_an_engine_that_cannot_stop_loading(restore):
     """It is left where it lies on the disk alone: loading is faster there."""

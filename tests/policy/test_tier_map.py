@@ -328,20 +328,6 @@ def test_a_map_without_a_cold_page_records_no_more():
     assert list(small) == [known[1]]
 
 
-def test_unknown_keys_and_owners_are_passed_over():
-    empty = TierMap(4)
-    key = many(1)
-    for tier in Tier:
-        empty.dropped(key, tier)
-        empty.moving(key, tier)
-    empty.pin(key)
-    empty.unpin(key)
-    empty.used(key, 1.0)
-    empty.expect("nobody", 1.0)
-    empty.release("nobody")
-    assert len(empty) == 0 and empty.page(key[0]) is None and empty.missing("nobody").pages == 0
-
-
 def test_owners_are_told_when_their_pages_come_go_or_start_to_move():
     m = TierMap(100)
     prompt = many(4)
@@ -368,16 +354,6 @@ def test_the_next_turn_of_a_session_costs_its_new_pages_only():
     m.owners.moved = lambda old, new, count: pages.append(count) or moved(old, new, count)
     m.claim("session", prompt)
     assert sum(pages) == 100
-
-
-def test_the_end_of_a_prefix_gives_way_before_its_beginning():
-    for rule_ in (LRU, NextUse):
-        m = TierMap(100, rule_(), rule_())
-        prompt = many(6)
-        m.placed(prompt[:3], Tier.DEVICE, 0.0)
-        m.placed(prompt[3:], Tier.DEVICE, 1.0)
-        m.used(prompt, 2.0)
-        assert m.victims(Tier.DEVICE, 6) == tuple(reversed(prompt))
 
 
 def test_a_shared_beginning_outlives_the_ends_of_whoever_shares_it():

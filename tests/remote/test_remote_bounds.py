@@ -202,12 +202,12 @@ def test_what_a_closed_store_has_not_removed_the_next_one_of_this_process_remove
 
 def test_a_removal_follows_writes_that_were_given_up(remote: RemoteStore, folder: Path) -> None:
     """The engine may do them in another order than they were sent in."""
-    set_faults(folder, {"slow_s": 1.5})
+    set_faults(folder, {"slow_s": 1.0})
     assert put(remote, {key(0): content(0, 1000)}) == [REFUSED]
     bounded(lambda: remote.delete([key(0)]))
     set_faults(folder, {})
     until(lambda: remote.removals_waiting == 0)
-    time.sleep(2.0)  # a write that was sent earlier would have been done
+    time.sleep(1.3)  # a write that was sent earlier would have been done
     assert not list(folder.glob("kvt1*"))
 
 
@@ -256,11 +256,11 @@ def test_reads_one_behind_the_other_end_when_nothing_comes_for_any_of_them(
 
 def test_a_long_read_is_not_ended_while_its_pages_come(opened: Opened, folder: Path) -> None:
     store = opened(deadline_s=1.0, hang_s=60.0, ring_bytes=1 << 20)
-    filled(opened, 60, 100_000)
+    filled(opened, 24, 100_000)
     set_faults(folder, {"slow_s": 0.2})
     begun = time.monotonic()
-    job = read_job(store, 60, 100_000)
-    assert job.wait(30) and job.outcomes == [OK] * 60
+    job = read_job(store, 24, 100_000)
+    assert job.wait(30) and job.outcomes == [OK] * 24
     assert time.monotonic() - begun > 1.0, "it lasted longer than nothing may come"
 
 

@@ -73,13 +73,6 @@ def test_a_page_that_is_there_is_kept(opened: Opened) -> None:
     assert put(opened(), pages) == [KEPT] * 3
 
 
-def test_pools_are_apart(store: RemoteStore) -> None:
-    put(store, {key(1): b"kv"}, "kv")
-    put(store, {key(1): b"window"}, "swa")
-    assert read(store, {key(1): 2}, "kv") == [(OK, b"kv")]
-    assert read(store, {key(1): 6}, "swa") == [(OK, b"window")]
-
-
 def test_one_read_takes_pages_of_several_pools(store: RemoteStore) -> None:
     put(store, {key(1): b"kv"}, "kv")
     put(store, {key(1): b"window"}, "swa")
@@ -132,7 +125,7 @@ def test_reads_of_more_than_the_ring_go_through_it(store: RemoteStore) -> None:
 def test_an_urgent_job_overtakes_one_that_waits(opened: Opened, folder: Path) -> None:
     store = opened()
     pages = stored(store, range(64), 200_000)
-    (folder / FAULTS).write_text('{"slow_s": 0.1}')  # so that the first job is still under way
+    (folder / FAULTS).write_text('{"slow_s": 0.02}')  # so that the first job is still under way
     order: list[str] = []
     jobs = []
     for name, priority in (("idle", 5), ("urgent", 0)):
@@ -203,13 +196,6 @@ def test_deleted_pages_are_gone_for_all(opened: Opened) -> None:
     assert store.delete(list(pages)[:2]) == 2
     assert store.lookup(list(pages)) == [Lookup.MISS] * 2 + [Lookup.HIT] * 4
     assert outcomes(other, pages) == [MISS] * 2 + [OK] * 4
-
-
-def test_a_deleted_page_can_be_put_again(store: RemoteStore) -> None:
-    pages = stored(store, [1])
-    store.delete([key(1)])
-    assert put(store, pages) == [PutOutcome.STORED]
-    assert outcomes(store, pages) == [OK]
 
 
 def test_clear_takes_this_rank_and_no_other(opened: Opened) -> None:

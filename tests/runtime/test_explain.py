@@ -20,7 +20,6 @@ from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.runtime.restore import offers
 from sgl_kvtier.runtime.scheduler import parts
 from sgl_kvtier.runtime.sglang import requests
-from sgl_kvtier.runtime.tools import miss_advice, prompt_diff
 from sgl_kvtier.runtime.tools.miss_advice import Advice, advise
 from sgl_kvtier.runtime.tools.miss_reasons import DECLINED, UNFULFILLED
 from sgl_kvtier.runtime.tools.server_figures import Figures, figures_of, read, server_of
@@ -275,35 +274,6 @@ def test_the_manual_has_the_reasons_of_the_code(page: str, heading: str, table: 
     """A row that is missing there is shown as it has to stand there."""
     wanted = [f"| `{name}` | {said.meaning} | {said.helps} |" for name, said in table.items()]
     assert rows(page, heading) == [row.replace("  |", " |") for row in wanted]
-
-
-def constants(module: Any, *names: str) -> set[str]:
-    """The first argument of every call of these in a module, where it is a text."""
-    return {
-        node.args[0].value
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in names
-        and node.args
-        and isinstance(node.args[0], ast.Constant)
-    }
-
-
-def test_the_manual_has_every_cause_and_every_kind_of_difference() -> None:
-    causes = constants(miss_advice, "Advice")
-    causes |= {name.replace("_", " ") for name, said in UNFULFILLED.items() if said.helps}
-    assert causes - set(said_in("Why was it a miss?")) == set()
-    kinds = constants(prompt_diff, "Parting")
-    kinds |= set(re.findall(r'return "([a-z ]+)", "', inspect.getsource(prompt_diff)))
-    kinds |= {"extended", "timestamp", "id"}
-    assert kinds - set(said_in("Where do two prompts part?")) == set()
-
-
-def said_in(heading: str) -> list[str]:
-    text = (ROOT / "docs" / "manual" / "operate.md").read_text("utf-8").split(f"# {heading}\n")[1]
-    without_blocks = re.sub(r"^```.*?^```", "", text.split("\n## ")[0], flags=re.S | re.M)
-    return re.findall(r"`([^`\n]+)`", without_blocks)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

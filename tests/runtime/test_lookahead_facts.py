@@ -23,7 +23,7 @@ from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ahead.victims import Victims
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
 from sgl_kvtier.runtime.sglang.tree_nodes import TreeNodes
-from sgl_kvtier.runtime.step.page_names import PageNames, SessionNames
+from sgl_kvtier.runtime.step.page_names import PageNames, SessionNames, compact
 from sgl_kvtier.runtime.step.tracked import Path as TreePath
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import open_store
@@ -346,3 +346,12 @@ def test_a_page_that_came_back_to_the_device_is_there_for_a_move_that_fails():
     lab.facts._came.clear()
     lab.facts.failed(keys, Tier.DEVICE)
     assert lab.map.count(Tier.DEVICE) == 2
+
+
+# Token ids kept for idle sessions.
+
+
+def test_ids_take_four_bytes_unless_images_are_among_them() -> None:
+    plain, image = compact(array("q", [0, 151_935])), compact(array("q", [5, (1 << 62) | 7]))
+    assert (plain.itemsize, plain.tolist()) == (4, [0, 151_935])
+    assert (image.itemsize, image.tolist()) == (8, [5, (1 << 62) | 7])

@@ -541,13 +541,6 @@ def test_spliced_pages_are_the_requests_own_whatever_becomes_of_the_restoration(
     assert engine.context.slots.tokens == 0
 
 
-def test_only_the_first_ranks_times_count():
-    first, other = (Agreement(None, 2, first=first) for first in (True, False))  # type: ignore[arg-type]
-    inputs = first.packed([5.0], bytes([LANDED])), other.packed([1.0], bytes([OPEN]))
-    agreed = [min(values) for values in zip(*inputs, strict=True)]
-    assert first.unpacked(agreed, 1) == ([5.0], bytes([OPEN]))
-
-
 def test_loads_that_lie_in_part_outside_of_what_is_taken_back_go_on():
     engine, _, _ = engine_with()
     loads = [load(engine, span) for span in (Span(0, 3), Span(3, 5), Span(5, 8))]

@@ -4,11 +4,13 @@ loses pages of its own.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from restore_lab import LONG, settled, since, two_ranks
-from serving import prompts
+from restore_lab import CHUNK, GBPS, LONG, counts, settled, since, two_ranks
+from serving import config_file, flags, prompts, serving
 from shared import Shared
 
 pytestmark = pytest.mark.server
@@ -36,3 +38,53 @@ def test_a_rank_that_reads_late_and_loses_pages_changes_no_answer(servers: Share
     assert compared["equal"] > 0 and sum(compared.values()) <= 2 * len(asked)
     assert "proof_attaches_total differs" not in grown and grown["proof"] == 0  # as before: proving
     assert log.count("faults are injected on purpose") == 1
+
+
+# A prompt's stored pages behind a missing one are used, by a real server: by two ranks too, one
+# of which has lost other pages than the other.
+
+
+POLICY = {"restore": "both", "min_restore_tokens": 64}
+
+
+def test_without_its_first_page_a_prefix_is_restored_and_the_page_is_stored_again(
+    tmp_path: Path,
+) -> None:
+    sections = {"throttle": {"read_gbps": GBPS}, "policy": POLICY, "faults": {"lose_first": 1}}
+    asked = prompts(3, tokens=LONG, seed=5)
+    arguments = flags(chunked_prefill_size=CHUNK, page_size=16)
+    with serving(tmp_path, arguments, config_file(tmp_path, **sections)) as server:
+        first = [server.ask(ids) for ids in asked]
+        server.flush()
+        pages = server.metric("kvtier:store_pages")
+        server.restore("off")
+        stock = [server.ask(ids) for ids in asked]
+        assert [one.storage for one in stock] == [0] * 3, "its hit ends at the first missing page"
+        server.restore("both")
+        for _ in range(2):
+            server.flush()
+            assert server.metric("kvtier:store_pages") == pages, "the hole was filled"
+            again = [server.ask(ids) for ids in asked]
+            assert [one.tokens for one in again] == [one.tokens for one in first]
+            assert all(0 < one.storage < LONG - 16 for one in again)
+        time.sleep(1.2)  # counters are published twice a second
+        found = counts(server)
+    assert found["ended_total met"] == found["started_total both configured"] == 6
+    assert found["loaded_tokens_total storage"] > 0
+    assert found["planner_failures_total"] == 0
+    assert not any(found.get(f"lost_pages_total {why}") for why in ("miss", "failed"))
+
+
+def test_two_ranks_with_different_holes_load_what_both_have(servers: Shared) -> None:
+    asked = prompts(4, tokens=LONG, seed=6)
+    server = two_ranks(servers)
+    before = settled(server)
+    first = [server.ask(ids) for ids in asked]
+    server.flush()
+    with ThreadPoolExecutor(len(asked)) as pool:
+        again = list(pool.map(server.ask, asked))
+    assert [one.tokens for one in again] == [one.tokens for one in first]
+    assert 0 < sum(one.storage for one in again) < len(asked) * (LONG - 32)
+    grown = since(before, settled(server))
+    assert grown["ended_total met"] == grown["started_total both configured"] == len(asked)
+    assert grown["planner_failures_total"] == 0

@@ -87,6 +87,18 @@ def read(
     return [(outcome, bytes(b)) for outcome, b in zip(job.outcomes, buffers, strict=True)]
 
 
+def found(store: DiskStore, pages: dict[PageKey, bytes]) -> int:
+    """How many pages can be read. Fails for one that is not as it was put."""
+    whole = 0
+    lengths = {name: len(data) for name, data in pages.items()}
+    for (outcome, data), wanted in zip(read(store, lengths), pages.values(), strict=True):
+        assert outcome in (ReadOutcome.OK, ReadOutcome.MISS)
+        assert outcome is not ReadOutcome.OK or data == wanted
+        whole += outcome is ReadOutcome.OK
+    store._core.table.check()
+    return whole
+
+
 def segments(store: DiskStore) -> list[Path]:
     return sorted(Path(store.folder).glob("seg-*"))
 

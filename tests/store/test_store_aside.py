@@ -12,24 +12,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_pages import content, key, open_at, put, read, segments
+from store_pages import content, found, key, open_at, put, segments
 
 from sgl_kvtier.errors import StoreError
-from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import PutOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.siblings import sharing
 
 NBYTES = 5000
 PAGES = {key(i): content(i, NBYTES) for i in range(10)}
 MORE = {key(i): content(i, NBYTES) for i in range(10, 20)}
-
-
-@pytest.fixture(autouse=True)
-def only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No look at siblings but those of the test."""
-    monkeypatch.setattr(sharing, "_TICK_S", 3600.0)
-    monkeypatch.setattr(sharing, "_ALONE_S", 3600.0)
+pytestmark = pytest.mark.usefixtures("only_when_told")
 
 
 class FailingOpen(Env):
@@ -46,13 +39,6 @@ class FailingOpen(Env):
 
     def pause(self, seconds: float) -> None:
         """Nothing changes while a test waits."""
-
-
-def found(store: DiskStore, pages: dict = PAGES) -> int:
-    outcomes = [outcome for outcome, _ in read(store, dict.fromkeys(pages, NBYTES))]
-    assert set(outcomes) <= {ReadOutcome.OK, ReadOutcome.MISS}
-    store._core.table.check()
-    return outcomes.count(ReadOutcome.OK)
 
 
 def lose_the_end(store: DiskStore) -> None:
@@ -80,7 +66,7 @@ def test_pages_deleted_while_their_segment_could_not_be_opened_stay_deleted(
     put(store, PAGES)
     store.close()
     store = open_at(tmp_path / "root", alike=alike, env=FailingOpen("seg-", error=error))
-    assert found(store) == 0
+    assert found(store, PAGES) == 0
     delete(store)
     # The process is killed now.
     shutil.copytree(tmp_path / "root", tmp_path / "copy")
@@ -88,7 +74,7 @@ def test_pages_deleted_while_their_segment_could_not_be_opened_stay_deleted(
     for root in (tmp_path / "copy", tmp_path / "root"):
         for _ in range(2):
             again = open_at(root, alike=alike)
-            assert found(again) == 0
+            assert found(again, PAGES) == 0
             again.close()
             if torn:
                 lose_the_end(again)
@@ -106,7 +92,7 @@ def test_pages_of_a_segment_that_could_not_be_opened_are_there_again_when_it_can
     store = open_at(tmp_path, env=FailingOpen("seg-00000001"))
     assert caplog.text.count("cannot be used until the next start") == 1
     assert "raise the limit (ulimit -n)" in caplog.text
-    assert found(store) == 0
+    assert found(store, PAGES) == 0
     # So much that the log is made anew.
     for i in range(40):
         names = {key((i, n)): b"short-lived" for n in range(20)}
@@ -157,13 +143,13 @@ def test_a_sibling_deletes_pages_of_a_segment_that_its_owner_cannot_open(
     owner.close()
     owner = open_at(tmp_path, alike="tp0", env=FailingOpen("tp0/seg-"))
     other = open_at(tmp_path, alike="tp0")
-    assert found(other) == 10
+    assert found(other, PAGES) == 10
     delete(other)
     owner.follow()
     owner.close()
     other.close()
     again = open_at(tmp_path, alike="tp0")
-    assert again.folder == owner.folder and found(again) == 0
+    assert again.folder == owner.folder and found(again, PAGES) == 0
     again.close()
 
 
@@ -183,7 +169,7 @@ def test_a_start_without_a_descriptor_for_the_log_is_refused_and_brings_nothing_
         open_at(tmp_path, alike=alike, env=FailingOpen("index.log"))
     assert descriptors() == before
     store = open_at(tmp_path, alike=alike)
-    assert found(store) == 0
+    assert found(store, PAGES) == 0
     store.close()
 
 
@@ -196,12 +182,12 @@ def test_a_torn_log_that_cannot_be_made_anew_still_says_what_was_deleted(tmp_pat
     store.close()
     lose_the_end(store)
     store = open_at(tmp_path, env=FailingOpen("index.log.new", error=errno.ENOSPC))
-    assert found(store) == 0
+    assert found(store, PAGES) == 0
     put(store, {key("new"): b"x"})  # which the log cannot take
     shutil.copytree(tmp_path, tmp_path.with_name("killed"))
     store.close()
     again = open_at(tmp_path.with_name("killed"))
-    assert found(again) == 0
+    assert found(again, PAGES) == 0
     again.close()
 
 
@@ -220,17 +206,17 @@ def test_a_list_of_deletes_is_not_shortened_while_something_of_a_sibling_cannot_
     owner.close()
     reader = open_at(tmp_path, alike="tp0", writes=False)
     put(reader, {key("own"): b"x"})
-    assert found(reader) == 10
+    assert found(reader, PAGES) == 10
     delete(reader)
     reader.close()
     theirs = owner.folder if what != "/tp0/gone" else ""
     env = FailingOpen(f"{theirs}/{what}" if theirs else what)
     reader = open_at(tmp_path, alike="tp0", writes=False, env=env)
-    assert found(reader) == 0
+    assert found(reader, PAGES) == 0
     reader.close()
     for _ in range(2):
         reader = open_at(tmp_path, alike="tp0", writes=False)
-        assert found(reader) == 0
+        assert found(reader, PAGES) == 0
         reader.close()
     assert descriptors() == before
 
@@ -266,10 +252,10 @@ def test_a_list_of_deletes_is_not_shortened_by_a_look_that_failed_half_way(
     delete(reader)
     reader.close()
     reader = open_at(tmp_path, alike="tp0", env=Listing())
-    assert found(reader) == 0
+    assert found(reader, PAGES) == 0
     reader.close()
     owner.follow()
-    assert found(owner) == 0
+    assert found(owner, PAGES) == 0
     owner.close()
 
 
@@ -301,10 +287,10 @@ def test_deletes_hold_although_the_own_list_of_deletes_could_not_be_opened(
     reader.delete(list(PAGES))
     env.on = False
     reader.follow()
-    assert found(reader) == 0 and found(reader, MORE) == 10
+    assert found(reader, PAGES) == 0 and found(reader, MORE) == 10
     reader.close()
     reader = open_at(tmp_path, alike="tp0", writes=False)
-    assert found(reader) == 0 and found(reader, MORE) == 10
+    assert found(reader, PAGES) == 0 and found(reader, MORE) == 10
     reader.close()
 
 

@@ -236,18 +236,6 @@ def test_trouble_is_reported_once_with_what_to_do(
     assert store.stats().pages_refused == 5
 
 
-def test_a_page_that_fails_twice_is_given_up(opened: Callable[..., DiskStore]) -> None:
-    env = FailingEnv()
-    store = opened(env=env)
-    put(store, {key(1): content(1, 5000)})
-    for _ in range(2):
-        assert store.lookup([key(1)]) == [Lookup.HIT]
-        env.arm(Fault(0, errno.EIO, forever=True))
-        assert [o for o, _ in read(store, {key(1): 5000})] == [ReadOutcome.FAILED]
-        env.arm(None)
-    assert store.lookup([key(1)]) == [Lookup.MISS]
-
-
 def test_growth_stops_at_the_free_space_floor(opened: Callable[..., DiskStore]) -> None:
     class Scarce(Env):
         left = 3 << 20

@@ -11,7 +11,6 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import pytest
 from store_pages import IDENTITY, content, key, open_at, put, read
 
-from sgl_kvtier.console.progress import Progress
 from sgl_kvtier.errors import StoreBusyError, StoreError
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
@@ -156,36 +154,6 @@ def test_a_folder_without_a_store_is_no_empty_store(
     ):
         run(command, str(tmp_path), *more)
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    ("damaged", "said"), [(1, "1 page is damaged"), (2, "2 pages are damaged")]
-)
-def test_fsck_counts_damaged_pages_in_words(
-    root: Path, damaged: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = open_at(root)
-    for number in range(damaged):
-        store.damage(key(number), bit=99)
-    store.close()
-    assert run(commands.fsck, str(root)) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"{said}. kvtier never serves damaged pages")
-
-
-def test_the_progress_of_fsck_ends_with_every_page(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[Any] = []
-
-    @contextmanager
-    def progress(label: str, total: float | None, unit: str) -> Iterator[Progress]:
-        shown.append(Progress(label, total, unit, lambda: 0.0))
-        yield shown[-1]
-
-    monkeypatch.setattr(commands, "progress", progress)
-    run(commands.fsck, str(root))
-    assert shown[0].count() == "20/20 pages"
 
 
 def test_pages_offered_twice_are_admitted_by_the_second_hit_filter(

@@ -5,18 +5,18 @@ reads.
 from __future__ import annotations
 
 import math
-import os
-import stat
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from store_pages import aligned, content, key, open_at, put, read
 
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
+from sgl_kvtier.store.index.hashtable import EMPTY
 from sgl_kvtier.types import Lookup
 
 STORED, KEPT, REFUSED = PutOutcome.STORED, PutOutcome.KEPT, PutOutcome.REFUSED
@@ -76,24 +76,6 @@ def test_a_page_of_another_length_is_a_miss(store: DiskStore) -> None:
     assert [o for o, _ in read(store, {key(1): 4096})] == [ReadOutcome.OK]
 
 
-def test_lookup_tells_what_is_there(store: DiskStore) -> None:
-    put(store, {key(i): content(i, 1000) for i in range(0, 10, 2)})
-    assert store.lookup([key(i) for i in range(10)]) == [Lookup.HIT, Lookup.MISS] * 5
-    assert store.lookup([]) == []
-
-
-def test_deleted_and_cleared_pages_are_misses_and_their_room_is_used_again(
-    store: DiskStore,
-) -> None:
-    put(store, {key(i): content(i, 4096) for i in range(10)})
-    assert store.delete([key(0), key(1), key(99)]) == 2
-    assert store.lookup([key(0), key(2)]) == [Lookup.MISS, Lookup.HIT]
-    assert store.clear() == 8
-    assert store.stats().pages == 0
-    assert put(store, {key(0): content("new", 4096)}) == [STORED]
-    assert read(store, {key(0): 4096}) == [(ReadOutcome.OK, content("new", 4096))]
-
-
 def test_an_empty_page_is_refused(store: DiskStore) -> None:
     assert store.put([PageWrite(key(1), [])]) == [REFUSED]
 
@@ -109,15 +91,6 @@ def test_keys_and_pools_that_cannot_be_are_a_callers_mistake(store: DiskStore) -
     for pool in ("", "x" * 33, "k\0v", "ключ"):
         with pytest.raises(ValueError, match="pool"):
             put(store, {key(1): b"x"}, pool=pool)
-
-
-def test_files_and_folders_are_for_their_owner_only(store: DiskStore, tmp_path: Path) -> None:
-    put(store, {key(1): content(1, 4096)})
-    for folder, _, names in os.walk(tmp_path):
-        if folder != str(tmp_path):
-            assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-        for name in names:
-            assert stat.S_IMODE(os.stat(os.path.join(folder, name)).st_mode) == 0o600
 
 
 class GatedEnv(Env):
@@ -343,3 +316,42 @@ def test_a_store_that_is_closing_under_load_ends_every_call(
             thread.join(60)
             assert not thread.is_alive()
         assert wrong == []
+
+
+# A put that finds its page being written by another, or there already while room is made.
+
+
+NBYTES = 30_000
+
+
+@pytest.mark.parametrize(("written_over", "outcome"), [(False, "KEPT"), (True, "REFUSED")])
+def test_a_page_that_another_was_writing_is_kept_only_if_it_is_what_its_slot_holds_now(
+    opened: Callable[..., DiskStore], written_over: bool, outcome: str
+) -> None:
+    store = opened()
+    put(store, {key("page"): content("page", NBYTES)})
+    table = store._core.table
+    with store._core.lock:
+        (row,) = table.find([key("page")], "kv").tolist()
+    assert row != EMPTY
+    sequence = int(table.sequence[row]) - written_over
+    outcomes = [PutOutcome.REFUSED]
+    store._writer._await_others([(0, row, sequence)], outcomes)
+    assert outcomes == [PutOutcome[outcome]]
+    assert np.all(table.sequence[row] >= sequence)
+
+
+def test_a_page_that_is_put_again_is_used_and_leaves_later_than_those_put_before_it(
+    opened: Callable[..., DiskStore],
+) -> None:
+    store = opened(capacity_bytes=1 << 20)
+    count = 0
+    while store.stats().pages_evicted == 0:
+        put(store, {key(count): content(count, NBYTES)})
+        count += 1
+    # Page 0 has left; page 1 is the next, if it is not used.
+    assert put(store, {key(1): content(1, NBYTES)}) == [PutOutcome.KEPT]
+    for name in ("new", "newer"):
+        assert put(store, {key(name): content(name, NBYTES)}) == [PutOutcome.STORED]
+    there = store.lookup([key(n) for n in range(4)])
+    assert there == [Lookup.MISS, Lookup.HIT, Lookup.MISS, Lookup.MISS]

@@ -14,10 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
-from store_pages import aligned, content, hang, io_settings, key, open_at, put, read, segments
+from store_pages import aligned, content, hang, io_settings, key, open_at, put, read
 
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
-from sgl_kvtier.store.disk.format import BLOCK
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.io import native_threads
 from sgl_kvtier.store.io.native_threads import NATIVE, ring_threads
@@ -155,38 +154,6 @@ def test_writes_go_on_beside_reads_without_end_and_reads_beside_writes(tmp_path:
         for thread in threads:
             thread.join()
     assert bad == []
-    store.close()
-
-
-def test_truncated_and_damaged_pages_are_found_among_good_ones(tmp_path: Path) -> None:
-    store = open_rings(tmp_path, capacity_bytes=8 << 20, segment_bytes=1 << 20)
-    pages = {key(i): content(i, 5000) for i in range(60)}
-    put(store, pages)
-    (path,) = segments(store)[:1]
-    data = bytearray(path.read_bytes())
-    for slot in (3, 30):
-        data[BLOCK + slot * 3 * BLOCK + BLOCK + 77] ^= 4
-    path.write_bytes(data[: BLOCK + 50 * 3 * BLOCK + 100])
-    outcomes = [outcome for outcome, _ in read(store, dict.fromkeys(pages, 5000))]
-    assert {i for i, o in enumerate(outcomes) if o is ReadOutcome.CORRUPT} == {
-        3,
-        30,
-        *range(50, 60),
-    }
-    assert {o for i, o in enumerate(outcomes) if i not in (3, 30) and i < 50} == {ReadOutcome.OK}
-    store.close()
-
-
-def test_memory_the_device_cannot_write_to_is_read_by_way_of_a_copy(tmp_path: Path) -> None:
-    store = open_rings(tmp_path)
-    pages = {key(i): content(i, 10_000) for i in range(40)}
-    put(store, pages)
-    whole = [aligned(10_001) for _ in pages]
-    job = store.read(
-        [PageRead(k, [b[1:5000], b[5000:]]) for k, b in zip(pages, whole, strict=True)]
-    )
-    assert job.wait(60) and job.outcomes == [ReadOutcome.OK] * 40
-    assert [bytes(b[1:]) for b in whole] == list(pages.values())
     store.close()
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from store_pages import aligned, content, key, put, read, segments
+from store_pages import aligned, content, found, key, put, read, segments
 from test_store_forks import in_child
 
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
@@ -27,38 +27,23 @@ PAGES = {key(i): content(i, NBYTES) for i in range(20)}
 MORE = {key(i): content(i, NBYTES) for i in range(20, 40)}
 HIT, MISS = Lookup.HIT, Lookup.MISS
 Open = Callable[..., DiskStore]
+pytestmark = pytest.mark.usefixtures("only_when_told")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
-
-
-@pytest.fixture(autouse=True)
-def only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No look at siblings but those of the test."""
-    monkeypatch.setattr(sharing, "_TICK_S", 3600.0)
-    monkeypatch.setattr(sharing, "_ALONE_S", 3600.0)
 
 
 @pytest.fixture
 def owner(opened: Open) -> Iterator[Open]:
-    """Opens one more owner of the same pages."""
+    """Opens one more owner of the same pages, with every kind of I/O threads. No look at siblings
+    may fail.
+    """
+    stores: list[DiskStore] = []
 
     def one(**more: Any) -> DiskStore:
-        return opened(**({"alike": "tp0"} | more))
+        stores.append(opened(**({"alike": "tp0"} | more)))
+        return stores[-1]
 
     yield one
-
-
-def found(store: DiskStore, pages: dict[Any, bytes]) -> int:
-    """How many pages can be read. Fails for one that is not as it was put."""
-    whole = 0
-    for (outcome, data), wanted in zip(
-        read(store, {k: len(v) for k, v in pages.items()}), pages.values(), strict=True
-    ):
-        assert outcome in (ReadOutcome.OK, ReadOutcome.MISS)
-        assert outcome is not ReadOutcome.OK or data == wanted
-        whole += outcome is ReadOutcome.OK
-    store._core.table.check()
-    assert store.stats().follow_failures == 0
-    return whole
+    assert not any(store.stats().follow_failures for store in stores)
 
 
 # Finding

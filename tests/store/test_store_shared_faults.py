@@ -11,15 +11,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from store_pages import content, key, open_at, put, read
+from store_pages import content, found, key, open_at, put
 
-from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import PutOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.index.hashtable import HashTable
@@ -32,39 +32,7 @@ NBYTES = 5000
 PAGES = {key(i): content(i, NBYTES) for i in range(20)}
 MORE = {key(i): content(i, NBYTES) for i in range(20, 40)}
 Open = Callable[..., DiskStore]
-
-
-@pytest.fixture(autouse=True)
-def only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No look at siblings but those of the test."""
-    monkeypatch.setattr(sharing, "_TICK_S", 3600.0)
-    monkeypatch.setattr(sharing, "_ALONE_S", 3600.0)
-
-
-@pytest.fixture
-def owner(tmp_path: Path) -> Iterator[Open]:
-    """Opens one more owner of the same pages."""
-    stores: list[DiskStore] = []
-
-    def one(path: Path = tmp_path, **more: Any) -> DiskStore:
-        stores.append(open_at(path, **({"alike": "tp0"} | more)))
-        return stores[-1]
-
-    yield one
-    for store in stores:
-        store.close()
-
-
-def found(store: DiskStore, pages: dict[Any, bytes]) -> int:
-    """How many pages can be read. Fails for one that is not as it was put."""
-    whole = 0
-    for (outcome, data), wanted in zip(
-        read(store, {k: len(v) for k, v in pages.items()}), pages.values(), strict=True
-    ):
-        assert outcome is not ReadOutcome.OK or data == wanted
-        whole += outcome is ReadOutcome.OK
-    store._core.table.check()
-    return whole
+pytestmark = pytest.mark.usefixtures("only_when_told")
 
 
 # Nothing there
@@ -252,7 +220,7 @@ def test_the_counters_say_what_the_table_does_after_puts_deletes_clears_and_evic
     try:
         for thread in threads:
             thread.start()
-        stop.wait(3)
+        stop.wait(1.5)
     finally:
         stop.set()
         for thread in threads:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
-from store_pages import content, key, open_at, put, read
+from store_pages import content, found, key, put
 
-from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import PutOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.siblings import sharing
 
 NBYTES = 5000
 PAGES = {key(i): content(i, NBYTES) for i in range(5)}
 MORE = {key(i): content(i, NBYTES) for i in range(5, 10)}
 Open = Callable[..., DiskStore]
+pytestmark = pytest.mark.usefixtures("only_when_told")
 
 
 class FullDisk(Env):
@@ -44,32 +42,6 @@ class FullDisk(Env):
 
     def now(self) -> float:
         return super().now() + self.seconds
-
-
-@pytest.fixture(autouse=True)
-def only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No look at siblings but those of the test."""
-    monkeypatch.setattr(sharing, "_TICK_S", 3600.0)
-    monkeypatch.setattr(sharing, "_ALONE_S", 3600.0)
-
-
-@pytest.fixture
-def owner(tmp_path: Path) -> Iterator[Open]:
-    """Opens one more owner of the same pages."""
-    stores: list[DiskStore] = []
-
-    def one(**more: Any) -> DiskStore:
-        stores.append(open_at(tmp_path, **({"alike": "tp0"} | more)))
-        return stores[-1]
-
-    yield one
-    for store in stores:
-        store.close()
-
-
-def found(store: DiskStore, pages: dict[Any, bytes]) -> int:
-    outcomes = [outcome for outcome, _ in read(store, {k: len(v) for k, v in pages.items()})]
-    return outcomes.count(ReadOutcome.OK)
 
 
 def test_pages_that_the_log_does_not_take_are_refused_and_not_found_until_it_does(

@@ -27,8 +27,8 @@ OK, MISS, FAILED = ReadOutcome.OK, ReadOutcome.MISS, ReadOutcome.FAILED
 class Server:
     """One server's store: a folder of its own, and its view of what all share."""
 
-    def __init__(self, folder: Path, shared: Shared, write: str) -> None:
-        self.local = open_at(folder, capacity_bytes=64 << 20)
+    def __init__(self, folder: Path, shared: Shared, write: str, capacity_bytes: int) -> None:
+        self.local = open_at(folder, capacity_bytes=capacity_bytes)
         self.remote = RemoteDouble(shared)
         self.store = TieredStore(self.local, self.remote, write)
 
@@ -57,8 +57,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr(upload, "PAUSE_S", 0.01)
     shared, servers = Shared(), []
 
-    def started(write: str = "all") -> Server:
-        servers.append(Server(tmp_path / str(len(servers)), shared, write))
+    def started(write: str = "all", capacity_bytes: int = 64 << 20) -> Server:
+        servers.append(Server(tmp_path / str(len(servers)), shared, write, capacity_bytes))
         return servers[-1]
 
     yield started
@@ -284,8 +284,8 @@ def test_pages_seen_once_are_not_sent_with_second_hit(start):
 
 
 def test_with_on_evict_pages_are_sent_when_the_disk_is_full_and_before_they_leave_it(start):
-    a = start("on-evict")
-    count = 2 * (64 << 20) // (2 * 4096)  # a slot is of whole blocks
+    a = start("on-evict", 16 << 20)
+    count = 2 * (16 << 20) // (2 * 4096)  # a slot is of whole blocks
     for low in range(0, count, 100):
         a.write(*range(low, low + 100))
         a.settled()

@@ -97,7 +97,6 @@ def settings_measured() -> tuple[str, str, str]:
     return tuple(found)
 
 
-@pytest.mark.smoke
 def test_the_launch_line_starts_what_was_measured_and_it_proves_itself(tmp_path: Path) -> None:
     """One server: its settings, then prefixes restored until it is proven. Which way is fastest on
     this machine is no matter: all prefixes are restored from both ends.

@@ -9,12 +9,16 @@ import ctypes
 import logging
 from array import array
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from sgl_kvtier.runtime.cuda import card_memory
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory, registration_borders, send_pages
+from sgl_kvtier.runtime.cuda.page_shape import PageShape
+from sgl_kvtier.runtime.cuda.staging import Staging, staging_bytes
 
 PAGE, PAGES, HALF, ROOM = 4, 12, 48, 5
 STREAM = 77
@@ -157,3 +161,25 @@ def test_torch_makes_each_copy_where_what_the_driver_copies_does_not_arrive(
         monkeypatch.setattr(card_memory, "_driver_copy", lambda copy=copy: copy)
         found.append(CardMemory(0).driver_copy() is not None)
     assert found == [False, True]
+
+
+# Rooms between the bus and the slots: who gets the last one, and when one is filled again.
+
+
+SHAPE = PageShape(tokens=16, layers=4, row_bytes=64 << 10, layer_major=True)
+MEMORY: Any = SimpleNamespace(raw=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+
+
+def test_pages_that_cannot_leave_their_room_yet_never_get_the_last_one() -> None:
+    staging = Staging(MEMORY, SHAPE)
+    early = []
+    while (room := staging.take(early=True)) is not None:
+        early.append(room)
+    assert len(early) == staging_bytes(SHAPE) // (2 * SHAPE.half_bytes * staging.pages) - 1
+    last = staging.take(early=False)
+    assert last is not None and last not in early
+    assert staging.take(early=False) is None
+    staging.give(early[0], left=7)
+    assert staging.take(early=True) is None
+    again = staging.take(early=False)
+    assert again is early[0] and again.left == 7
