@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvtier.lab.torture import example
+from sgl_kvtier.lab.stress.store import example
 from sgl_kvtier.store.disk import format
 from sgl_kvtier.store.disk.format import (
     BLOCK,

@@ -24,11 +24,11 @@ from sgl_kvtier.lab.experiment.restore.server import Target
 from sgl_kvtier.lab.experiment.restore.trial import Trial
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan
 from sgl_kvtier.lab.experiment.scenarios.restore import Restoring
-from sgl_kvtier.lab.fuzz import command as fuzz_command
-from sgl_kvtier.lab.fuzz.log import Attempt, FuzzLog
 from sgl_kvtier.lab.outside.client import Completion
 from sgl_kvtier.lab.outside.replay import Sample
 from sgl_kvtier.lab.outside.server import end_on_signals
+from sgl_kvtier.lab.stress.server import command as fuzz_command
+from sgl_kvtier.lab.stress.server.log import Attempt, FuzzLog
 
 DEATH = "kvtier: the server was killed by signal 9 while it was measured. Last lines of /x/server.log:\n  the end"
 NOTE = "Ended by a failure: kvtier: the server was killed by signal 9 while it was measured. Figures are from what had been measured."

@@ -19,7 +19,7 @@ from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
 from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions
 from sgl_kvtier.lab.experiment.restore.server import Demand, setup_for, storage_bytes
 from sgl_kvtier.lab.experiment.scenarios import restore
-from sgl_kvtier.lab.fuzz import command as fuzz
+from sgl_kvtier.lab.stress.server import command as fuzz
 
 CARD = Setup("/m", "m", device="cuda", page_size=64, chunk_tokens=4096, dtype="bfloat16")
 LENGTHS = [8 << 10, 16 << 10, 32 << 10, 64 << 10]
