@@ -29,9 +29,8 @@ from sgl_kvtier.console import (
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.stress.store.crowd import crowd, stall
 from sgl_kvtier.lab.stress.store.damage import torture_bytes
-from sgl_kvtier.lab.stress.store.deletes import AMPLE, EVICTING, Deleting
 from sgl_kvtier.lab.stress.store.faults import arm, engines
-from sgl_kvtier.lab.stress.store.kills import POINTS, Killing
+from sgl_kvtier.lab.stress.store.kills import AMPLE, EVICTING, POINTS, Killing
 from sgl_kvtier.lab.stress.store.oracle import Verdict
 from sgl_kvtier.lab.stress.store.power import torture_power
 from sgl_kvtier.lab.stress.store.sweep import sweep
@@ -200,12 +199,24 @@ def torture(
 
 
 def _kills(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
-    killing = Killing(root, seed)
-    with progress("random kills", amounts.kills, "kills") as shown:
-        while killing.kills < amounts.kills:
-            killing.blackbox()
+    _kill_at_random("kills", [Killing(root, seed)], amounts.kills, result)
+
+
+def _deletes(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
+    rooms = [
+        Killing(os.path.join(root, str(room)), seed, room, threads=4, troubled=True)
+        for room in (EVICTING, AMPLE)
+    ]
+    _kill_at_random("deletes", rooms, amounts.delete_kills, result)
+
+
+def _kill_at_random(part: str, rooms: list[Killing], kills: int, result: dict[str, Any]) -> None:
+    with progress(f"random kills ({part})", kills, "kills") as shown:
+        for number in range(kills):
+            rooms[number % len(rooms)].at_random()
             shown.advance()
-    _add_killing(killing, "kills", result)
+    for killing in rooms:
+        _add_killing(killing, part, result)
 
 
 def _points(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
@@ -219,25 +230,9 @@ def _points(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> N
             tries = 0
             while killing.kills < amounts.per_point and tries < 20 * amounts.per_point + 20:
                 tries += 1
-                shown.advance(float(killing.whitebox(point)), " ".join(point))
+                shown.advance(float(killing.at_point(point)), " ".join(point))
             _add_killing(killing, "points", result)
             shutil.rmtree(killing.root, ignore_errors=True)
-
-
-def _deletes(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
-    rooms = [Deleting(os.path.join(root, str(room)), seed, room) for room in (EVICTING, AMPLE)]
-    with progress("kills beside deletes", amounts.delete_kills, "kills") as shown:
-        for number in range(amounts.delete_kills):
-            rooms[number % 2].kill()
-            shown.advance()
-    for deleting in rooms:
-        result["kills"] += deleting.kills
-        result["failed_opens"] += deleting.failed_opens
-        result["deletes"] += deleting.oracle.answered
-        result["recent"] += deleting.sure
-        result["recent_found"] += deleting.sure_found
-        _add_engines("deletes", deleting.engines, result)
-        _add_verdict(deleting.verdict, result)
 
 
 def _add_verdict(verdict: Verdict, result: dict[str, Any]) -> None:
@@ -252,14 +247,12 @@ def _add_engines(part: str, kinds: Iterable[str], result: dict[str, Any]) -> Non
 
 
 def _add_killing(killing: Killing, part: str, result: dict[str, Any]) -> None:
-    _add_engines(part, killing.engines, result)
-    result["kills"] += killing.kills
-    result["failed_opens"] += killing.failed_opens
-    result["deletes"] += killing.deletes
-    _add_verdict(killing.verdict, result)
-    result["recent"] += killing.recent
-    result["recent_found"] += killing.recent_found
+    _add_engines(part, killing.oracle.engines, result)
+    for name in ("kills", "failed_opens", "recent", "recent_found"):
+        result[name] += getattr(killing, name)
+    result["deletes"] += killing.oracle.answered
     result["points"] |= dict(killing.points)
+    _add_verdict(killing.verdict, result)
 
 
 def _sweep(root: str, amounts: Amounts, _: int, result: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import json
 import mmap
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,25 +81,83 @@ class Verdict:
 @dataclass(slots=True)
 class Oracle:
     """Which versions of each page may be returned. A miss is always allowed; any other bytes are
-    wrong.
+    wrong. Calls of several threads may be in flight: a delete or clear takes back what was answered
+    before it began, and what is in flight meanwhile may stay.
     """
 
+    replaces: bool = True
+    """Whether a page that was stored is the only version from then on. Where calls fail, an older
+    one may still be found.
+    """
     allowed: dict[int, set[int]] = field(default_factory=dict)
-    acknowledged: list[int] = field(default_factory=list)
-    """Names in the order they were acknowledged, deleted ones left out."""
     gone: dict[int, set[int]] = field(default_factory=dict)
     """Versions of each page that were deleted."""
+    sure: dict[int, int] = field(default_factory=dict)
+    """The version of each page that was stored and that no delete can have met since its put
+    began, in the order they were stored.
+    """
+    answered: int = 0
+    """Deletes and clears."""
+    version: int = 0
+    """The highest one that was put."""
+    engines: set[str] = field(default_factory=set)
+    """The I/O threads of the stores that were opened, as `DiskStore.io` calls them."""
+    _met: set[int] = field(default_factory=set)
+    _puts: dict[int, set[int]] = field(default_factory=dict)
+    _deletes: dict[str, dict[int, set[int]]] = field(default_factory=dict)
 
     def intends(self, name: int, version: int) -> None:
         self.allowed.setdefault(name, set()).add(version)
 
     def stored(self, name: int, version: int) -> None:
         self.allowed[name] = {version}
-        self.acknowledged.append(name)
 
     def deleted(self, name: int) -> None:
         self.gone.setdefault(name, set()).update(self.allowed.pop(name, set()))
-        self.acknowledged = [other for other in self.acknowledged if other != name]
+
+    def hear(self, word: str, names: list[int], rest: list[Any]) -> None:
+        """One line of a worker's journal."""
+        if word == "opened":
+            self.engines.add(rest[0])
+        elif word == "put":
+            self.version = max(self.version, rest[0])
+            for name in names:
+                self.intends(name, rest[0])
+                self._puts.setdefault(name, set()).add(rest[0])
+        elif word == "stored":
+            version, refused = rest
+            for name in [*names, *refused]:
+                self._puts[name].discard(version)
+            for name in names:
+                if self.replaces:
+                    self.stored(name, version)
+                if version not in self._met:
+                    self.sure.pop(name, None)
+                    self.sure[name] = version
+            for name in refused:
+                self.allowed[name].discard(version)
+        elif word == "delete":
+            self._deletes[rest[0]] = {
+                name: self.allowed.get(name, set()) - self._puts.get(name, set()) for name in names
+            }
+            for name in names:
+                self.sure.pop(name, None)
+        elif word == "deleted":
+            self.answered += 1
+            for name, versions in self._deletes.pop(rest[0]).items():
+                self.allowed.setdefault(name, set()).difference_update(versions)
+                self.gone.setdefault(name, set()).update(versions)
+                self.sure.pop(name, None)
+                self._met |= self._puts.get(name, set())
+
+    def killed(self) -> None:
+        """Nothing of what was in flight will be answered."""
+        for before in self._deletes.values():
+            for name in before:
+                self.sure.pop(name, None)
+        self._puts.clear()
+        self._deletes.clear()
+        self._met.clear()
 
     def check(self, store: PageStore, names: Iterable[int]) -> Verdict:
         """Reads pages and judges each. A page read as OK whose bytes are no allowed version is
@@ -128,7 +186,7 @@ class Oracle:
 
 
 class Journal:
-    """The worker's messages to the oracle before and after each call, through a pipe that survives
+    """A worker's messages to the oracle before and after each call, through a pipe that survives
     the worker.
     """
 
@@ -139,62 +197,42 @@ class Journal:
         os.write(self._fd, json.dumps(words).encode() + b"\n")
 
 
-def work(store: PageStore, journal: Journal, seed: int, first_version: int, calls: int) -> None:
-    """Puts, deletes and clears at random, announced before and reported after. Runs until killed or
-    `calls` are done.
+def work(
+    store: PageStore, journal: Journal, seed: int, mine: range, numbers: Iterator[int], calls: float
+) -> None:
+    """Puts and deletes pages that no other thread does, clears everything now and then, reads
+    whatever there is. Each call is announced before and reported after, until `calls` are done.
     """
     chance = random.Random(seed)
-    version = first_version
-    for _ in range(calls):
-        names = chance.sample(range(NAMES), chance.randint(1, 12))
-        if chance.random() < 0.08:
-            journal.say("delete", names)
+    token = f"{mine.start}"
+    while (calls := calls - 1) >= 0:
+        act = chance.random()
+        names = chance.sample(mine, chance.randint(1, 8))
+        if act < 0.25:
+            journal.say("delete", names, token)
             store.delete([page_key(n) for n in names])
-            journal.say("deleted", names)
-            continue
-        if chance.random() < 0.01:
-            journal.say("delete", list(range(NAMES)))
+            journal.say("deleted", names, token)
+        elif act < 0.26:
+            journal.say("delete", list(range(NAMES)), token)
             store.clear()
-            journal.say("deleted", list(range(NAMES)))
-            continue
-        version += 1
-        journal.say("put", names, version)
-        outcomes = store.put(
-            [PageWrite(page_key(n), [memoryview(content(n, version))]) for n in names]
-        )
-        stored = [
-            n for n, outcome in zip(names, outcomes, strict=True) if outcome is PutOutcome.STORED
-        ]
-        journal.say("stored", stored, version, [n for n in names if n not in stored])
-
-
-def hear(oracle: Oracle, lines: bytes) -> int:
-    """Brings the oracle up to what a worker said; returns the highest version it mentioned."""
-    highest = 0
-    for line in lines.split(b"\n"):
-        try:
-            word, names, *rest = json.loads(line)
-        except ValueError:
-            continue  # the last line of a killed worker
-        if word == "put":
-            highest = max(highest, rest[0])
-            for name in names:
-                oracle.intends(name, rest[0])
-        elif word == "stored":
-            for name in names:
-                oracle.stored(name, rest[0])
-            for name in rest[1]:
-                oracle.allowed.get(name, set()).discard(rest[0])
-        elif word == "deleted":
-            for name in names:
-                oracle.deleted(name)
-    return highest
-
-
-def opened(lines: bytes) -> list[str]:
-    """The I/O threads of the stores that workers said they opened, as `DiskStore.io` calls them."""
-    said = [json.loads(line) for line in lines.split(b"\n")[:-1] if line.startswith(b'["opened"')]
-    return [kind for _, _, kind in said]
+            journal.say("deleted", [], token)
+        elif act < 0.4:
+            some = chance.sample(range(NAMES), 6)
+            store.read(
+                [PageRead(page_key(n), [b]) for n, b in zip(some, buffers(some), strict=True)]
+            ).wait(60)
+        else:
+            version = next(numbers)
+            journal.say("put", names, version)
+            outcomes = store.put(
+                [PageWrite(page_key(n), [memoryview(content(n, version))]) for n in names]
+            )
+            stored = [
+                n
+                for n, outcome in zip(names, outcomes, strict=True)
+                if outcome is PutOutcome.STORED
+            ]
+            journal.say("stored", stored, version, [n for n in names if n not in stored])
 
 
 def occupied(root: str) -> int:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_kvtier.errors import StoreError
-from sgl_kvtier.lab.stress.store.failing_env import FAULT_KINDS, FailingEnv, Fault
-from sgl_kvtier.lab.stress.store.faults import Call, counts, engines
+from sgl_kvtier.lab.stress.store.faults import FAULT_KINDS, Call, FailingEnv, Fault, counts, engines
 from sgl_kvtier.lab.stress.store.oracle import Oracle, Verdict, content, open_at, page_key
 from sgl_kvtier.store.base import PageWrite, PutOutcome
 
