@@ -1,5 +1,5 @@
-"""A store with everything under way at once, closed in the midst of it, in one life of three with
-calls that fail: `scripts/sanitize` watches it from inside.
+"""A store with everything in flight at once, closed in the midst of it, in one life of three with
+calls that fail; and a device that hangs. `scripts/sanitize` watches the first from inside.
 
     python -m sgl_kvtier.lab.stress.store.busy FOLDER SECONDS [SEED]
 
@@ -21,9 +21,28 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from sgl_kvtier.lab.stress.store.faults import BUILT, Call, FaultyEnv, Planned, What, arm, counts
-from sgl_kvtier.lab.stress.store.oracle import NAMES, buffers, content, open_at, page_key
+from sgl_kvtier.lab.stress.store.faults import (
+    BUILT,
+    FOREVER,
+    Call,
+    FaultyEnv,
+    Planned,
+    What,
+    arm,
+    counts,
+    engines,
+)
+from sgl_kvtier.lab.stress.store.oracle import (
+    NAMES,
+    SEGMENT,
+    buffers,
+    content,
+    occupied,
+    open_at,
+    page_key,
+)
 from sgl_kvtier.store.base import PageRead, PageWrite, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
@@ -47,7 +66,11 @@ class Busy:
     compared: int = 0
     wrong: int = 0
     strange: int = 0
-    """Pages damaged or failed while no call was made to fail, and threads that did not end."""
+    """Pages damaged or failed while no call was made to fail, threads that did not end, and
+    descriptors that stayed open.
+    """
+    over_cap_bytes: int = 0
+    """The most that a store without failing calls took beyond its capacity and a segment."""
     faults: int = 0
     stores: int = 0
     io: dict[str, int] = field(default_factory=dict)
@@ -59,6 +82,7 @@ def busy(root: str, seconds: float, seed: int) -> Busy:
     """
     result = Busy()
     until = time.monotonic() + seconds
+    descriptors = len(os.listdir("/proc/self/fd"))
     for life in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):
         io, direct = _KINDS[life % len(_KINDS)]
         chance = random.Random(seed * 1000 + life)
@@ -86,6 +110,10 @@ def busy(root: str, seconds: float, seed: int) -> Busy:
         result.io[store.io] = result.io.get(store.io, 0) + 1
         _one_life(store, chance, result, failing)
         result.faults += counts().faults[Call.ANY] if failing else 0
+        result.strange += len(os.listdir("/proc/self/fd")) != descriptors
+        if not failing:
+            over = occupied(folder) - ((768 << 10) << life % 3) - SEGMENT
+            result.over_cap_bytes = max(result.over_cap_bytes, over)
     return result
 
 
@@ -174,6 +202,72 @@ def _read(store: DiskStore, names: list[int], chance: random.Random) -> tuple[in
 @functools.cache
 def _page(name: int) -> bytes:
     return content(name, 0)
+
+
+@dataclass(slots=True)
+class Stall:
+    """A hanging device as seen by a caller with a deadline."""
+
+    deadline_s: float = 0.0
+    free_after_s: float = 0.0
+    late_pages: int = 0
+    canary_touched: int = 0
+    in_flight_while_stalled: int = 0
+    engines: list[str] = field(default_factory=list)
+    """The I/O threads of the stores, as `DiskStore.io` calls them."""
+
+
+_HANG = [
+    Planned(call, 0, FOREVER, What.DELAY, 120_000_000) for call in (Call.READ, Call.COMPLETION)
+]
+
+
+def stall(root: str, rounds: int) -> Stall:
+    """Reads with a deadline from a device that hangs; memory of pages not begun is reused at the
+    deadline. `rounds` with each kind of compiled I/O threads.
+    """
+    result = Stall(deadline_s=0.05)
+    for name, settings in engines().items():
+        if name != "python":
+            _stall(os.path.join(root, name), settings, rounds, result)
+    return result
+
+
+def _stall(root: str, settings: dict[str, Any], rounds: int, result: Stall) -> None:
+    arm()
+    store = open_at(root, FaultyEnv(), io_threads=2, **settings)
+    result.engines.append(store.io)
+    names = list(range(60))
+    store.put([PageWrite(page_key(n), [memoryview(content(n, 0))]) for n in names])
+    for _ in range(rounds):
+        arm(_HANG)
+        into = buffers(names)
+        apart = sorted(
+            names, key=lambda n: n % 3
+        )  # neighbours in the file are begun together; these are not neighbours
+        started = time.monotonic()
+        job = store.read(
+            [PageRead(page_key(n), [into[n]]) for n in apart], deadline_s=result.deadline_s
+        )
+        job.wait(result.deadline_s)
+        late = None
+        while late is None:
+            outcomes = job.outcomes
+            if ReadOutcome.LATE in outcomes:
+                late = [
+                    n
+                    for n, outcome in zip(apart, outcomes, strict=True)
+                    if outcome is ReadOutcome.LATE
+                ]
+        result.free_after_s = max(result.free_after_s, time.monotonic() - started)
+        result.late_pages += len(late)
+        result.in_flight_while_stalled += job.in_flight
+        for n in late:
+            into[n][:] = b"\xa5" * len(into[n])
+        arm()
+        job.wait(120)
+        result.canary_touched += sum(into[n] != b"\xa5" * len(into[n]) for n in late)
+    store.close()
 
 
 def main(folder: str, seconds: str, seed: str = "1") -> int:

@@ -27,7 +27,7 @@ from sgl_kvtier.console import (
     write_json,
 )
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.stress.store.crowd import crowd, stall
+from sgl_kvtier.lab.stress.store.busy import busy, stall
 from sgl_kvtier.lab.stress.store.damage import torture_bytes
 from sgl_kvtier.lab.stress.store.faults import arm, engines
 from sgl_kvtier.lab.stress.store.kills import AMPLE, EVICTING, POINTS, Killing
@@ -50,13 +50,13 @@ class Amounts:
     power_states: int
     corruptions: int
     clean_reads: int
-    crowd_operations: int
+    crowd_s: float
     stalls: int
     together: Pace
 
 
-FULL = Amounts(1000, 100, 1000, 1, 10_000, 100_000, 1_000_000, 1_000_000, 20, Pace(1000, 0.8, 20.0))
-QUICK = Amounts(25, 1, 20, 183, 100, 2_000, 20_000, 8_000, 3, Pace(20, 0.1, 1.0))
+FULL = Amounts(1000, 100, 1000, 1, 10_000, 100_000, 1_000_000, 300.0, 20, Pace(1000, 0.8, 20.0))
+QUICK = Amounts(25, 1, 20, 183, 100, 2_000, 20_000, 3.0, 3, Pace(20, 0.1, 1.0))
 Points = tuple[tuple[str, str], ...]
 FAILING = ("points", "deletes", "sweep", "stall")
 """Parts that need the I/O threads with faults."""
@@ -293,14 +293,14 @@ def _damage(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> N
 
 
 def _crowd(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
-    with progress("threads and processes", 1, "run") as shown:
-        found = crowd(root, seed, 3, 4, amounts.crowd_operations)
+    with progress("many threads", 1, "run") as shown:
+        found = busy(root, amounts.crowd_s, seed)
         shown.advance()
-    result["crowd_operations"] = found.operations
+    result["crowd_pages"] = found.compared
     result["wrong_pages"] += found.wrong
-    result["exceptions"] += found.failures
-    result["over_cap_bytes"] += found.over_cap_bytes
-    _add_engines("crowd", [found.engine], result)
+    result["exceptions"] += found.strange
+    result["over_cap_bytes"] += max(0, found.over_cap_bytes)
+    _add_engines("crowd", found.io, result)
 
 
 def _stall(root: str, amounts: Amounts, _: int, result: dict[str, Any]) -> None:
@@ -367,7 +367,7 @@ _COUNTS = (
     "undetected",
     "clean_reads",
     "false_alarms",
-    "crowd_operations",
+    "crowd_pages",
     "over_cap_bytes",
     "canary_touched",
     "lost_pages",
