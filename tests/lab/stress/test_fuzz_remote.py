@@ -19,7 +19,6 @@ from sgl_kvtier.cli import main
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.stress.server import remote
 from sgl_kvtier.lab.stress.server.chaos import Chaos
-from sgl_kvtier.lab.stress.server.command import _two
 from sgl_kvtier.lab.stress.server.log import FuzzLog
 from sgl_kvtier.lab.stress.server.remote import Menace, fuzz_two, halves
 from sgl_kvtier.lab.stress.server.run import FuzzOptions
@@ -53,10 +52,10 @@ class Broken:
 
 
 def test_requests_and_accidents_are_two_servers_own() -> None:
-    one, two = _two(FuzzOptions("0-on-0", Chaos(seed=3), requests=501))
+    one, two = halves(FuzzOptions("0-on-0", Chaos(seed=3), requests=501))
     assert (one.requests, two.requests) == (251, 250)
     assert one.chaos.seed != two.chaos.seed and one.run != two.run
-    assert halves(None) == [None, None]
+    assert one.restored is two.restored is None
 
 
 def test_both_servers_runs_end_before_the_trouble_does() -> None:

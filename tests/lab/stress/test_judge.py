@@ -113,16 +113,12 @@ def test_the_settings_of_its_servers_are_settings_that_a_server_takes(
     monkeypatch.setattr(command, "write_named", lambda name, seed: tmp_path / name)
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    words = ["--device", device, "--tokens", "2k", "--gbps", "2"]
+    words = ["--device", device, "--tokens", "2k"]
     setup, chunks = command.make_setup(parser.parse_args(words))
     assert all(chunk % setup.page_size == 0 for chunk in chunks)
     prepare(OURS, setup, tmp_path)
     found = load_config(tmp_path / "storage.json")
-    assert (found.policy.restore, found.lab.audit, found.lab.throttle.read_gbps) == (
-        "both",
-        True,
-        2,
-    )
+    assert (found.policy.restore, found.lab.audit) == ("both", True)
 
 
 def test_the_floor_of_a_result_is_read_back(tmp_path: Path) -> None:

@@ -99,19 +99,10 @@ def test_a_point_that_every_opening_passes_is_met_with_pages_in_the_folder(tmp_p
         QUICK,
         seed=3,
         parts=("points",),
-        points=command.chosen_points("list after,lock after"),
+        points=(("list", "after"), ("lock", "after")),
     )
     assert bad(result) == 0
     assert result["recent_found"] == result["recent"] >= 60  # after the life before, and the kill
-
-
-def test_some_points_can_be_chosen_and_go_as_they_do_among_all(tmp_path: Path) -> None:
-    chosen = command.chosen_points("pwritev within, open after")
-    assert chosen == (("open", "after"), ("pwritev", "within"))
-    result = torture(str(tmp_path), QUICK, seed=3, parts=("points",), points=chosen)
-    assert bad(result) == 0 and result["points"] == {"open after": 1, "pwritev within": 1}
-    with pytest.raises(BenchError, match="no such point: 'pwritev sometimes'"):
-        command.chosen_points("pwritev sometimes")
 
 
 def test_the_command_says_what_it_did_in_json(tmp_path: Path) -> None:

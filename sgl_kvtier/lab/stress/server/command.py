@@ -7,8 +7,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -275,13 +276,10 @@ class Fuzzing:
     def measure(self, folder: Path) -> None:
         """The answers to compare with, then the scenes, or sessions in trouble."""
         args, log = self.args, self.log
-        if args.remote:
-            self.remote |= _fuzz_remote(args, self.chaos, self.setup, self.sessions, log, folder)
+        if not self.scenes:
+            _fuzz(self, folder)
             return
         _reference(self.setup, self.sessions, log, folder)
-        if not self.scenes:
-            _fuzz(args, self.chaos, self.setup, self.sessions, log, folder)
-            return
         options = StageOptions(
             args.scale, args.concurrency, args.deadline, args.lookahead, args.seed
         )
@@ -387,92 +385,42 @@ def _reference(
         server.stop()
 
 
-def _fuzz(
-    args: argparse.Namespace,
-    chaos: Chaos,
-    setup: Setup,
-    sessions: Sequence[Sequence[Asked]],
-    log: FuzzLog,
-    folder: Path,
-) -> None:
-    place = folder / "fuzzed"
-    shutil.rmtree(place / "storage", ignore_errors=True)
-    server = FuzzServer(OURS, setup, place, log, sections(setup, chaos, args))
-    options = _options(args, chaos, setup, log)
+def _fuzz(of: Fuzzing, folder: Path) -> None:
+    """Sessions against one server in trouble, or two on one remote store."""
+    args, log = of.args, of.log
+    options = _options(args, of.chaos, of.setup, log)
     by_restored = options.requests is None and options.restored is not None
     total = options.restored if by_restored else options.requests
-    try:
-        server.start()
-        with progress("fuzzing", total, "restored" if by_restored else "requests") as shown:
-
-            def advance(attempt: Attempt) -> None:
-                if not by_restored or attempt.restored:
-                    shown.advance(note=f"{attempt.mode}, {len(log.findings)} findings")
-
-            asyncio.run(FuzzRun(options, server, sessions, log, advance).run())
-    finally:
-        server.stop()
-
-
-def _fuzz_remote(
-    args: argparse.Namespace,
-    chaos: Chaos,
-    setup: Setup,
-    sessions: Sequence[Sequence[Asked]],
-    log: FuzzLog,
-    folder: Path,
-) -> dict[str, int]:
-    whole = _options(args, chaos, setup, log)
     servers: list[FuzzServer] = []
-    with Menace(log, args.seed) as menace:
+    with Menace(log, args.seed) if args.remote else nullcontext() as menace:
+        _reference(of.setup, of.sessions, log, folder)
         try:
-            for name in NAMES:
+            for name in NAMES if menace else ("fuzzed",):
+                found = sections(of.setup, of.chaos, args)
+                found = menace.sections(found) if menace else found
                 shutil.rmtree(folder / name / "storage", ignore_errors=True)
-                more = menace.sections(sections(setup, chaos, args))
-                servers.append(FuzzServer(OURS, setup, folder / name, log, more))
-            _start_beside(servers, lambda: _reference(setup, sessions, log, folder))
-            with progress("fuzzing two servers", whole.requests, "requests") as shown:
+                servers.append(FuzzServer(OURS, of.setup, folder / name, log, found))
+            with ThreadPoolExecutor() as starting:
+                list(starting.map(FuzzServer.start, servers))
+            with progress("fuzzing", total, "restored" if by_restored else "requests") as shown:
 
                 def advance(attempt: Attempt) -> None:
-                    shown.advance(note=f"{attempt.mode}, {len(log.findings)} findings")
+                    if not by_restored or attempt.restored:
+                        shown.advance(note=f"{attempt.mode}, {len(log.findings)} findings")
 
                 runs = [
-                    FuzzRun(one, server, sessions, log, advance)
-                    for one, server in zip(_two(whole), servers, strict=True)
+                    FuzzRun(one, server, of.sessions, log, advance)
+                    for one, server in zip(
+                        halves(options) if menace else [options], servers, strict=True
+                    )
                 ]
-                return asyncio.run(fuzz_two(runs, servers, menace))
+                if menace:
+                    of.remote |= asyncio.run(fuzz_two(runs, servers, menace))
+                else:
+                    asyncio.run(runs[0].run())
         finally:
             for server in servers:
                 server.stop()
-
-
-def _start_beside(servers: Sequence[FuzzServer], work: Callable[[], None]) -> None:
-    """Starts servers, all together, while other work is done. When that fails they are stopped."""
-    with ThreadPoolExecutor() as beside:
-        starts = [beside.submit(server.start) for server in servers]
-        try:
-            work()
-        except BaseException:
-            for server in servers:
-                server.stop()  # what waits for them to be ready ends with that
-            raise
-        for one in starts:
-            one.result()
-
-
-def _two(whole: FuzzOptions) -> list[FuzzOptions]:
-    """The options of two servers with the requests together, each with accidents of its own."""
-    limits = zip(halves(whole.requests), halves(whole.restored), strict=True)
-    return [
-        replace(
-            whole,
-            run=f"{whole.run}-{name}",
-            chaos=replace(whole.chaos, seed=2 * whole.chaos.seed + place),
-            requests=requests,
-            restored=restored,
-        )
-        for place, (name, (requests, restored)) in enumerate(zip(NAMES, limits, strict=True))
-    ]
 
 
 def _options(args: argparse.Namespace, chaos: Chaos, setup: Setup, log: FuzzLog) -> FuzzOptions:

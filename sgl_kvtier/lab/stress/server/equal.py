@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.arguments import positive, seed, size
+from sgl_kvtier.arguments import positive, seed
 from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, write_json
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.extras import how_to_install
@@ -37,6 +37,7 @@ _OUTPUTS = 16
 _AUDITED = "kvtier:restore_audited_pages_total"
 _RESULTS = ("equal", "differs", "not read", "skipped")
 _STORED_S = 120.0
+_STORAGE_BYTES = 8 << 30
 _START_S = 400.0
 
 
@@ -59,17 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
     )
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 for models of ours")
-    parser.add_argument(
-        "--chunks",
-        type=_two_chunks,
-        metavar="A,B",
-        help="chunk sizes of stock, whole pages; ours has the first (default 4096,960, on a CPU "
-        "512,208)",
-    )
-    parser.add_argument(
-        "--gbps", type=positive, help="of the throttled store (default: as fast as the disk)"
-    )
-    parser.add_argument("--storage-size", type=size, default=8 << 30, help="default 8GiB")
     parser.add_argument("--seed", type=seed, default=0, help="of prompts and weights (default 0)")
     parser.add_argument(
         "--server-arg", action="append", default=[], metavar="ARG", help="one more for every server"
@@ -119,12 +109,8 @@ def make_setup(args: argparse.Namespace) -> tuple[Setup, tuple[int, int]]:
     model = args.model or ("lab-mha" if cpu else "lab-gpu-1b")
     check_heads(device, model)
     path = str(write_named(model, seed=args.seed)) if is_ours(model) else model
-    page, chunks = 16 if cpu else 64, args.chunks or ((512, 208) if cpu else (4096, 960))
-    if any(chunk % page for chunk in chunks):
-        raise BenchError(f"--chunks: must be whole pages of {page} tokens")
+    page, chunks = (16, (512, 208)) if cpu else (64, (4096, 960))
     tokens = -(-(args.tokens * 5 // 4 + 2048) // page) * page
-    throttle = {} if args.gbps is None else {"throttle": {"read_gbps": float(args.gbps)}}
-    lab = {"audit": True, **throttle}
     setup = Setup(
         model_path=path,
         served_name=Path(path).name,
@@ -134,14 +120,14 @@ def make_setup(args: argparse.Namespace) -> tuple[Setup, tuple[int, int]]:
         dtype=args.dtype or serving_dtype(device, model),
         device_tokens=tokens,
         context_tokens=tokens if cpu else None,
-        storage_bytes=args.storage_size,
+        storage_bytes=_STORAGE_BYTES,
         prefetch_threshold=page,
         max_running=8 if cpu else None,
         seed=args.seed,
         extra=tuple(args.server_arg),
         sections={
             "policy": {"restore": "both", "min_restore_tokens": page, **WITHOUT_LOOKAHEAD},
-            "lab": lab,
+            "lab": {"audit": True},
         },
     )
     return setup, chunks
@@ -305,10 +291,3 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
 def _tokens(text: str) -> int:
     factor, number = (1024, text[:-1]) if text.lower().endswith("k") else (1, text)
     return positive(number) * factor
-
-
-def _two_chunks(text: str) -> tuple[int, int]:
-    found = [positive(part) for part in text.split(",")]
-    if len(found) != 2 or found[0] == found[1]:
-        raise argparse.ArgumentTypeError(f"{text}: must be two different sizes, as 4096,960")
-    return found[0], found[1]

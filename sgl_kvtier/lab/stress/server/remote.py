@@ -10,12 +10,13 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sgl_kvtier.errors import BenchError, StoreError
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.stress.server.log import FuzzLog
-from sgl_kvtier.lab.stress.server.run import FuzzRun
+from sgl_kvtier.lab.stress.server.run import FuzzOptions, FuzzRun
 from sgl_kvtier.lab.stress.server.server import FuzzServer
 from sgl_kvtier.remote.servers import Servers, missing_engine
 
@@ -129,6 +130,19 @@ async def fuzz_two(
     return dict(found)
 
 
-def halves(total: int | None) -> list[int | None]:
-    """A limit of both servers together, for each."""
-    return [None, None] if total is None else [total - total // 2, total // 2]
+def halves(whole: FuzzOptions) -> list[FuzzOptions]:
+    """The options of two servers with the requests together, each with accidents of its own."""
+
+    def half(total: int | None, place: int) -> int | None:
+        return None if total is None else (total + 1 - place) // 2
+
+    return [
+        replace(
+            whole,
+            run=f"{whole.run}-{name}",
+            chaos=replace(whole.chaos, seed=2 * whole.chaos.seed + place),
+            requests=half(whole.requests, place),
+            restored=half(whole.restored, place),
+        )
+        for place, name in enumerate(NAMES)
+    ]

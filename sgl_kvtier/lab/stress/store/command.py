@@ -81,12 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "stopped, suspended for up to 20 seconds, and troubled",
     )
     parser.add_argument(
-        "--points",
-        metavar="NAMES",
-        help='of the kind "points" only these, as "pwritev before,rename after"; all: see '
-        "the result",
-    )
-    parser.add_argument(
         "--seed", type=arguments.seed, default=1, help="another seed, other accidents (default 1)"
     )
     parser.add_argument(
@@ -103,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
     """Tortures; 1 when anything was wrong. Raises KVTierError."""
     if args.json is not None:
         check_target(args.json)
-    points = chosen_points(args.points)
     parts = tuple(args.only or PARTS)
     if not set(parts).isdisjoint(FAILING):
         arm()
@@ -115,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # every warning here is caused on purpose
     try:
-        result = torture(root, QUICK if args.quick else FULL, args.seed, parts, points)
+        result = torture(root, QUICK if args.quick else FULL, args.seed, parts)
     finally:
         logger.setLevel(level)
         shutil.rmtree(root, ignore_errors=True)
@@ -157,20 +150,6 @@ def bad(result: dict[str, Any]) -> int:
         "followers_stopped",
     )
     return sum(int(result[name]) for name in names)
-
-
-def chosen_points(names: str | None) -> Points:
-    """Points by name, in their own order: each has its own seed, whichever are chosen. Raises
-    BenchError for no point's name.
-    """
-    known = {" ".join(point): point for point in POINTS}
-    wanted = [name.strip() for name in names.split(",")] if names is not None else list(known)
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise BenchError(
-            f"no such point: {', '.join(map(repr, unknown))}. There are {', '.join(known)}"
-        )
-    return tuple(point for name, point in known.items() if name in wanted)
 
 
 def torture(
