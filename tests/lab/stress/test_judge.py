@@ -16,7 +16,6 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
 from sgl_kvtier.lab.stress.server import equal as command
 from sgl_kvtier.lab.stress.server.judge import LEAST, SPARE, Answer, Floor, Verdict, floor_of, judge
-from sgl_kvtier.lab.stress.server.log import Answer as FuzzAnswer
 from sgl_kvtier.lab.stress.server.log import Attempt, FuzzLog, counts
 
 REFERENCE = Answer((5, 9, 2, 7), (-0.1, -0.4, -0.2, -0.3), (3.0, 0.02, 5.0, 2.0))
@@ -160,7 +159,7 @@ def attempt(answer: Answer, *, complete: bool = True) -> Attempt:
 def test_a_fuzz_run_with_a_floor_excuses_noise_and_ties_and_nothing_else() -> None:
     log = FuzzLog()
     log.floor = FLOOR
-    log.references["p"] = FuzzAnswer(REFERENCE.tokens, REFERENCE.logprobs, REFERENCE.margins)
+    log.references["p"] = REFERENCE
     excused = [moved(0.02), Answer((5, 8, 0, 0), (-0.1, -0.4, -3.0, -3.0))]
     log.attempts = [attempt(one) for one in excused]
     found = counts(log)

@@ -246,7 +246,7 @@ def test_a_page_that_the_reader_is_putting_itself_may_be_missed(site: Site) -> N
 def test_a_put_that_cannot_know_of_a_delete_yet_owes_nothing(site: Site) -> None:
     site.second.delete(NAMES)
     with site.oracle.lock:
-        site.oracle._gone_since[:] = 0  # as if a put had been in flight
+        site.oracle._known.gone_since[:] = 0  # as if a put had been in flight
     site.first.put(NAMES)
     assert len(site.oracle.owed()) == 0
     site.first.follow()

@@ -191,15 +191,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="SGLang's overlap of scheduling and computing (default on)",
     )
     server.add_argument(
-        "--device-tokens",
-        type=positive,
-        help="device pool (default: three quarters of the longest prompts at a time)",
-    )
-    server.add_argument(
         "--host-ratio",
         type=above_nought,
         default=1.0,
-        help="host pool as a multiple of it (default %(default)s)",
+        help="host pool as a multiple of the device pool, which has room for three quarters of the "
+        "longest prompts at a time (default %(default)s)",
     )
     add_load_arguments(parser, _LOAD, {"on a paced device": _PACED})
 

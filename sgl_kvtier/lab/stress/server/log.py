@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.experiment.restore.cells import LOGPROB_TOLERANCE, difference
 from sgl_kvtier.lab.outside.client import ABORTED
-from sgl_kvtier.lab.stress.server import judge
 from sgl_kvtier.lab.stress.server.chaos import Fate
+from sgl_kvtier.lab.stress.server.judge import WRONG, Answer, Floor, Verdict, judge
 
 _LEAK = re.compile(
     r"memory leak detected|\bleak(ed|s)?\b|invariant|double free|refcount", re.IGNORECASE
@@ -28,16 +28,6 @@ _CRASH = re.compile(
 _REFUTED = re.compile(r"restoration is not right on this device")
 _FREEZE = re.compile(r"post-warmup freeze_gc failed\n(?:(?!\[\d{4}-).*\n)*")
 """SGLang 0.5.23 says it with --skip-server-warmup, since it asks itself before it listens."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Output tokens and their log-probs."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    margins: tuple[float, ...] = ()
-    """The lead of each token over the next best one, where that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +98,7 @@ class FuzzLog(Log):
         """Counts of servers that looked ahead."""
         self.checked_tokens = 0
         """Tokens whose keys and values a paced device compared."""
-        self.floor: judge.Floor | None = None
+        self.floor: Floor | None = None
         """The noise floor of stock's own answers, where they differ."""
 
     def take(self, kind: str, record: Any) -> None:
@@ -160,20 +150,20 @@ class FuzzLog(Log):
 
     @staticmethod
     def _against_the_floor(
-        attempt: Attempt, wanted: Answer, floor: judge.Floor
+        attempt: Attempt, wanted: Answer, floor: Floor
     ) -> tuple[bool, bool] | None:
         count = len(attempt.tokens)
         if attempt.complete and count != len(wanted.tokens):
             return False, False
         if len(attempt.logprobs) < count and not attempt.complete:
             return None  # given up before its log-probs came
-        found = judge.judge(
-            judge.Answer(wanted.tokens[:count], wanted.logprobs[:count], wanted.margins[:count]),
-            judge.Answer(attempt.tokens, attempt.logprobs[:count]),
+        found = judge(
+            Answer(wanted.tokens[:count], wanted.logprobs[:count], wanted.margins[:count]),
+            Answer(attempt.tokens, attempt.logprobs[:count]),
             floor,
         )
-        tokens = found is not judge.Verdict.OTHER_TOKENS and found is not judge.Verdict.INCOMPLETE
-        return tokens, found not in judge.WRONG
+        tokens = found is not Verdict.OTHER_TOKENS and found is not Verdict.INCOMPLETE
+        return tokens, found not in WRONG
 
 
 def prompt_name(ids: Sequence[int], output_tokens: int) -> str:

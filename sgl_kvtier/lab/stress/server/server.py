@@ -76,10 +76,7 @@ def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
     at_once = sorted((row["longest_tokens"] for row in chosen.rows), reverse=True)[
         : args.concurrency
     ]
-    tokens = args.device_tokens or max(longest * 5 // 4, sum(at_once) * 3 // 4)
-    tokens = -(-tokens // page) * page
-    if tokens < longest:
-        raise BenchError(f"--device-tokens {tokens}: the longest request alone needs {longest}")
+    tokens = -(-max(longest * 5 // 4, sum(at_once) * 3 // 4) // page) * page
     flags: tuple[str, ...] = () if args.overlap == "on" else ("--disable-overlap-schedule",)
     flags += _PRIORITIES if "priority" in parse_kinds(args.chaos) else ()
     return setup_of(

@@ -162,6 +162,23 @@ _FAULT = np.dtype(
 )
 
 
+_ACCOUNT = np.dtype(
+    [
+        ("generation", "<u4"),
+        ("owed_since", "<i8"),
+        ("putter", "<u4"),
+        ("gone_since", "<i8"),
+        ("deleter", "<u4"),
+        ("earlier_gone_since", "<i8"),
+        ("earlier_deleter", "<u4"),
+        ("delete_over", "<i8"),
+        ("deletes", "<u4"),
+        ("unsure", "?"),
+    ]
+)
+"""What is known of a name. Moments are of `now_ns`, 0 where there is none; who did it is a life."""
+
+
 def now_ns() -> int:
     """Nanoseconds on the clock that all processes of this host share, which is never set."""
     return time.monotonic_ns()
@@ -328,20 +345,13 @@ class Intent:
     deletes: NDArray[np.uint32]
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """What the account says of some names at one moment."""
 
     names: Names
     epoch: int
-    generations: NDArray[np.uint32]
-    deletes: NDArray[np.uint32]
-    owed_since: NDArray[np.int64]
-    putter: NDArray[np.uint32]
-    gone_since: NDArray[np.int64]
-    deleter: NDArray[np.uint32]
-    earlier_gone_since: NDArray[np.int64]
-    earlier_deleter: NDArray[np.uint32]
+    known: Any
+    """Their rows of `_ACCOUNT`."""
     putting: NDArray[np.bool_]
     """Whether the reader puts the page itself."""
     put_steps: NDArray[np.uint32]
@@ -372,16 +382,7 @@ class SharedOracle:
         self.owes = owes
         self._epoch = shared_array(1, np.int64)
         self._epoch[0] = 1
-        self._generation = shared_array(names, np.uint32)
-        self._owed_since = shared_array(names, np.int64)
-        self._putter = shared_array(names, np.uint32)
-        self._gone_since = shared_array(names, np.int64)
-        self._deleter = shared_array(names, np.uint32)
-        self._earlier_gone_since = shared_array(names, np.int64)
-        self._earlier_deleter = shared_array(names, np.uint32)
-        self._delete_over = shared_array(names, np.int64)
-        self._deletes = shared_array(names, np.uint32)
-        self._unsure = shared_array(names, np.bool_)
+        self._known: Any = shared_array(names, _ACCOUNT).view(np.recarray)
         self._putting = shared_array((slots, names), np.uint16)
         self._put_steps = shared_array((slots, names), np.uint32)
         """Beginnings and ends of puts."""
@@ -420,17 +421,17 @@ class SharedOracle:
         with self.lock:
             if epoch != self.epoch:
                 return self._intent(names[:0])
-            gone = self._gone_since[names]
-            knows = (self._deleter[names] == life) | (gone < followed_ns)
+            gone = self._known.gone_since[names]
+            knows = (self._known.deleter[names] == life) | (gone < followed_ns)
             names = names[(gone == 0) | knows]
-            anew = names[self._gone_since[names] > 0]
-            self._earlier_gone_since[anew] = self._gone_since[anew]
-            self._earlier_deleter[anew] = self._deleter[anew]
-            self._gone_since[anew] = 0
-            self._generation[anew] += 1
-            first = names[self._generation[names] == 0]
-            self._generation[first] = 1
-            self._unsure[names] |= self._deleting[:, names].any(axis=0)
+            anew = names[self._known.gone_since[names] > 0]
+            self._known.earlier_gone_since[anew] = self._known.gone_since[anew]
+            self._known.earlier_deleter[anew] = self._known.deleter[anew]
+            self._known.gone_since[anew] = 0
+            self._known.generation[anew] += 1
+            first = names[self._known.generation[names] == 0]
+            self._known.generation[first] = 1
+            self._known.unsure[names] |= self._deleting[:, names].any(axis=0)
             self._putting[slot, names] += 1
             self._put_steps[slot, names] += 1
             intent = self._intent(names)
@@ -453,19 +454,21 @@ class SharedOracle:
                 return
             self._putting[slot, names] -= 1
             self._put_steps[slot, names] += 1
-            undeleted = (self._deletes[names] == intent.deletes) & ~self._deleting[:, names].any(0)
-            known = self._delete_over[names] < followed_ns
+            undeleted = (self._known.deletes[names] == intent.deletes) & ~self._deleting[
+                :, names
+            ].any(0)
+            known = self._known.delete_over[names] < followed_ns
             owed = (
                 done
                 & self.owes
                 & undeleted
                 & known
-                & (self._generation[names] == intent.generations)
+                & (self._known.generation[names] == intent.generations)
             )
-            fresh = names[owed & (self._owed_since[names] == 0)]
-            self._owed_since[fresh] = now_ns()
-            self._putter[fresh] = 0
-            self._putter[names[owed & ~kept]] = life
+            fresh = names[owed & (self._known.owed_since[names] == 0)]
+            self._known.owed_since[fresh] = now_ns()
+            self._known.putter[fresh] = 0
+            self._known.putter[names[owed & ~kept]] = life
             how = np.where(kept, How.OWED_AND_KEPT, How.OWED)
             how = np.where(owed, how, np.where(done, How.NOT_OWED, How.REFUSED))
             self._tell(Act.PUT_ANSWERED, life, intent, how)
@@ -478,9 +481,9 @@ class SharedOracle:
                 return self._intent(names[:0])
             putting = self._putting[:, names].any(axis=0)
             deleting = self._deleting[:, names].any(axis=0)
-            self._unsure[names] = putting | (self._unsure[names] & deleting)
-            self._owed_since[names] = 0
-            self._deletes[names] += 1
+            self._known.unsure[names] = putting | (self._known.unsure[names] & deleting)
+            self._known.owed_since[names] = 0
+            self._known.deletes[names] += 1
             self._deleting[slot, names] += 1
             intent = self._intent(names)
             self._tell(Act.CLEAR_BEGAN if all_pages else Act.DELETE_BEGAN, life, intent)
@@ -504,12 +507,14 @@ class SharedOracle:
                 return
             if sure:
                 self._deleting[slot, names] -= 1
-                self._delete_over[names] = now_ns()
-            certain = ~self._unsure[names] & (self._generation[names] == intent.generations)
-            since = self._gone_since[names]
+                self._known.delete_over[names] = now_ns()
+            certain = ~self._known.unsure[names] & (
+                self._known.generation[names] == intent.generations
+            )
+            since = self._known.gone_since[names]
             new = names[certain & ((since == 0) | ((since == _UNTOLD) & sure))]
-            self._gone_since[new] = now_ns() if sure else _UNTOLD
-            self._deleter[new] = life
+            self._known.gone_since[new] = now_ns() if sure else _UNTOLD
+            self._known.deleter[new] = life
             how = np.where(certain, How.GONE, How.UNSURE)
             self._tell(Act.CLEAR_ANSWERED if all_pages else Act.DELETE_ANSWERED, life, intent, how)
 
@@ -519,8 +524,8 @@ class SharedOracle:
         may have a copy.
         """
         with self.lock:
-            self._owed_since[names] = 0
-            self._deletes[names] += 1
+            self._known.owed_since[names] = 0
+            self._known.deletes[names] += 1
             self._deleting[slot, names] += 1
             intent = self._intent(names)
             self._tell(Act.EVICTED, life, intent)
@@ -533,15 +538,16 @@ class SharedOracle:
         with self.lock:
             if told and intent.epoch == self.epoch:
                 self._deleting[slot, intent.names] -= 1
-                self._delete_over[intent.names] = now_ns()
+                self._known.delete_over[intent.names] = now_ns()
 
     def bury(self, slot: int) -> None:
         """With the lock held: the process in this slot has ended, and nothing that it began will be
         answered.
         """
         open_deletes = np.flatnonzero(self._deleting[slot])
-        self._delete_over[open_deletes] = now_ns()
-        self._gone_since[open_deletes[self._gone_since[open_deletes] == _UNTOLD]] = 0
+        self._known.delete_over[open_deletes] = now_ns()
+        untold = open_deletes[self._known.gone_since[open_deletes] == _UNTOLD]
+        self._known.gone_since[untold] = 0
         self._putting[slot] = 0
         self._deleting[slot] = 0
 
@@ -550,12 +556,8 @@ class SharedOracle:
         taken away, and nothing is judged but bytes.
         """
         self._epoch[0] = epoch
-        for column in (
-            self._generation, self._owed_since, self._putter, self._gone_since, self._deleter,
-            self._earlier_gone_since, self._earlier_deleter, self._delete_over, self._unsure,
-            self._putting, self._deleting, self._deletes,
-        ):  # fmt: skip
-            column[:] = 0
+        for array in (self._known, self._putting, self._deleting):
+            array[:] = np.zeros((), array.dtype)
 
     def look(self, slot: int, names: Names) -> Seen:
         """What holds before a read of the process in this slot."""
@@ -564,11 +566,11 @@ class SharedOracle:
 
     def owed(self) -> Names:
         with self.lock:
-            return np.flatnonzero(self._owed_since)
+            return np.flatnonzero(self._known.owed_since)
 
     def gone(self) -> Names:
         with self.lock:
-            return np.flatnonzero(self._gone_since)
+            return np.flatnonzero(self._known.gone_since)
 
     def judge(
         self, before: Seen, pages: Sequence[bytes | str], slot: int, life: int, followed_ns: int
@@ -578,20 +580,20 @@ class SharedOracle:
         """
         with self.lock:
             after = self._seen(slot, before.names)
+        old, new = before.known, after.known
         same_epoch = before.epoch == after.epoch != 0
-        still = (before.deletes == after.deletes) & (before.generations == after.generations)
-        owed = (before.owed_since > 0) & still & same_epoch
-        owed &= (before.owed_since < followed_ns) | (before.putter == life)
+        unchanged = (old.generation == new.generation) & same_epoch
+        owed = (old.owed_since > 0) & (old.deletes == new.deletes) & unchanged
+        owed &= (old.owed_since < followed_ns) | (old.putter == life)
         owed &= ~before.putting & (before.put_steps == after.put_steps)
-        unchanged = (before.generations == after.generations) & same_epoch
-        gone = (before.gone_since > 0) & (before.gone_since == after.gone_since) & unchanged
-        gone &= (before.gone_since < followed_ns) | (before.deleter == life)
-        earlier = (before.earlier_gone_since > 0) & same_epoch
-        earlier &= (before.earlier_gone_since < followed_ns) | (before.earlier_deleter == life)
+        gone = (old.gone_since > 0) & (old.gone_since == new.gone_since) & unchanged
+        gone &= (old.gone_since < followed_ns) | (old.deleter == life)
+        earlier = (old.earlier_gone_since > 0) & same_epoch
+        earlier &= (old.earlier_gone_since < followed_ns) | (old.earlier_deleter == life)
         faults: list[tuple[int, Fault, int, str]] = []
         found = 0
         for i, (name, data) in enumerate(zip(before.names.tolist(), pages, strict=True)):
-            now = int(after.generations[i])
+            now = int(new.generation[i])
             if isinstance(data, str):
                 if owed[i]:
                     faults.append(
@@ -605,7 +607,7 @@ class SharedOracle:
                 faults.append((name, Fault.WRONG, now, f"the bytes are {known}"))
             elif was == now and gone[i]:
                 faults.append((name, Fault.RESURRECTED, now, "the page was deleted"))
-            elif was < int(before.generations[i]) and earlier[i]:
+            elif was < int(old.generation[i]) and earlier[i]:
                 note = f"the page is of generation {was}, which was deleted"
                 faults.append((name, Fault.RESURRECTED, now, note))
         compared = sum(isinstance(data, bytes) for data in pages)
@@ -614,7 +616,7 @@ class SharedOracle:
     # Below: with the lock held.
 
     def _intent(self, names: Names) -> Intent:
-        return Intent(self.epoch, names, self._generation[names], self._deletes[names])
+        return Intent(self.epoch, names, self._known.generation[names], self._known.deletes[names])
 
     def _tell(self, act: Act, life: int, intent: Intent, how: Any = 0) -> None:
         self.journal.note(self.room, self.epoch, act, life, intent.names, intent.generations, how)
@@ -623,14 +625,7 @@ class SharedOracle:
         return Seen(
             names,
             self.epoch,
-            self._generation[names],
-            self._deletes[names],
-            self._owed_since[names],
-            self._putter[names],
-            self._gone_since[names],
-            self._deleter[names],
-            self._earlier_gone_since[names],
-            self._earlier_deleter[names],
+            self._known[names],
             self._putting[slot, names] > 0,
             self._put_steps[slot, names],
         )
