@@ -536,5 +536,5 @@ def test_a_run_that_is_interrupted_tells_what_went_wrong_until_then(
 
     monkeypatch.setattr(command, "Together", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        command._together(str(tmp_path), command.QUICK, 1, {})
+        command._together(str(tmp_path), command.QUICK, 1, None)  # type: ignore[arg-type]
     assert "page 7 is lost\nlife 2 put began" in capsys.readouterr().err

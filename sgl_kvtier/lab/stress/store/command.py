@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -53,11 +54,12 @@ class Amounts:
     crowd_s: float
     stalls: int
     together: Pace
+    points: tuple[tuple[str, str], ...] = POINTS
+    """Where to kill, of `POINTS`. Each has its own seed, whichever are chosen."""
 
 
 FULL = Amounts(1000, 100, 1000, 1, 10_000, 100_000, 1_000_000, 300.0, 20, Pace(1000, 0.8, 20.0))
 QUICK = Amounts(25, 1, 20, 183, 100, 2_000, 20_000, 3.0, 3, Pace(20, 0.1, 1.0))
-Points = tuple[tuple[str, str], ...]
 FAILING = ("points", "deletes", "sweep", "stall")
 """Parts that need the I/O threads with faults."""
 PARTS = ("kills", "points", "deletes", "sweep", "power", "damage", "crowd", "stall", "together")
@@ -136,231 +138,205 @@ def run(args: argparse.Namespace) -> int:
 
 def bad(result: dict[str, Any]) -> int:
     """Everything that must be 0."""
-    names = (
-        "wrong_pages",
-        "resurrected",
-        "failed_opens",
-        "undetected",
-        "false_alarms",
-        "exceptions",
-        "over_cap_bytes",
-        "canary_touched",
-        "lost_pages",
-        "stats_raised",
-        "followers_stopped",
-    )
-    return sum(int(result[name]) for name in names)
+    return sum(int(result[name]) for name in _MUST_BE_ZERO)
 
 
 def torture(
-    root: str, amounts: Amounts, seed: int, parts: tuple[str, ...] = PARTS, points: Points = POINTS
+    root: str, amounts: Amounts, seed: int, parts: tuple[str, ...] = PARTS
 ) -> dict[str, Any]:
     """Runs the parts below `root` and returns the counts, zero for parts left out."""
-    killed_at = dict.fromkeys(map(" ".join, points if "points" in parts else ()), 0)
     result: dict[str, Any] = dict.fromkeys(_COUNTS, 0) | {
         "seed": seed,
-        "points": killed_at,
+        "points": {},
         "damage_by_kind": {},
         "engine": {},
     }
-    for part in parts:
-        folder = os.path.join(root, part)
+    for name in parts:
+        part = _PARTS[name]
+        folder = os.path.join(root, name)
         os.mkdir(folder)
-        _PARTS[part](folder, amounts, seed, result)
+        with progress(part.title, part.total(amounts), part.unit) as shown:
+            found = part.run(folder, amounts, seed, shown)
         shutil.rmtree(folder)
-    result["recovered_share"] = (
-        result["recent_found"] / result["recent"] if result["recent"] else None
-    )
-    result["synced_recovered_share"] = (
-        result["synced_found"] / result["synced"] if result["synced"] else None
-    )
+        result["engine"][name] = sorted(found.pop("engine"))
+        for what, value in found.items():
+            result[what] = result[what] + value if what in _COUNTS else value
+    for share, found_of, of in (
+        ("recovered_share", "recent_found", "recent"),
+        ("synced_recovered_share", "synced_found", "synced"),
+    ):
+        result[share] = result[found_of] / result[of] if result[of] else None
     return result
 
 
-def _kills(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
-    _kill_at_random("kills", [Killing(root, seed)], amounts.kills, result)
+Found = dict[str, Any]
+"""What a part found: counts of `_COUNTS`, which are added up, and values of its own; `engine` are
+the I/O threads that its stores had, as `DiskStore.io` calls them.
+"""
 
 
-def _deletes(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Part:
+    """One kind of torture: (folder, amounts, seed, what is shown) to what it found."""
+
+    run: Callable[[str, Amounts, int, Progress], Found]
+    title: str
+    unit: str
+    total: Callable[[Amounts], float | None] = lambda _: None
+
+
+def _kills(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    return _kill_at_random([Killing(root, seed)], amounts.kills, shown)
+
+
+def _deletes(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
     rooms = [
         Killing(os.path.join(root, str(room)), seed, room, threads=4, troubled=True)
         for room in (EVICTING, AMPLE)
     ]
-    _kill_at_random("deletes", rooms, amounts.delete_kills, result)
+    return _kill_at_random(rooms, amounts.delete_kills, shown)
 
 
-def _kill_at_random(part: str, rooms: list[Killing], kills: int, result: dict[str, Any]) -> None:
-    with progress(f"random kills ({part})", kills, "kills") as shown:
-        for number in range(kills):
-            rooms[number % len(rooms)].at_random()
-            shown.advance()
-    for killing in rooms:
-        _add_killing(killing, part, result)
-
-
-def _points(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
-    with progress(
-        "kills at system calls", amounts.per_point * len(result["points"]), "kills"
-    ) as shown:
-        for number, point in enumerate(POINTS):
-            if " ".join(point) not in result["points"]:
-                continue
-            killing = Killing(os.path.join(root, str(number)), seed + number)
-            tries = 0
-            while killing.kills < amounts.per_point and tries < 20 * amounts.per_point + 20:
-                tries += 1
-                shown.advance(float(killing.at_point(point)), " ".join(point))
-            _add_killing(killing, "points", result)
-            shutil.rmtree(killing.root, ignore_errors=True)
-
-
-def _add_verdict(verdict: Verdict, result: dict[str, Any]) -> None:
-    result["wrong_pages"] += verdict.wrong
-    result["resurrected"] += verdict.resurrected
-    result["pages_checked"] += verdict.right + verdict.wrong + verdict.resurrected
-
-
-def _add_engines(part: str, kinds: Iterable[str], result: dict[str, Any]) -> None:
-    """Which I/O threads the stores of a part had, as `DiskStore.io` calls them."""
-    result["engine"][part] = sorted({*result["engine"].get(part, ()), *kinds})
-
-
-def _add_killing(killing: Killing, part: str, result: dict[str, Any]) -> None:
-    _add_engines(part, killing.oracle.engines, result)
-    for name in ("kills", "failed_opens", "recent", "recent_found"):
-        result[name] += getattr(killing, name)
-    result["deletes"] += killing.oracle.answered
-    result["points"] |= dict(killing.points)
-    _add_verdict(killing.verdict, result)
-
-
-def _sweep(root: str, amounts: Amounts, _: int, result: dict[str, Any]) -> None:
-    with progress("failing system calls", None, "runs") as shown:
-        found = sweep(root, amounts.sweep_stride, _advance(shown))
-    result["io_faults"] += found.io_faults
-    result["io_calls"] = found.calls
-    result["io_faults_by_kind"] = dict(found.by_kind)
-    result["io_faults_by_engine"] = {name: dict(by) for name, by in found.by_engine.items()}
-    _add_engines("sweep", found.by_engine, result)
-    result["exceptions"] += len(found.exceptions)
-    result["exception_texts"] = {str(i): text for i, text in enumerate(found.exceptions[:20])}
-    result["deletes"] += found.deletes
-    _add_verdict(found.verdict, result)
-
-
-def _power(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
-    with progress("power losses", amounts.power_states, "states") as shown:
-        found = torture_power(root, seed, amounts.power_states, _advance(shown))
-    result["power_loss_states"] += found.power_loss_states
-    result["failed_opens"] += found.failed_opens
-    result["deletes"] += found.deletes
-    _add_verdict(found.verdict, result)
-    result["synced"] += found.synced
-    result["synced_found"] += found.synced_found
-    _add_engines("power", found.engines, result)
-
-
-def _damage(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
-    with progress(
-        "damage and clean reads", amounts.corruptions + amounts.clean_reads, "pages"
-    ) as shown:
-        found = torture_bytes(root, seed, amounts.corruptions, amounts.clean_reads, _advance(shown))
-    for name in ("corruptions", "undetected", "clean_reads", "false_alarms"):
-        result[name] += getattr(found, name)
-    result["damage_by_kind"] = dict(found.by_kind)
-    _add_engines("damage", [found.engine], result)
-
-
-def _crowd(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
-    with progress("many threads", 1, "run") as shown:
-        found = busy(root, amounts.crowd_s, seed)
+def _kill_at_random(rooms: list[Killing], kills: int, shown: Progress) -> Found:
+    for number in range(kills):
+        rooms[number % len(rooms)].at_random()
         shown.advance()
-    result["crowd_pages"] = found.compared
-    result["wrong_pages"] += found.wrong
-    result["exceptions"] += found.strange
-    result["over_cap_bytes"] += max(0, found.over_cap_bytes)
-    _add_engines("crowd", found.io, result)
+    return _killed(rooms)
 
 
-def _stall(root: str, amounts: Amounts, _: int, result: dict[str, Any]) -> None:
-    with progress("stalled device", 1, "run") as shown:
-        found = stall(root, amounts.stalls)
-        shown.advance()
-    result["canary_touched"] += found.canary_touched
-    _add_engines("stall", found.engines, result)
-    result["stall"] = {
-        name: value for name, value in dataclasses.asdict(found).items() if name != "engines"
+def _points(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    killings = {}
+    for number, point in enumerate(POINTS):
+        if point not in amounts.points:
+            continue
+        killing = Killing(os.path.join(root, str(number)), seed + number)
+        tries = 0
+        while killing.kills < amounts.per_point and tries < 20 * amounts.per_point + 20:
+            tries += 1
+            shown.advance(float(killing.at_point(point)), " ".join(point))
+        killings[" ".join(point)] = killing
+        shutil.rmtree(killing.root, ignore_errors=True)
+    at = {name: killing.kills for name, killing in killings.items()}
+    return {**_killed(killings.values()), "points": at}
+
+
+def _killed(killings: Iterable[Killing]) -> Found:
+    total: Counter[str] = Counter()
+    kinds: set[str] = set()
+    for one in killings:
+        kinds |= one.oracle.engines
+        names = ("kills", "failed_opens", "recent", "recent_found")
+        total.update({name: getattr(one, name) for name in names})
+        total.update({"deletes": one.oracle.answered, **_judged(one.verdict)})
+    return {**total, "engine": kinds}
+
+
+def _judged(verdict: Verdict) -> Found:
+    checked = verdict.right + verdict.wrong + verdict.resurrected
+    return {
+        "wrong_pages": verdict.wrong,
+        "resurrected": verdict.resurrected,
+        "pages_checked": checked,
     }
 
 
-def _together(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
+def _sweep(root: str, amounts: Amounts, _: int, shown: Progress) -> Found:
+    found = sweep(root, amounts.sweep_stride, shown.advance)
+    return {
+        "engine": found.by_engine,
+        "io_faults": found.io_faults,
+        "io_calls": found.calls,
+        "io_faults_by_kind": dict(found.by_kind),
+        "io_faults_by_engine": {name: dict(by) for name, by in found.by_engine.items()},
+        "exceptions": len(found.exceptions),
+        "exception_texts": {str(i): text for i, text in enumerate(found.exceptions[:20])},
+        "deletes": found.deletes,
+        **_judged(found.verdict),
+    }
+
+
+def _power(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    found = torture_power(root, seed, amounts.power_states, shown.advance)
+    names = ("power_loss_states", "failed_opens", "deletes", "synced", "synced_found")
+    counted = {name: getattr(found, name) for name in names}
+    return {"engine": found.engines, **counted, **_judged(found.verdict)}
+
+
+def _damage(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    found = torture_bytes(root, seed, amounts.corruptions, amounts.clean_reads, shown.advance)
+    names = ("corruptions", "undetected", "clean_reads", "false_alarms")
+    counted = {name: getattr(found, name) for name in names}
+    return {"engine": [found.engine], **counted, "damage_by_kind": dict(found.by_kind)}
+
+
+def _crowd(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    found = busy(root, amounts.crowd_s, seed)
+    shown.advance()
+    return {
+        "engine": found.io,
+        "crowd_pages": found.compared,
+        "wrong_pages": found.wrong,
+        "exceptions": found.strange,
+        "over_cap_bytes": found.over_cap_bytes,
+    }
+
+
+def _stall(root: str, amounts: Amounts, _: int, shown: Progress) -> Found:
+    found = dataclasses.asdict(stall(root, amounts.stalls))
+    shown.advance()
+    kinds = found.pop("engines")
+    return {"engine": kinds, "canary_touched": found["canary_touched"], "stall": found}
+
+
+def _together(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
     campaign = Together(root, seed, amounts.together)
     try:
-        with progress("kills and stops of owners", amounts.together.ends, "ends") as shown:
-            campaign.run(lambda ended: shown.advance(ended, f"{campaign.faults} faults"))
+        campaign.run(lambda ended: shown.advance(ended, f"{campaign.faults} faults"))
     finally:
         # Also of a run that was interrupted: it may not go wrong again.
         found = campaign.result()
         for history in found["histories"]:
             print("\n".join(history), file=sys.stderr)
-    result["kills"] += found["kill"]
-    result["deletes"] += found["deletes"]
-    result["pages_checked"] += found["compared"]
-    result["recent"] += found["looked_for"]
-    result["recent_found"] += found["found"]
-    result["wrong_pages"] += found["wrong"]
-    result["resurrected"] += found["resurrected"]
-    result["lost_pages"] += found["lost"]
-    result["failed_opens"] += found["failed_open"]
-    result["exceptions"] += found["exception"]
-    result["stats_raised"] = found["stats_raised"]
-    result["followers_stopped"] = found["follower_stopped"]
-    result["over_cap_bytes"] += found["over_cap_bytes"]
-    result["together"] = found
-    _add_engines("together", engines(), result)  # drawn for each owner
+    counted = {name: found[own] for name, own in _OF_TOGETHER.items()}
+    return {"engine": engines(), **counted, "together": found}  # drawn for each owner
 
 
-def _advance(shown: Progress) -> Callable[[int], None]:
-    def step(steps: int) -> None:
-        shown.advance(steps)
-
-    return step
-
-
+_OF_TOGETHER = {
+    "kills": "kill",
+    "deletes": "deletes",
+    "pages_checked": "compared",
+    "recent": "looked_for",
+    "recent_found": "found",
+    "wrong_pages": "wrong",
+    "resurrected": "resurrected",
+    "lost_pages": "lost",
+    "failed_opens": "failed_open",
+    "exceptions": "exception",
+    "stats_raised": "stats_raised",
+    "followers_stopped": "follower_stopped",
+    "over_cap_bytes": "over_cap_bytes",
+}
+_MUST_BE_ZERO = (
+    "wrong_pages", "resurrected", "failed_opens", "undetected", "false_alarms", "exceptions",
+    "over_cap_bytes", "canary_touched", "lost_pages", "stats_raised", "followers_stopped",
+)  # fmt: skip
 _COUNTS = (
-    "kills",
-    "failed_opens",
-    "wrong_pages",
-    "deletes",
-    "resurrected",
-    "pages_checked",
-    "recent",
-    "recent_found",
-    "io_faults",
-    "io_calls",
-    "exceptions",
-    "power_loss_states",
-    "synced",
-    "synced_found",
-    "corruptions",
-    "undetected",
-    "clean_reads",
-    "false_alarms",
-    "crowd_pages",
-    "over_cap_bytes",
-    "canary_touched",
-    "lost_pages",
-    "stats_raised",
-    "followers_stopped",
-)
+    *_MUST_BE_ZERO,
+    "kills", "deletes", "pages_checked", "recent", "recent_found", "io_faults", "io_calls",
+    "power_loss_states", "synced", "synced_found", "corruptions", "clean_reads", "crowd_pages",
+)  # fmt: skip
 _PARTS = {
-    "kills": _kills,
-    "points": _points,
-    "sweep": _sweep,
-    "power": _power,
-    "damage": _damage,
-    "crowd": _crowd,
-    "deletes": _deletes,
-    "stall": _stall,
-    "together": _together,
+    "kills": Part(_kills, "random kills", "kills", lambda a: a.kills),
+    "points": Part(
+        _points, "kills at system calls", "kills", lambda a: a.per_point * len(a.points)
+    ),
+    "deletes": Part(_deletes, "kills beside deletes", "kills", lambda a: a.delete_kills),
+    "sweep": Part(_sweep, "failing system calls", "runs"),
+    "power": Part(_power, "power losses", "states", lambda a: a.power_states),
+    "damage": Part(
+        _damage, "damage and clean reads", "pages", lambda a: a.corruptions + a.clean_reads
+    ),
+    "crowd": Part(_crowd, "many threads", "run", lambda _: 1),
+    "stall": Part(_stall, "stalled device", "run", lambda _: 1),
+    "together": Part(_together, "kills and stops of owners", "ends", lambda a: a.together.ends),
 }

@@ -13,7 +13,6 @@ import select
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,7 +187,6 @@ class Killing:
     room all. Several threads in little room evict each other's, so none counts there.
     """
     recent_found: int = 0
-    points: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.oracle.replaces = not self.troubled
@@ -225,7 +223,6 @@ class Killing:
             lambda: open_at(self.root, DeadlyEnv(point, nth), durable=durable, **threads),
             chance,
         )
-        self.points[" ".join(point)] += killed
         self._verify()
         return killed
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.lab.stress.store.faults import HookedEnv
 from sgl_kvtier.lab.stress.store.oracle import Oracle, Verdict, content, open_at, page_key
 from sgl_kvtier.store.base import PageWrite, PutOutcome
-from sgl_kvtier.store.disk.env import Env
 
 _NAMES = 90
 
@@ -36,7 +37,7 @@ class Event:
     size: int = 0
 
 
-class RecordingEnv(Env):
+class RecordingEnv(HookedEnv):
     """Writes as always, and remembers what it wrote. So Python's I/O threads write."""
 
     native = False
@@ -45,43 +46,27 @@ class RecordingEnv(Env):
         self.events: list[Event] = []
         self._paths: dict[int, str] = {}
 
-    def open(self, path: str, flags: int) -> int:
-        fd = super().open(path, flags)
-        self._paths[fd] = path
-        if flags & (os.O_CREAT | os.O_TRUNC):
-            self.events.append(Event("create", path, size=flags & os.O_TRUNC))
-        return fd
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        done = super().pwritev(fd, buffers, offset)
-        self.events.append(Event("write", self._paths[fd], b"".join(buffers)[:done], offset))
+    def around(self, call: str, act: Callable[..., Any], *args: Any) -> Any:
+        done = act(*args)
+        first = args[0]
+        if call == "open":
+            self._paths[done] = first
+            if args[1] & (os.O_CREAT | os.O_TRUNC):
+                self.events.append(Event("create", first, size=args[1] & os.O_TRUNC))
+        elif call == "pwritev":
+            data = b"".join(args[1])[:done]
+            self.events.append(Event("write", self._paths[first], data, args[2]))
+        elif call in ("allocate", "truncate"):
+            self.events.append(Event(call, self._paths[first], size=args[1]))
+        elif call == "sync":
+            self.events.append(Event(call, self._paths[first]))
+        elif call in ("unlink", "make_directory"):
+            self.events.append(Event(call, first))
+        elif call == "rename":
+            for fd, path in self._paths.items():
+                self._paths[fd] = args[1] if path == first else path
+            self.events.append(Event(call, first, other=args[1]))
         return done
-
-    def allocate(self, fd: int, nbytes: int) -> None:
-        super().allocate(fd, nbytes)
-        self.events.append(Event("allocate", self._paths[fd], size=nbytes))
-
-    def truncate(self, fd: int, nbytes: int) -> None:
-        super().truncate(fd, nbytes)
-        self.events.append(Event("truncate", self._paths[fd], size=nbytes))
-
-    def sync(self, fd: int) -> None:
-        super().sync(fd)
-        self.events.append(Event("sync", self._paths[fd]))
-
-    def unlink(self, path: str) -> None:
-        super().unlink(path)
-        self.events.append(Event("unlink", path))
-
-    def rename(self, old: str, new: str) -> None:
-        super().rename(old, new)
-        for fd, path in self._paths.items():
-            self._paths[fd] = new if path == old else path
-        self.events.append(Event("rename", old, other=new))
-
-    def make_directory(self, path: str) -> None:
-        super().make_directory(path)
-        self.events.append(Event("mkdir", path))
 
 
 @dataclass(slots=True)
@@ -221,7 +206,7 @@ def materialise(run: Record, target: str, cut: int, chance: random.Random) -> No
     pending: dict[str, list[Event]] = {}
     for event in run.events[:cut]:
         path = event.path
-        if event.kind == "mkdir":
+        if event.kind == "make_directory":
             os.makedirs(_moved(run, path, target), mode=0o700, exist_ok=True)
         elif event.kind == "create":
             if path not in files or event.size:
