@@ -47,7 +47,7 @@ DONE = {
         and r["engine"]["power"] == ["python"]
     ),
     "damage": lambda r: r["corruptions"] >= QUICK.corruptions and len(r["damage_by_kind"]) == 9,
-    "crowd": lambda r: r["crowd_pages"] > 1000,
+    "crowd": lambda r: r["crowd_pages"] > 100,
     "stall": lambda r: r["stall"]["late_pages"] > 0,
     "together": lambda r: (
         r["together"]["kill"] + r["together"]["stop"] >= QUICK.together.ends

@@ -203,7 +203,7 @@ class Killing:
             for log in Path(self.root).glob("*/*/index.log"):
                 with log.open("ab") as file:
                     file.write(b"KVTF")
-        if chance.random() < 0.7:  # else the next life follows a kill
+        if not self.troubled or chance.random() < 0.7:  # else the next life follows a kill
             self._verify()
 
     def at_point(self, point: tuple[str, str]) -> bool:
