@@ -85,8 +85,8 @@ setup(
             optional=True,
         ),
         Extension(
-            "sgl_kvtier.lab.torture._native_faults",
-            sources=["sgl_kvtier/lab/torture/native/faulty.c"],
+            "sgl_kvtier.lab.stress.store._native_faults",
+            sources=["sgl_kvtier/lab/stress/store/native/faulty.c"],
             depends=THREADS,
             extra_compile_args=["-O3", "-std=gnu11", "-pthread"],
             extra_link_args=["-pthread"],

@@ -103,7 +103,7 @@ COMMANDS = {
         "kvtier bench copy-table --mib 2,16,128",
     ),
     "bench equal": Command(
-        "sgl_kvtier.lab.equal.command",
+        "sgl_kvtier.lab.stress.server.equal",
         "restored answers, beside how far SGLang's own differ between two chunk sizes",
         "kvtier bench equal --device cpu",
     ),
@@ -113,7 +113,7 @@ COMMANDS = {
         "kvtier bench restore --quick",
     ),
     "bench restore-fuzz": Command(
-        "sgl_kvtier.lab.fuzz.command",
+        "sgl_kvtier.lab.stress.server.command",
         "agent sessions against a server in trouble: nothing hangs, leaks or differs",
         "kvtier bench restore-fuzz --device paced:h100-llama8b --minutes 2",
     ),
@@ -133,7 +133,7 @@ COMMANDS = {
         "kvtier bench store --quick",
     ),
     "bench torture": Command(
-        "sgl_kvtier.lab.torture.command",
+        "sgl_kvtier.lab.stress.store.command",
         "crashes, faults and damage: what the store loses, and that it never lies",
         "kvtier bench torture --quick",
     ),

@@ -759,7 +759,7 @@ synced, synced_found: integer; pages that had been synced, and those found
 synced_recovered_share: number or null; their fraction
 corruptions, clean_reads: integer; damaged pages; reads of sound pages
 damage_by_kind.<kind>: integer; damaged pages
-crowd_operations: integer; operations of many threads of several processes
+crowd_pages: integer; pages that many threads read while the store is filled, emptied and closed
 stall: object; a device that hangs
   deadline_s, free_after_s: number; deadline of the caller; when it was free, at the latest
   late_pages, in_flight_while_stalled, canary_touched: integer; pages; writes after the deadline

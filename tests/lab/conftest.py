@@ -22,9 +22,9 @@ from sgl_kvtier.lab.experiment.restore import server as restore_server
 from sgl_kvtier.lab.experiment.restore.trial import Trials
 from sgl_kvtier.lab.experiment.scenarios import remote as remote_scenario
 from sgl_kvtier.lab.experiment.scenarios import restore as restore_scenario
-from sgl_kvtier.lab.fuzz import run as fuzz_run
-from sgl_kvtier.lab.fuzz import server as fuzz_server
 from sgl_kvtier.lab.outside import peers
+from sgl_kvtier.lab.stress.server import run as fuzz_run
+from sgl_kvtier.lab.stress.server import server as fuzz_server
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from store_pages import aligned, content, key, open_at, put, read, segments
 
 from sgl_kvtier.errors import StoreError
-from sgl_kvtier.lab.torture.failing_env import FailingEnv, Fault
+from sgl_kvtier.lab.stress.store.faults import FailingEnv, Fault
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.identity import Identity

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvtier.lab.torture.failing_env import FailingEnv, Fault
+from sgl_kvtier.lab.stress.store.faults import FailingEnv, Fault
 from sgl_kvtier.store.disk.env import Env, create_file, read_file, write_file
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from store_pages import aligned, content, io_settings, key, open_at, put, read
 
-from sgl_kvtier.lab.torture import faults
-from sgl_kvtier.lab.torture.faults import FOREVER, Call, FaultyEnv, Planned, What, arm, counts
+from sgl_kvtier.lab.stress.store import faults
+from sgl_kvtier.lab.stress.store.faults import FOREVER, Call, FaultyEnv, Planned, What, arm, counts
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.types import Lookup, PageKey

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import format_example as example
 import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvtier.lab.torture import example
 from sgl_kvtier.store.disk import format
 from sgl_kvtier.store.disk.format import (
     BLOCK,

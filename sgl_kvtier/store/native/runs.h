@@ -60,7 +60,7 @@ typedef struct {
 
 static const uint8_t zeros[BLOCK];
 
-#ifndef KVTIER_FAULTS /* lab/torture/native/faulty.c has others, which fail by plan */
+#ifndef KVTIER_FAULTS /* lab/stress/store/native/faulty.c has others, which fail by plan */
 #define move_bytes(writing, fd, iov, count, at) ((writing) ? pwritev(fd, iov, count, at) : preadv(fd, iov, count, at))
 #define completed(iov, count, result) (result)
 #endif

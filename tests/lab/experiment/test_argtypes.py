@@ -13,8 +13,8 @@ from sgl_kvtier.lab.experiment.frame import check
 from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.scenarios import compare, lookahead, overhead, replay, restore
 from sgl_kvtier.lab.experiment.scenarios.compare import ServedOptions
-from sgl_kvtier.lab.fuzz import command as fuzz
 from sgl_kvtier.lab.outside.replay import ReplayOptions
+from sgl_kvtier.lab.stress.server import command as fuzz
 
 PACED = ("--device", "paced:h100-llama8b")
 

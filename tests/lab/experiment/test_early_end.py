@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ from sgl_kvtier.lab.experiment.restore.server import Target
 from sgl_kvtier.lab.experiment.restore.trial import Trial
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan
 from sgl_kvtier.lab.experiment.scenarios.restore import Restoring
-from sgl_kvtier.lab.fuzz import command as fuzz_command
-from sgl_kvtier.lab.fuzz.log import Attempt, FuzzLog
 from sgl_kvtier.lab.outside.client import Completion
 from sgl_kvtier.lab.outside.replay import Sample
 from sgl_kvtier.lab.outside.server import end_on_signals
+from sgl_kvtier.lab.stress.server import command as fuzz_command
+from sgl_kvtier.lab.stress.server.log import Attempt
 
 DEATH = "kvtier: the server was killed by signal 9 while it was measured. Last lines of /x/server.log:\n  the end"
 NOTE = "Ended by a failure: kvtier: the server was killed by signal 9 while it was measured. Figures are from what had been measured."
@@ -187,14 +187,8 @@ def test_rounds_are_reported_when_a_server_dies(
 def test_requests_are_reported_when_the_server_cannot_be_fuzzed_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fuzz(
-        _args: object,
-        _chaos: object,
-        _setup: object,
-        _sessions: Sequence[object],
-        log: FuzzLog,
-        _folder: Path,
-    ) -> None:
+    def fuzz(of: fuzz_command.Fuzzing, _folder: Path) -> None:
+        log = of.log
         log.keep(Attempt("0", 0, "p", 100, "both", "answered", 1.0, tokens=(1,), complete=True))
         log.add("ends", {"met": 3, "aborted": 1})
         raise BenchError(DEATH)

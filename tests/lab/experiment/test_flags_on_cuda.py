@@ -19,7 +19,7 @@ from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
 from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions
 from sgl_kvtier.lab.experiment.restore.server import Demand, setup_for, storage_bytes
 from sgl_kvtier.lab.experiment.scenarios import restore
-from sgl_kvtier.lab.fuzz import command as fuzz
+from sgl_kvtier.lab.stress.server import command as fuzz
 
 CARD = Setup("/m", "m", device="cuda", page_size=64, chunk_tokens=4096, dtype="bfloat16")
 LENGTHS = [8 << 10, 16 << 10, 32 << 10, 64 << 10]
@@ -112,7 +112,7 @@ def test_the_model_that_is_restored_by_default_has_weights_on_a_card() -> None:
 
 
 def test_a_fuzz_run_on_a_card_has_heads_and_numbers_that_flashinfer_knows() -> None:
-    args = parsed(fuzz, "--device", "cuda", "--device-tokens", "8192", "--storage-size", "8GiB")
+    args = parsed(fuzz, "--device", "cuda", "--storage-size", "8GiB")
     chosen = SimpleNamespace(longest_tokens=100, rows=[{"longest_tokens": 100}])
     assert fuzz.fuzzed_model(args) == "lab-gpu-tiny"
     setup = fuzz.make_setup(args, Path("/m"), chosen)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_a_fuzz_run_with_another_attention_has_its_numbers_and_its_answers_too()
     named = [f"--server-arg={word}" for word in (*words, "--sampling-backend=pytorch")]
     args = parsed(
         fuzz, "--device", "cuda", "--dtype", "float32", "--lab-model", "tiny-qwen3", "--tp", "2",
-        "--overlap", "off", "--device-tokens", "8192", *named,
+        "--overlap", "off", *named,
     )  # fmt: skip
     assert fuzz.fuzzed_model(args) == "tiny-qwen3"
     chosen = SimpleNamespace(longest_tokens=4096, rows=[{"longest_tokens": 4096}])
@@ -137,7 +137,7 @@ def test_a_fuzz_run_with_another_attention_has_its_numbers_and_its_answers_too()
 
 
 def test_a_fuzz_run_on_a_cpu_is_what_it_was() -> None:
-    args = parsed(fuzz, "--device", "cpu", "--device-tokens", "8192")
+    args = parsed(fuzz, "--device", "cpu")
     chosen = SimpleNamespace(longest_tokens=100, rows=[{"longest_tokens": 100}])
     setup = fuzz.make_setup(args, Path("/m"), chosen)  # type: ignore[arg-type]
     assert fuzz.fuzzed_model(args) == "tiny-qwen3"

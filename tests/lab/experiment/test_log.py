@@ -23,11 +23,11 @@ from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions
 from sgl_kvtier.lab.experiment.restore.trial import Trial
 from sgl_kvtier.lab.experiment.rounds import KeptRound, RoundLog
 from sgl_kvtier.lab.experiment.scenarios import restore
-from sgl_kvtier.lab.fuzz import command as fuzz
-from sgl_kvtier.lab.fuzz.log import FuzzLog
 from sgl_kvtier.lab.outside.client import Cached, Completion, Metrics
 from sgl_kvtier.lab.outside.replay import Sample
 from sgl_kvtier.lab.outside.server import Usage
+from sgl_kvtier.lab.stress.server import command as fuzz
+from sgl_kvtier.lab.stress.server.log import FuzzLog
 
 ABOUT = {
     "workload": {"source": "generated:swe-mini", "requests": 3},

@@ -18,14 +18,14 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.experiment.argtypes import load_options
 from sgl_kvtier.lab.experiment.arms import OURS
 from sgl_kvtier.lab.experiment.load import LoadOptions, choose_encoder, load
-from sgl_kvtier.lab.fuzz import command
-from sgl_kvtier.lab.fuzz.chaos import Chaos
-from sgl_kvtier.lab.fuzz.log import FuzzLog, counts
-from sgl_kvtier.lab.fuzz.run import FuzzOptions, FuzzRun, calls_of
-from sgl_kvtier.lab.fuzz.server import FuzzServer, sections
 from sgl_kvtier.lab.outside.server import end_on_signals
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, LOG
 from sgl_kvtier.lab.sim.replay import replay
+from sgl_kvtier.lab.stress.server import command
+from sgl_kvtier.lab.stress.server.chaos import Chaos
+from sgl_kvtier.lab.stress.server.log import FuzzLog, counts
+from sgl_kvtier.lab.stress.server.run import FuzzOptions, FuzzRun, calls_of
+from sgl_kvtier.lab.stress.server.server import FuzzServer, sections
 from sgl_kvtier.policy.decision_log import Header
 from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import (

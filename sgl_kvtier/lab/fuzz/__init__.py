@@ -1,1 +1,0 @@
-"""`kvtier bench restore-fuzz`: sessions against a server in trouble."""

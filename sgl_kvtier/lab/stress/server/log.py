@@ -1,0 +1,239 @@
+"""The outcomes of a fuzz run's requests and servers, in memory and in a file of JSON lines. Later
+runs add to that file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sgl_kvtier.lab.experiment.log import Log
+from sgl_kvtier.lab.experiment.restore.cells import LOGPROB_TOLERANCE, difference
+from sgl_kvtier.lab.outside.client import ABORTED
+from sgl_kvtier.lab.stress.server.chaos import Fate
+from sgl_kvtier.lab.stress.server.judge import WRONG, Answer, Floor, Verdict, judge
+
+_LEAK = re.compile(
+    r"memory leak detected|\bleak(ed|s)?\b|invariant|double free|refcount", re.IGNORECASE
+)
+_CRASH = re.compile(
+    r"Traceback \(most recent call last\)|Scheduler hit an exception|Segmentation fault"
+    r"|Fatal Python error"
+)
+_REFUTED = re.compile(r"restoration is not right on this device")
+_FREEZE = re.compile(r"post-warmup freeze_gc failed\n(?:(?!\[\d{4}-).*\n)*")
+"""SGLang 0.5.23 says it with --skip-server-warmup, since it asks itself before it listens."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One request of a fuzz run. `killed`: the server was killed under it; `hung`: it had not ended
+    when it should have.
+    """
+
+    run: str
+    number: int
+    prompt: str
+    prompt_tokens: int
+    mode: str
+    fate: str
+    seconds: float
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    complete: bool = False
+    killed: bool = False
+    hung: bool = False
+    error: str | None = None
+
+    @property
+    def restored(self) -> bool:
+        """Part of its prompt came from a lower tier."""
+        return self.host_tokens + self.storage_tokens > 0
+
+    @property
+    def failure(self) -> str | None:
+        """Why it had no answer although no server was killed. None for one that had, that was given
+        up, or that hung.
+        """
+        if self.killed or self.hung:
+            return None
+        if self.error is None:
+            return "an answer without tokens" if self.complete and not self.tokens else None
+        # Of a request that is given up the abort that was asked for is the only error there may be.
+        given_up = self.fate == Fate.ABORTED.value and self.error.startswith(ABORTED)
+        return None if given_up else self.error
+
+
+class FuzzLog(Log):
+    """References by prompt, attempts, and what the servers' logs and pools showed. Runs with other
+    trouble and loads may add to it.
+    """
+
+    kinds: ClassVar = {
+        "reference": tuple[str, Answer],
+        "attempt": Attempt,
+        "event": str,
+        "ends": dict,
+        "ahead": dict,
+        "finding": str,
+        "checked": int,
+    }
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__(path)
+        self.references: dict[str, Answer] = {}
+        self.attempts: list[Attempt] = []
+        self.events: Counter[str] = Counter()
+        self.findings: list[str] = []
+        self.ends: Counter[str] = Counter()
+        """How restorations ended, by the servers' own counters."""
+        self.ahead: Counter[str] = Counter()
+        """Counts of servers that looked ahead."""
+        self.checked_tokens = 0
+        """Tokens whose keys and values a paced device compared."""
+        self.floor: Floor | None = None
+        """The noise floor of stock's own answers, where they differ."""
+
+    def take(self, kind: str, record: Any) -> None:
+        """Adds a record: of an event one more of its kind, of counts their growth."""
+        if kind == "reference":
+            self.references[record[0]] = record[1]
+        elif kind == "attempt":
+            self.attempts.append(record)
+        elif kind == "finding":
+            self.findings.append(record)
+        elif kind == "event":
+            self.events[record] += 1
+        elif kind == "checked":
+            self.checked_tokens += record
+        else:
+            (self.ends if kind == "ends" else self.ahead).update(record)
+
+    def keep(self, attempt: Attempt) -> None:
+        """Adds a request."""
+        self.add("attempt", attempt)
+
+    def note(self, event: str) -> None:
+        """Counts something that was done to the server."""
+        self.add("event", event)
+
+    def find(self, text: str) -> None:
+        """Adds something a server must not do."""
+        self.add("finding", text)
+
+    def verdict(self, attempt: Attempt) -> tuple[bool, bool] | None:
+        """Whether an attempt's tokens, and its log-probs, are those of its reference. Those of an
+        aborted attempt have to be the reference's beginning. None where there is nothing to
+        compare.
+        """
+        wanted = self.references.get(attempt.prompt)
+        if wanted is None or not attempt.tokens:
+            return None
+        count = len(attempt.tokens)
+        if self.floor is not None:
+            return self._against_the_floor(attempt, wanted, self.floor)
+        if attempt.complete and count != len(wanted.tokens):
+            return False, False
+        # What was given up may have come without log-probs; a whole answer has as many as the one
+        # it is compared with.
+        there = len(wanted.logprobs) if attempt.complete else len(attempt.logprobs)
+        apart = difference(attempt.logprobs, wanted.logprobs[:there])
+        close = not there if apart is None else apart <= LOGPROB_TOLERANCE
+        return attempt.tokens == wanted.tokens[:count], close
+
+    @staticmethod
+    def _against_the_floor(
+        attempt: Attempt, wanted: Answer, floor: Floor
+    ) -> tuple[bool, bool] | None:
+        count = len(attempt.tokens)
+        if attempt.complete and count != len(wanted.tokens):
+            return False, False
+        if len(attempt.logprobs) < count and not attempt.complete:
+            return None  # given up before its log-probs came
+        found = judge(
+            Answer(wanted.tokens[:count], wanted.logprobs[:count], wanted.margins[:count]),
+            Answer(attempt.tokens, attempt.logprobs[:count]),
+            floor,
+        )
+        tokens = found is not Verdict.OTHER_TOKENS and found is not Verdict.INCOMPLETE
+        return tokens, found not in WRONG
+
+
+def prompt_name(ids: Sequence[int], output_tokens: int) -> str:
+    """A short name for a prompt and the length of its answer."""
+    text = ",".join(map(str, ids)) + f";{output_tokens}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def counts(log: FuzzLog) -> dict[str, Any]:
+    """The figures of a fuzz run: what was tried, and what must be 0."""
+    verdicts = [(one, log.verdict(one)) for one in log.attempts]
+    compared = [(one, found) for one, found in verdicts if found is not None]
+    unequal = [one for one, found in compared if not found[0]]
+    failures = [found for one in log.attempts if (found := one.failure) is not None]
+    return {
+        "requests": len(log.attempts),
+        "completed": sum(one.complete for one in log.attempts),
+        "restored": sum(one.restored for one in log.attempts),
+        "restored_from_storage": sum(one.storage_tokens > 0 for one in log.attempts),
+        "restorations": dict(sorted(log.ends.items())),
+        "ahead": dict(sorted(log.ahead.items())),
+        "restored_by_mode": dict(
+            sorted(Counter(one.mode for one in log.attempts if one.restored).items())
+        ),
+        "aborted": sum(one.fate == Fate.ABORTED.value for one in log.attempts),
+        "disconnected": sum(one.fate == Fate.DISCONNECTED.value for one in log.attempts),
+        "under_a_kill": sum(one.killed for one in log.attempts),
+        "events": dict(sorted(log.events.items())),
+        "compared": len(compared),
+        "checked_tokens": log.checked_tokens,
+        "hangs": sum(one.hung for one in log.attempts),
+        "leaks": sum(text.startswith("leak") for text in log.findings),
+        "drifts": sum(text.startswith("drift") for text in log.findings),
+        "crashes": sum(text.startswith("crash") for text in log.findings),
+        "mismatches": sum(text.startswith("mismatch") for text in log.findings),
+        "scenes": sum(text.startswith("scene") for text in log.findings),
+        "unequal_tokens": len(unequal),
+        "unequal_logprobs": sum(not found[1] for _, found in compared),
+        "failed": len(failures),
+        "error_messages": sorted(set(failures))[:10],
+        "unequal": [
+            {"run": one.run, "number": one.number, "prompt": one.prompt, "mode": one.mode}
+            for one in unequal
+        ][:20],
+    }
+
+
+MUST_BE_ZERO = (
+    "hangs",
+    "leaks",
+    "drifts",
+    "crashes",
+    "mismatches",
+    "scenes",
+    "unequal_tokens",
+    "unequal_logprobs",
+    "failed",
+)
+
+
+def suspicious(text: str) -> list[str]:
+    """Lines of a server's log that speak of lost memory ("leak: ..."), of an uncaught exception
+    ("crash: ..."), or of a restored page that its proof found wrong ("mismatch: ...").
+    """
+    found = []
+    for line in _FREEZE.sub("", text).splitlines():
+        if _REFUTED.search(line):
+            found.append(f"mismatch: {line.strip()[:300]}")
+        elif _CRASH.search(line):
+            found.append(f"crash: {line.strip()[:300]}")
+        elif _LEAK.search(line) and "server_args" not in line.lower():
+            found.append(f"leak: {line.strip()[:300]}")
+    return found

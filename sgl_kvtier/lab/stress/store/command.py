@@ -1,0 +1,342 @@
+"""The `kvtier bench torture` command: runs every kind of torture with one seed and adds up what
+went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvtier import arguments
+from sgl_kvtier.console import (
+    Column,
+    Progress,
+    Table,
+    check_target,
+    envelope,
+    print_table,
+    progress,
+    write_json,
+)
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.stress.store.busy import busy, stall
+from sgl_kvtier.lab.stress.store.damage import torture_bytes
+from sgl_kvtier.lab.stress.store.faults import arm, engines
+from sgl_kvtier.lab.stress.store.kills import AMPLE, EVICTING, POINTS, Killing
+from sgl_kvtier.lab.stress.store.oracle import Verdict
+from sgl_kvtier.lab.stress.store.power import torture_power
+from sgl_kvtier.lab.stress.store.sweep import sweep
+from sgl_kvtier.lab.stress.store.together import Pace, Together
+
+SCHEMA = "kvtier.torture/1"
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much of each kind."""
+
+    kills: int
+    per_point: int
+    delete_kills: int
+    sweep_stride: int
+    power_states: int
+    corruptions: int
+    clean_reads: int
+    crowd_s: float
+    stalls: int
+    together: Pace
+    points: tuple[tuple[str, str], ...] = POINTS
+    """Where to kill, of `POINTS`. Each has its own seed, whichever are chosen."""
+
+
+FULL = Amounts(1000, 100, 1000, 1, 10_000, 100_000, 1_000_000, 300.0, 20, Pace(1000, 0.8, 20.0))
+QUICK = Amounts(25, 1, 20, 183, 100, 2_000, 20_000, 3.0, 3, Pace(20, 0.1, 1.0))
+FAILING = ("points", "deletes", "sweep", "stall")
+"""Parts that need the I/O threads with faults."""
+PARTS = ("kills", "points", "deletes", "sweep", "power", "damage", "crowd", "stall", "together")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `kvtier bench torture`."""
+    parser.epilog = (
+        "example: kvtier bench torture --only together --seed 1 --json shared.json    "
+        "(1,000 kills and stops of processes that share a folder, about 25 minutes; exit status 1 "
+        "when a page was wrong, lost or came back, an open failed, or a call raised)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a short run of everything, about half a minute"
+    )
+    parser.add_argument(
+        "--only",
+        choices=PARTS,
+        action="append",
+        help="only this kind; repeatable. together: processes that share one folder, killed, "
+        "stopped, suspended for up to 20 seconds, and troubled",
+    )
+    parser.add_argument(
+        "--seed", type=arguments.seed, default=1, help="another seed, other accidents (default 1)"
+    )
+    parser.add_argument(
+        "--dir",
+        metavar="DIR",
+        help="where to work (default: a new folder in the system's temporary one)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON; - for standard output"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tortures; 1 when anything was wrong. Raises KVTierError."""
+    if args.json is not None:
+        check_target(args.json)
+    parts = tuple(args.only or PARTS)
+    if not set(parts).isdisjoint(FAILING):
+        arm()
+    try:
+        root = tempfile.mkdtemp(prefix="kvtier-torture-", dir=args.dir)
+    except OSError as error:
+        raise BenchError(f"cannot work in {args.dir}: {error}. Give another --dir") from error
+    logger = logging.getLogger("sgl_kvtier.store")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # every warning here is caused on purpose
+    try:
+        result = torture(root, QUICK if args.quick else FULL, args.seed, parts)
+    finally:
+        logger.setLevel(level)
+        shutil.rmtree(root, ignore_errors=True)
+    if args.json != "-":
+        rows = [
+            {"what": name.replace("_", " "), "value": value}
+            for name, value in result.items()
+            if not isinstance(value, dict)
+        ]
+        rows += [
+            {"what": f"I/O threads of {part}", "value": ", ".join(kinds)}
+            for part, kinds in result["engine"].items()
+        ]
+        print_table(
+            Table(
+                "Torture of the page store",
+                [Column("what", "what"), Column("value", "value")],
+                rows,
+            )
+        )
+    if args.json is not None:
+        write_json(envelope(SCHEMA, ["kvtier", *sys.argv[1:]], result), args.json)
+    return 1 if bad(result) else 0
+
+
+def bad(result: dict[str, Any]) -> int:
+    """Everything that must be 0."""
+    return sum(int(result[name]) for name in _MUST_BE_ZERO)
+
+
+def torture(
+    root: str, amounts: Amounts, seed: int, parts: tuple[str, ...] = PARTS
+) -> dict[str, Any]:
+    """Runs the parts below `root` and returns the counts, zero for parts left out."""
+    result: dict[str, Any] = dict.fromkeys(_COUNTS, 0) | {
+        "seed": seed,
+        "points": {},
+        "damage_by_kind": {},
+        "engine": {},
+    }
+    for name in parts:
+        part = _PARTS[name]
+        folder = os.path.join(root, name)
+        os.mkdir(folder)
+        with progress(part.title, part.total(amounts), part.unit) as shown:
+            found = part.run(folder, amounts, seed, shown)
+        shutil.rmtree(folder)
+        result["engine"][name] = sorted(found.pop("engine"))
+        for what, value in found.items():
+            result[what] = result[what] + value if what in _COUNTS else value
+    for share, found_of, of in (
+        ("recovered_share", "recent_found", "recent"),
+        ("synced_recovered_share", "synced_found", "synced"),
+    ):
+        result[share] = result[found_of] / result[of] if result[of] else None
+    return result
+
+
+Found = dict[str, Any]
+"""What a part found: counts of `_COUNTS`, which are added up, and values of its own; `engine` are
+the I/O threads that its stores had, as `DiskStore.io` calls them.
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of torture: (folder, amounts, seed, what is shown) to what it found."""
+
+    run: Callable[[str, Amounts, int, Progress], Found]
+    title: str
+    unit: str
+    total: Callable[[Amounts], float | None] = lambda _: None
+
+
+def _kills(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    return _kill_at_random([Killing(root, seed)], amounts.kills, shown)
+
+
+def _deletes(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    rooms = [
+        Killing(os.path.join(root, str(room)), seed, room, threads=4, troubled=True)
+        for room in (EVICTING, AMPLE)
+    ]
+    return _kill_at_random(rooms, amounts.delete_kills, shown)
+
+
+def _kill_at_random(rooms: list[Killing], kills: int, shown: Progress) -> Found:
+    for number in range(kills):
+        rooms[number % len(rooms)].at_random()
+        shown.advance()
+    return _killed(rooms)
+
+
+def _points(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    killings = {}
+    for number, point in enumerate(POINTS):
+        if point not in amounts.points:
+            continue
+        killing = Killing(os.path.join(root, str(number)), seed + number)
+        tries = 0
+        while killing.kills < amounts.per_point and tries < 20 * amounts.per_point + 20:
+            tries += 1
+            shown.advance(float(killing.at_point(point)), " ".join(point))
+        killings[" ".join(point)] = killing
+        shutil.rmtree(killing.root, ignore_errors=True)
+    at = {name: killing.kills for name, killing in killings.items()}
+    return {**_killed(killings.values()), "points": at}
+
+
+def _killed(killings: Iterable[Killing]) -> Found:
+    total: Counter[str] = Counter()
+    kinds: set[str] = set()
+    for one in killings:
+        kinds |= one.oracle.engines
+        names = ("kills", "failed_opens", "recent", "recent_found")
+        total.update({name: getattr(one, name) for name in names})
+        total.update({"deletes": one.oracle.answered, **_judged(one.verdict)})
+    return {**total, "engine": kinds}
+
+
+def _judged(verdict: Verdict) -> Found:
+    checked = verdict.right + verdict.wrong + verdict.resurrected
+    return {
+        "wrong_pages": verdict.wrong,
+        "resurrected": verdict.resurrected,
+        "pages_checked": checked,
+    }
+
+
+def _sweep(root: str, amounts: Amounts, _: int, shown: Progress) -> Found:
+    found = sweep(root, amounts.sweep_stride, shown.advance)
+    return {
+        "engine": found.by_engine,
+        "io_faults": found.io_faults,
+        "io_calls": found.calls,
+        "io_faults_by_kind": dict(found.by_kind),
+        "io_faults_by_engine": {name: dict(by) for name, by in found.by_engine.items()},
+        "exceptions": len(found.exceptions),
+        "exception_texts": {str(i): text for i, text in enumerate(found.exceptions[:20])},
+        "deletes": found.deletes,
+        **_judged(found.verdict),
+    }
+
+
+def _power(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    found = torture_power(root, seed, amounts.power_states, shown.advance)
+    names = ("power_loss_states", "failed_opens", "deletes", "synced", "synced_found")
+    counted = {name: getattr(found, name) for name in names}
+    return {"engine": found.engines, **counted, **_judged(found.verdict)}
+
+
+def _damage(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    found = torture_bytes(root, seed, amounts.corruptions, amounts.clean_reads, shown.advance)
+    names = ("corruptions", "undetected", "clean_reads", "false_alarms")
+    counted = {name: getattr(found, name) for name in names}
+    return {"engine": [found.engine], **counted, "damage_by_kind": dict(found.by_kind)}
+
+
+def _crowd(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    found = busy(root, amounts.crowd_s, seed)
+    shown.advance()
+    return {
+        "engine": found.io,
+        "crowd_pages": found.compared,
+        "wrong_pages": found.wrong,
+        "exceptions": found.strange,
+        "over_cap_bytes": found.over_cap_bytes,
+    }
+
+
+def _stall(root: str, amounts: Amounts, _: int, shown: Progress) -> Found:
+    found = dataclasses.asdict(stall(root, amounts.stalls))
+    shown.advance()
+    kinds = found.pop("engines")
+    return {"engine": kinds, "canary_touched": found["canary_touched"], "stall": found}
+
+
+def _together(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    campaign = Together(root, seed, amounts.together)
+    try:
+        campaign.run(lambda ended: shown.advance(ended, f"{campaign.faults} faults"))
+    finally:
+        # Also of a run that was interrupted: it may not go wrong again.
+        found = campaign.result()
+        for history in found["histories"]:
+            print("\n".join(history), file=sys.stderr)
+    counted = {name: found[own] for name, own in _OF_TOGETHER.items()}
+    return {"engine": engines(), **counted, "together": found}  # drawn for each owner
+
+
+_OF_TOGETHER = {
+    "kills": "kill",
+    "deletes": "deletes",
+    "pages_checked": "compared",
+    "recent": "looked_for",
+    "recent_found": "found",
+    "wrong_pages": "wrong",
+    "resurrected": "resurrected",
+    "lost_pages": "lost",
+    "failed_opens": "failed_open",
+    "exceptions": "exception",
+    "stats_raised": "stats_raised",
+    "followers_stopped": "follower_stopped",
+    "over_cap_bytes": "over_cap_bytes",
+}
+_MUST_BE_ZERO = (
+    "wrong_pages", "resurrected", "failed_opens", "undetected", "false_alarms", "exceptions",
+    "over_cap_bytes", "canary_touched", "lost_pages", "stats_raised", "followers_stopped",
+)  # fmt: skip
+_COUNTS = (
+    *_MUST_BE_ZERO,
+    "kills", "deletes", "pages_checked", "recent", "recent_found", "io_faults", "io_calls",
+    "power_loss_states", "synced", "synced_found", "corruptions", "clean_reads", "crowd_pages",
+)  # fmt: skip
+_PARTS = {
+    "kills": Part(_kills, "random kills", "kills", lambda a: a.kills),
+    "points": Part(
+        _points, "kills at system calls", "kills", lambda a: a.per_point * len(a.points)
+    ),
+    "deletes": Part(_deletes, "kills beside deletes", "kills", lambda a: a.delete_kills),
+    "sweep": Part(_sweep, "failing system calls", "runs"),
+    "power": Part(_power, "power losses", "states", lambda a: a.power_states),
+    "damage": Part(
+        _damage, "damage and clean reads", "pages", lambda a: a.corruptions + a.clean_reads
+    ),
+    "crowd": Part(_crowd, "many threads", "run", lambda _: 1),
+    "stall": Part(_stall, "stalled device", "run", lambda _: 1),
+    "together": Part(_together, "kills and stops of owners", "ends", lambda a: a.together.ends),
+}

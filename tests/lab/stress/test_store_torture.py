@@ -1,0 +1,136 @@
+"""A short, seeded run of every kind of torture; `kvtier bench torture` is the long one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.stress.store import command, faults
+from sgl_kvtier.lab.stress.store.command import PARTS, QUICK, bad, torture
+from sgl_kvtier.lab.stress.store.faults import engines
+from sgl_kvtier.lab.stress.store.kills import POINTS
+from sgl_kvtier.lab.stress.store.oracle import Oracle, content, open_at, page_key
+from sgl_kvtier.store.base import PageWrite
+
+
+def compiled(by_engine: dict[str, dict[str, int]]) -> list[dict[str, int]]:
+    """The faults of stores with compiled I/O threads, by the call that failed."""
+    assert by_engine.keys() == engines().keys()
+    return [by for engine, by in by_engine.items() if engine != "python"]
+
+
+def in_compiled_threads(by_call: dict[str, int]) -> int:
+    """Faults of calls that an I/O thread in C made."""
+    return sum(by_call.values()) - by_call["calls of Python"]
+
+
+DONE = {
+    "kills": lambda r: r["kills"] == QUICK.kills and r["recovered_share"] > 0.9,
+    "points": lambda r: r["points"] == dict.fromkeys(map(" ".join, POINTS), QUICK.per_point),
+    "deletes": lambda r: (
+        r["kills"] == QUICK.delete_kills and r["deletes"] > 10 and r["recovered_share"] > 0.9
+    ),
+    "sweep": lambda r: (
+        r["io_faults"] > 100
+        and r["io_calls"] > 200
+        and sum(r["io_faults_by_kind"].values()) == r["io_faults"]
+        and all(in_compiled_threads(by) > 100 for by in compiled(r["io_faults_by_engine"]))
+    ),
+    "power": lambda r: (
+        r["power_loss_states"] == QUICK.power_states
+        and r["synced"] > 100
+        and r["engine"]["power"] == ["python"]
+    ),
+    "damage": lambda r: r["corruptions"] >= QUICK.corruptions and len(r["damage_by_kind"]) == 9,
+    "crowd": lambda r: r["crowd_pages"] > 100,
+    "stall": lambda r: r["stall"]["late_pages"] > 0,
+    "together": lambda r: (
+        r["together"]["kill"] + r["together"]["stop"] >= QUICK.together.ends
+        and r["together"]["opened"] > 6
+        and min(r["together"]["put"], r["together"]["compared"]) > 100
+        and r["deletes"] > 5
+        and r["recovered_share"] == 1
+    ),
+}
+
+
+def test_the_oracle_tells_a_page_that_was_deleted_from_one_that_is_wrong(tmp_path: Path) -> None:
+    oracle, store = Oracle(), open_at(str(tmp_path))
+    for name in (0, 1, 2):
+        store.put([PageWrite(page_key(name), [memoryview(content(name, 7))])])
+        oracle.intends(name, 7 if name < 2 else 8)
+    oracle.deleted(1)
+    verdict = oracle.check(store, range(3))
+    store.close()
+    assert (verdict.right, verdict.resurrected, verdict.wrong) == (1, 1, 1)
+    assert bad(torture(str(tmp_path), QUICK, seed=1, parts=()) | {"resurrected": 1}) == 1
+
+
+def test_what_is_under_way_while_everything_is_deleted_may_stay_or_go() -> None:
+    oracle = Oracle()
+    for word, names, *rest in (
+        ("put", [0, 1], 1), ("stored", [0, 1], 1, []), ("put", [1], 2), ("delete", [0, 1, 2], "a"), ("put", [2], 3), ("deleted", [], "a"),
+        ("stored", [1], 2, []), ("stored", [2], 3, []), ("put", [0], 4), ("stored", [0], 4, []),
+    ):  # fmt: skip
+        oracle.hear(word, names, rest)
+    assert oracle.gone == {0: {1}, 1: {1}, 2: set()} and oracle.allowed == {0: {4}, 1: {2}, 2: {3}}
+    assert oracle.sure == {0: 4} and oracle.answered == 1
+
+
+LONG = ("sweep", "points")
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(p, marks=pytest.mark.slow) if p in LONG else p for p in PARTS]
+)
+def test_nothing_is_wrong_after(tmp_path: Path, part: str) -> None:
+    result = torture(str(tmp_path), QUICK, seed=3, parts=(part,))
+    assert bad(result) == 0, {name: value for name, value in result.items() if value}
+    assert DONE[part](result)
+
+
+def test_a_point_that_every_opening_passes_is_met_with_pages_in_the_folder(tmp_path: Path) -> None:
+    few = dataclasses.replace(QUICK, points=(("list", "after"), ("lock", "after")))
+    result = torture(str(tmp_path), few, seed=3, parts=("points",))
+    assert bad(result) == 0
+    assert result["recent_found"] == result["recent"] >= 60  # after the life before, and the kill
+
+
+def test_the_command_says_what_it_did_in_json(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    out = tmp_path / "torture.json"
+    args = parser.parse_args(
+        ["--quick", "--only", "stall", "--dir", str(tmp_path), "--json", str(out)]
+    )
+    assert command.run(args) == 0
+    data = json.loads(out.read_text())
+    assert data["schema"] == "kvtier.torture/1"
+    assert {
+        "kills",
+        "failed_opens",
+        "wrong_pages",
+        "corruptions",
+        "undetected",
+        "false_alarms",
+        "io_faults",
+    } <= data.keys()
+    assert data["engine"] == {"stall": sorted(engines().keys() - {"python"})}
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_without_threads_that_fail_the_command_says_how_to_build_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "BUILT", False)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["--quick", "--only", "sweep", "--dir", str(tmp_path)])
+    with pytest.raises(BenchError, match=r"not built here.*pip install"):
+        command.run(args)
+    assert list(tmp_path.iterdir()) == []
