@@ -52,10 +52,10 @@ _STORE = (
     Metric("store_bytes_on_disk", "bytes of the disk in use now", kind=Kind.GAUGE),
     Metric("store_capacity_bytes", "bytes of the disk that may be used", kind=Kind.GAUGE),
     Metric("pages_read", "pages read"),
-    Metric("bytes_read", "payload bytes read"),
+    Metric("read_bytes", "payload bytes read"),
     Metric("pages_written", "pages written"),
-    Metric("bytes_written", "payload bytes written"),
-    Metric("bytes_written_to_device", "bytes written with headers and padding"),
+    Metric("written_bytes", "payload bytes written"),
+    Metric("device_written_bytes", "bytes written with headers and padding"),
     Metric("pages_kept", "writes of pages that were there already"),
     Metric("pages_refused", "pages that were not stored"),
     Metric("pages_evicted", "pages evicted to make room for others"),
@@ -65,9 +65,9 @@ _STORE = (
     Metric("reads_late", "reads that did not end before their deadline"),
     Metric("reads_cancelled", "reads that were cancelled"),
     Metric("follow_failures", "looks at other servers' folders that failed unexpectedly"),
-    Metric("read_busy_s", "seconds in which a read was under way"),
-    Metric("write_busy_s", "seconds in which a write was under way"),
-    Metric("open_s", "seconds since the store was opened"),
+    Metric("read_busy_seconds", "seconds in which a read was under way"),
+    Metric("write_busy_seconds", "seconds in which a write was under way"),
+    Metric("open_seconds", "seconds since the store was opened"),
     Metric(
         "feature",
         "1 where this SGLang has all that the feature relies on, 0 where it is off",
@@ -80,13 +80,13 @@ _REMOTE = (
         "remote_up", "1 while calls to the store that servers share go through", kind=Kind.GAUGE
     ),
     Metric("remote_pages_read", "pages read from the store that servers share"),
-    Metric("remote_bytes_read", "payload bytes of these"),
+    Metric("remote_read_bytes", "payload bytes of these"),
     Metric("remote_pages_missed", "pages asked for that were not there any more"),
     Metric("remote_pages_corrupt", "pages that failed the check where they landed"),
     Metric("remote_reads_failed", "pages that the engine failed or that took too long"),
     Metric("remote_reads_late", "pages that were not begun before their deadline"),
     Metric("remote_pages_sent", "pages sent to it"),
-    Metric("remote_bytes_sent", "payload bytes of these"),
+    Metric("remote_sent_bytes", "payload bytes of these"),
     Metric("remote_pages_refused", "pages that it did not take"),
     Metric("remote_names_dropped", "pages that were gone, or too many, when their turn came"),
     Metric("remote_child_starts", "starts of the process that has its engine"),
@@ -142,9 +142,9 @@ _RESTORE = (
     Metric("restore_unused_pages", "pages that were loaded for nothing"),
     Metric("restore_jumps", "times a front stepped over what had landed"),
     Metric("restore_parks", "times a request in the slot waited for loads"),
-    Metric("restore_parked_s", "seconds it waited so"),
-    Metric("restore_meeting_wait_s", "of these, the seconds right before the two ends met"),
-    Metric("restore_restoring_s", "seconds from offer to meeting"),
+    Metric("restore_parked_seconds", "seconds it waited so"),
+    Metric("restore_meeting_wait_seconds", "of these, the seconds right before the two ends met"),
+    Metric("restore_restoring_seconds", "seconds from offer to meeting"),
     Metric("restore_reductions", "collectives over the ranks"),
     Metric("restore_planner_failures", "times the planner raised"),
     Metric("restore_untimed_chunks", "prefill chunks of which no time was learned"),
@@ -222,7 +222,17 @@ def store_samples(store: PageStore) -> Iterator[Sample]:
     stats = store.stats()
     for field in fields(StoreStats):
         now = f"store_{field.name}"
-        yield (now if now in METRICS else field.name), {}, getattr(stats, field.name)
+        name = now if now in METRICS else with_unit_last(field.name)
+        yield name, {}, getattr(stats, field.name)
+
+
+def with_unit_last(name: str) -> str:
+    """A field's name as Prometheus wants it: the unit at the end, and in full."""
+    if name.endswith("_s"):
+        return f"{name}econds"
+    if name == "bytes_written_to_device":
+        return "device_written_bytes"
+    return f"{name.removeprefix('bytes_')}_bytes" if name.startswith("bytes_") else name
 
 
 def feature_samples() -> Iterator[Sample]:
@@ -238,13 +248,13 @@ def remote_samples(store: TieredStore) -> Iterator[Sample]:
     yield "up", {}, stats.usable
     yield "child_starts", {}, stats.child_starts
     yield "pages_read", {}, remote.pages_read
-    yield "bytes_read", {}, remote.bytes_read
+    yield "read_bytes", {}, remote.bytes_read
     yield "pages_missed", {}, remote.pages_missed
     yield "pages_corrupt", {}, remote.pages_corrupt
     yield "reads_failed", {}, remote.reads_failed
     yield "reads_late", {}, remote.reads_late
     yield "pages_sent", {}, stats.uploaded
-    yield "bytes_sent", {}, remote.bytes_written
+    yield "sent_bytes", {}, remote.bytes_written
     yield "pages_refused", {}, stats.refused
     yield "names_dropped", {}, stats.uploads_dropped
     yield "names_waiting", {}, stats.uploads_waiting

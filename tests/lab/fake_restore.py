@@ -107,6 +107,6 @@ class RestoringServer(FakeServer):
             f'kvtier:store_pages{{tp_rank="0"}} {len(self.stored)}\n'
             f'kvtier:pages_written_total{{tp_rank="0"}} {self.written}\n'
             f'kvtier:pages_kept_total{{tp_rank="0"}} {self.kept}\n'
-            f'kvtier:bytes_written_total{{tp_rank="0"}} {self.written * PAGE_BYTES}\n'
+            f'kvtier:written_bytes_total{{tp_rank="0"}} {self.written * PAGE_BYTES}\n'
         )
         return await super().metrics(request)

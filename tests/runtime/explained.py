@@ -35,7 +35,7 @@ def page_of(
     for reason, tokens in (unfulfilled or {}).items():
         add("sglang:storage_prefetch_unfulfilled_tokens_total", tokens, f'{RANK},reason="{reason}"')
     if kvtier:
-        counters = {"open_s_total": 100.0, **counters}
+        counters = {"open_seconds_total": 100.0, **counters}
         for tier, tokens in (restored or {}).items():
             add("kvtier:restore_loaded_tokens_total", tokens, f'{RANK},tier="{tier}"')
         for reason, requests in (declined or {}).items():

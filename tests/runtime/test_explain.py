@@ -69,8 +69,8 @@ def test_a_server_that_was_started_anew_counts_from_nought() -> None:
 
 
 def test_the_rate_of_reading_is_that_while_a_read_was_in_flight() -> None:
-    before = page_of(bytes_read_total=1e6, read_busy_s_total=1.0)
-    now = page_of(bytes_read_total=9e6, read_busy_s_total=3.0)
+    before = page_of(read_bytes_total=1e6, read_busy_seconds_total=1.0)
+    now = page_of(read_bytes_total=9e6, read_busy_seconds_total=3.0)
     assert figures(before, now).store.read_bytes_per_s == 4e6
     assert figures(now, now).store.read_bytes_per_s is None
 
@@ -148,9 +148,9 @@ def some(**more: Any) -> str:
         (some(cached={"device": 3800}), "hits"),
         (some(cached={"storage": 3800}, declined={"short": 3}), "rejected"),
         (some(cached={"storage": 3800}, declined={"loading is faster": 3}), "hits"),
-        (some(cached={"storage": 3800}, bytes_read_total=1e6, read_busy_s_total=1.0,
+        (some(cached={"storage": 3800}, read_bytes_total=1e6, read_busy_seconds_total=1.0,
               restore_break_even_bytes_per_s=2e6), "slow storage"),
-        (some(cached={"storage": 3800}, bytes_read_total=3e6, read_busy_s_total=1.0,
+        (some(cached={"storage": 3800}, read_bytes_total=3e6, read_busy_seconds_total=1.0,
               restore_break_even_bytes_per_s=2e6), "hits"),
         (some(unfulfilled={"deadline": 3000, "dropped": 4000}), "deadline"),
         (some(unfulfilled={"host_capacity": 3000}), "host capacity"),

@@ -63,7 +63,7 @@ def test_pages_that_were_restored_are_not_copied_back_where_they_came_from(serve
     served.ask(ids)
     served.flush()
     time.sleep(1.2)
-    names = ("sglang:hicache_backup_tokens_total", "kvtier:bytes_written_total")
+    names = ("sglang:hicache_backup_tokens_total", "kvtier:written_bytes_total")
     before = [total(served, name) for name in names]
     again = served.ask(ids)
     time.sleep(1.2)
@@ -92,7 +92,7 @@ def test_what_restorations_did_is_in_the_metrics(served: Served) -> None:
     assert grown["loaded_bytes_total storage-device"] > 0
     assert grown["jumps_total"] >= 3
     assert grown["meeting_position_count"] == 3
-    assert grown["restoring_s_total"] > 0
+    assert grown["restoring_seconds_total"] > 0
     assert grown["reductions_total"] == 0
     assert grown["planner_failures_total"] == 0
     assert after["under_way"] == 0

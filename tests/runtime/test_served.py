@@ -61,8 +61,8 @@ def test_a_cache_salt_keeps_tenants_apart_in_the_store(served: Served):
 @pytest.mark.smoke
 def test_metrics_tell_what_the_store_did(served: Served):
     served.settle()
-    assert served.metric("kvtier:bytes_written_total") > 0
-    assert served.metric("kvtier:bytes_read_total") > 0
+    assert served.metric("kvtier:written_bytes_total") > 0
+    assert served.metric("kvtier:read_bytes_total") > 0
     assert served.metric("kvtier:store_pages") > 0
     assert served.metric("kvtier:pages_corrupt_total") == 0
 

@@ -11,10 +11,10 @@ from sgl_kvtier.cli import main
 from sgl_kvtier.runtime.tools import schemas
 
 PAGES = [
-    page_of(prompt=1000, requests=1, cached={"device": 500}, bytes_read_total=1 << 20),
+    page_of(prompt=1000, requests=1, cached={"device": 500}, read_bytes_total=1 << 20),
     page_of(
-        prompt=3000, requests=5, cached={"device": 1000, "storage": 500}, bytes_read_total=5 << 20,
-        bytes_written_to_device_total=2 << 20, pages_evicted_total=7, store_bytes_on_disk=9 << 30,
+        prompt=3000, requests=5, cached={"device": 1000, "storage": 500}, read_bytes_total=5 << 20,
+        device_written_bytes_total=2 << 20, pages_evicted_total=7, store_bytes_on_disk=9 << 30,
     ),
 ]  # fmt: skip
 

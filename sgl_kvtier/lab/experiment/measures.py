@@ -57,7 +57,7 @@ class Round:
         from 0.
         """
         after = self.after.total(name, **labels)
-        slower = self.dilation if name.endswith("_s_total") else 1.0
+        slower = self.dilation if name.endswith("_seconds_total") else 1.0
         grown = (after or 0.0) - (self.before.total(name, **labels) or 0.0)
         return None if after is None else grown / slower
 
@@ -287,9 +287,9 @@ _RESTORE = {
     "loaded_tokens": "loaded_tokens_total",
     "jumps": "jumps_total",
     "parks": "parks_total",
-    "parked_s": "parked_s_total",
-    "meeting_wait_s": "meeting_wait_s_total",
-    "restoring_s": "restoring_s_total",
+    "parked_s": "parked_seconds_total",
+    "meeting_wait_s": "meeting_wait_seconds_total",
+    "restoring_s": "restoring_seconds_total",
     "lost_pages": "lost_pages_total",
     "unused_pages": "unused_pages_total",
     "loaded_bytes": "loaded_bytes_total",

@@ -59,8 +59,8 @@ def moved(metrics: Metrics, before: Metrics) -> dict[str, float]:
     per_token = nbytes / tokens if tokens and nbytes else None
     found: dict[str, float | None] = {}
     for name, ours, stock in (
-        ("read_bytes", "kvtier:bytes_read_total", "sglang:prefetched_tokens_total"),
-        ("written_bytes", "kvtier:bytes_written_total", "sglang:backuped_tokens_total"),
+        ("read_bytes", "kvtier:read_bytes_total", "sglang:prefetched_tokens_total"),
+        ("written_bytes", "kvtier:written_bytes_total", "sglang:backuped_tokens_total"),
     ):
         found[name] = _grown(metrics, before, ours)
         count = _grown(metrics, before, stock)

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sgl_kvtier.runtime.metrics import Sample
+from sgl_kvtier.runtime.metrics import Sample, with_unit_last
 from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.types import PLACES, Link, Tier
 
@@ -108,7 +108,7 @@ class RestoreCounters:
             yield "loaded_tokens", {"tier": PLACES[tier]}, pages * page_tokens
         yield "computed_tokens", {}, self.computed_pages * page_tokens
         for name in _PLAIN:
-            yield name, {}, getattr(self, name)
+            yield with_unit_last(name), {}, getattr(self, name)
 
 
 _PLAIN = (

@@ -123,7 +123,7 @@ def _explain_requests(args: argparse.Namespace) -> int:
 def _explain_server(args: argparse.Namespace) -> int:
     before = None
     now = read(args.url, args.api_key)
-    seconds = now.get("kvtier:open_s_total") or 0.0
+    seconds = now.get("kvtier:open_seconds_total") or 0.0
     if args.seconds is not None:
         before, began = now, time.monotonic()
         with progress("looking", None):

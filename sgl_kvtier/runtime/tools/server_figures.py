@@ -209,7 +209,7 @@ def server_of(reading: Reading) -> Server:
         page_tokens=page if isinstance(page, int) and page > 0 else None,
         hicache_write_policy=policy if isinstance(policy, str) else None,
         prefetch_threshold_tokens=_threshold(info.get("hicache_storage_backend_extra_config")),
-        has_kvtier=reading.get("kvtier:open_s_total") is not None,
+        has_kvtier=reading.get("kvtier:open_seconds_total") is not None,
     )
 
 
@@ -249,10 +249,10 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
             pages_sent=count("kvtier:remote_pages_sent_total"),
         )
     )
-    busy_s = (now.get("kvtier:read_busy_s_total") or 0.0) - (
-        (before.get("kvtier:read_busy_s_total") or 0.0) if before else 0.0
+    busy_s = (now.get("kvtier:read_busy_seconds_total") or 0.0) - (
+        (before.get("kvtier:read_busy_seconds_total") or 0.0) if before else 0.0
     )
-    read_bytes = count("kvtier:bytes_read_total")
+    read_bytes = count("kvtier:read_bytes_total")
     storage = cached.get("storage", 0)
     return Figures(
         seconds=seconds,
@@ -273,7 +273,7 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
             pages=life("kvtier:store_pages"),
             bytes_on_disk=life("kvtier:store_bytes_on_disk"),
             capacity_bytes=life("kvtier:store_capacity_bytes"),
-            opened_s=now.get("kvtier:open_s_total") or 0.0,
+            opened_s=now.get("kvtier:open_seconds_total") or 0.0,
             pages_at_opening=pages_before(life),
             pages_before=pages_before(count),
             pages_read=count("kvtier:pages_read_total"),
@@ -287,7 +287,7 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
             pages_corrupt=count("kvtier:pages_corrupt_total"),
             reads_failed=count("kvtier:reads_failed_total"),
             reads_late=count("kvtier:reads_late_total"),
-            bytes_written=count("kvtier:bytes_written_to_device_total"),
+            bytes_written=count("kvtier:device_written_bytes_total"),
         ),
         remote_store=remote,
     )

@@ -135,10 +135,10 @@ def test_an_arm_on_a_paced_device_says_how_well_it_kept_pace() -> None:
 
 
 def test_seconds_that_a_dilated_server_counted_are_divided() -> None:
-    after = "kvtier:restore_parked_s_total 4.0\nkvtier:restore_computed_tokens_total 8\n"
+    after = "kvtier:restore_parked_seconds_total 4.0\nkvtier:restore_computed_tokens_total 8\n"
     one = make_round("kvtier", 1, [0.1], after=after)
     one.dilation = 2.0
-    assert one.counted("kvtier:restore_parked_s_total") == 2.0
+    assert one.counted("kvtier:restore_parked_seconds_total") == 2.0
     assert one.counted("kvtier:restore_computed_tokens_total") == 8.0
 
 

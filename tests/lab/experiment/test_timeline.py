@@ -32,8 +32,8 @@ def test_tiers_are_read_from_what_a_server_counts() -> None:
 
 
 def test_storage_bytes_are_the_stores_own_count_and_else_sglangs_tokens() -> None:
-    ours = "kvtier:bytes_read_total 300\nkvtier:bytes_written_total 900\n"
-    before = Metrics.parse("kvtier:bytes_read_total 100\nkvtier:bytes_written_total 900\n")
+    ours = "kvtier:read_bytes_total 300\nkvtier:written_bytes_total 900\n"
+    before = Metrics.parse("kvtier:read_bytes_total 100\nkvtier:written_bytes_total 900\n")
     assert moved(Metrics.parse(ours), before) == {"read_bytes": 200.0, "written_bytes": 0.0}
     file = (
         "sglang:prefetched_tokens_total 40\nsglang:backuped_tokens_total 70\n"

@@ -231,7 +231,7 @@ class _Play:
         share = watch.stop()
         if base.moved:  # what it writes now is not to meet the next one's loads
             await settled(client)
-        read = grown(before, await client.metrics(), "kvtier:remote_bytes_read_total")
+        read = grown(before, await client.metrics(), "kvtier:remote_read_bytes_total")
         made = replace(
             base,
             foreign_cores=share.foreign_cores,

@@ -93,7 +93,7 @@ class Batches:
         return list(await asyncio.gather(*tasks))
 
     def _counted(self, before: Metrics, after: Metrics) -> dict[str, Any]:
-        read = grown(before, after, "kvtier:bytes_read_total")
+        read = grown(before, after, "kvtier:read_bytes_total")
         first = _answers(before)
         answers = {name: n - first.get(name, 0.0) for name, n in _answers(after).items()}
         return {

@@ -302,7 +302,7 @@ class Trials:
         after = await self._stored(pages, before)
         # Over the store's whole life: all its pages have one size, and those of this prompt may
         # have been there before.
-        nbytes = (after.total("kvtier:bytes_written_total") or 0.0) / max(
+        nbytes = (after.total("kvtier:written_bytes_total") or 0.0) / max(
             after.total("kvtier:pages_written_total") or 0.0, 1.0
         )
         trial = outcome(Trial(model, len(ids) - page, "prime", COMPUTE, 0, 0.0), done, len(ids))
