@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from sgl_kvtier.lab.experiment.arms import ORACLE, Setup, oracle
-from sgl_kvtier.lab.experiment.hindsight.answers import answers_of
-from sgl_kvtier.lab.experiment.hindsight.bounds import bound_of, requests_of
-from sgl_kvtier.lab.experiment.hindsight.offers import declined_of
+from sgl_kvtier.lab.experiment.hindsight import answers_of, bound_of, declined_of, requests_of
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, load, undisturbed_tokens
 from sgl_kvtier.lab.experiment.measures import Round, sample_rows
 from sgl_kvtier.lab.outside.client import Completion

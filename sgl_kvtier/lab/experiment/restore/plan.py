@@ -44,7 +44,6 @@ class RestoreOptions(Options):
     decoders: int | None = None
     foreign: float | None = None
     models: Sequence[str] | None = None
-    strict: bool = False
     decision_log: Path | None = None
     admin_key: str | None = None
     pid: int | None = None

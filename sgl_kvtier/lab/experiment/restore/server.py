@@ -19,7 +19,7 @@ from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions
 from sgl_kvtier.lab.experiment.rounds import START_S
 from sgl_kvtier.lab.outside.lab_model import write_named
 from sgl_kvtier.lab.outside.model_shapes import UNWEIGHTED, check_heads, is_ours, kv_bytes
-from sgl_kvtier.lab.outside.server import Launch, Server
+from sgl_kvtier.lab.outside.server import Server
 from sgl_kvtier.lab.paced import launching
 from sgl_kvtier.lab.paced.launching import LOG, Paced, is_paced
 from sgl_kvtier.launch import host_of
@@ -81,7 +81,6 @@ def started(
     if pace_log is not None:
         pace_log.unlink(missing_ok=True)
     launch = prepare(OURS, setup, folder)
-    launch = Launch(launch.arguments, {**launch.env, **(STRICT if args.strict else {})})
     with Server(f"{model} on kvtier", launch, folder) as server:
         server.wait_until_healthy(START_S)
         shown = ["***" if word == key else word for word in server.command]

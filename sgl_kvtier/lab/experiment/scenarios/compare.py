@@ -48,8 +48,7 @@ from sgl_kvtier.lab.experiment.comparison import (
     paced_notes,
 )
 from sgl_kvtier.lab.experiment.frame import check, work_folder
-from sgl_kvtier.lab.experiment.hindsight.bounds import bound_of, requests_of
-from sgl_kvtier.lab.experiment.hindsight.offers import declined_of
+from sgl_kvtier.lab.experiment.hindsight import answers_of, bound_of, declined_of, requests_of
 from sgl_kvtier.lab.experiment.load import (
     Load,
     LoadOptions,
@@ -57,7 +56,7 @@ from sgl_kvtier.lab.experiment.load import (
     load,
     undisturbed_tokens,
 )
-from sgl_kvtier.lab.experiment.measures import Reference, arm_figures, ratios, sample_rows
+from sgl_kvtier.lab.experiment.measures import arm_figures, ratios, sample_rows
 from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog
 from sgl_kvtier.lab.experiment.timeline import timelines, watch_first
@@ -379,7 +378,7 @@ def about(setup: Setup, chosen: Load, replaying: ReplayOptions) -> dict[str, Any
 def results(chosen: Load, replaying: ReplayOptions, cell: Cell) -> dict[str, Any]:
     """The result of the rounds, schema kvtier.compare/1 (docs/manual/json.md)."""
     plan, outcome, setup = cell.plan, cell.outcome, cell.plan.setup
-    computed = None if setup.paced is None else _computed(chosen, replaying)
+    computed = None if setup.paced is None else answers_of(chosen, replaying)
     rows = sample_rows(outcome.rounds, computed)
     asked = {} if setup.paced is None else requests_of(chosen, replaying, setup.page_size)
     figures = {
@@ -411,13 +410,6 @@ def settings_of(
     """The settings of a result."""
     servers = {**asdict(setup), "host_tokens": setup.host_tokens}
     return {**servers, **asdict(replaying), "commands": commands}
-
-
-def _computed(chosen: Load, options: ReplayOptions) -> Reference | None:
-    """What a paced device has to answer. Imports torch, which only this end of a run needs."""
-    from sgl_kvtier.lab.experiment.hindsight.answers import answers_of
-
-    return answers_of(chosen, options)
 
 
 def replay_notes(options: ReplayOptions) -> list[str]:

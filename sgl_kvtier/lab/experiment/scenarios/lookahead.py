@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.arguments import not_negative, positive
+from sgl_kvtier.arguments import positive
 from sgl_kvtier.lab.experiment.argtypes import (
     RUN,
     SERVER,
@@ -98,7 +98,6 @@ class LookaheadOptions(Options):
     gaps: Sequence[float] | None = None
     lookahead: Sequence[int] = (AUTO,)
     restore: str | None = None
-    read_gbps: float | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,12 +140,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--restore",
         choices=("auto", "both", "load"),
         help="policy.restore of the kvtier arms (default auto on one CPU rank, else both)",
-    )
-    servers.add_argument(
-        "--read-gbps",
-        type=not_negative,
-        metavar="X",
-        help="storage of the kvtier arms no faster than X gigabits per second",
     )
     add_load_arguments(parser, _CPU, {"on a GPU": _GPU, "with --quick": _QUICK})
     replaying = parser.add_argument_group("replay")
@@ -260,16 +253,11 @@ def _place(oversubscription: float, gap_s: float, arm: str) -> str:
 def _setup(args: LookaheadOptions, model: str, chosen: Load) -> Setup:
     shape = shape_of(args)
     cpu = shape.device == "cpu"
-    setup = setup_of(
+    return setup_of(
         args,
         shape,
         model,
         context_tokens=chosen.longest_tokens + 2 * shape.page if cpu else None,
         max_running=8 if cpu else None,
         **thresholds(chosen, shape.page),
-    )
-    if not args.read_gbps:
-        return setup
-    return replace(
-        setup, sections={**setup.sections, "lab": {"throttle": {"read_gbps": args.read_gbps}}}
     )

@@ -111,18 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"servers, of {there} (default {','.join(default.arms)})",
     )
-    for name, about in (
-        ("requests", "requests at a time"),
-        ("prompt-tokens", "of each, all new"),
-        ("output-tokens", "of each"),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            type=positive,
-            default=getattr(default, name.replace("-", "_")),
-            metavar="N",
-            help=f"{about} (default %(default)s)",
-        )
+    parser.add_argument(
+        "--output-tokens",
+        type=positive,
+        default=default.output_tokens,
+        metavar="N",
+        help="of each request (default %(default)s)",
+    )
 
 
 def run(given: argparse.Namespace) -> int:

@@ -405,7 +405,7 @@ def about(args: RestoreOptions) -> dict[str, Any]:
         "threads": args.threads,
         "page_size": shape.page,
         "chunk": shape.chunk,
-        "strict": args.strict,
+        "strict": False,  # was an option; logs from then go on, and results keep the field
         "server_args": args.server_arg,
         **(mix if args.at_once else {}),
         **({"hole": args.hole} if args.hole else {}),

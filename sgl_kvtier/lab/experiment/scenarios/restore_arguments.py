@@ -138,11 +138,6 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
         f"({', '.join(UNWEIGHTED)}), folders or names (default lab-mha on a CPU, else lab-gpu-1b; a paced device brings its own)",
     )
     server.add_argument(
-        "--strict",
-        action="store_true",
-        help="with SGLang's own memory checks in every step; slower",
-    )
-    server.add_argument(
         "--decision-log",
         type=Path,
         metavar="FILE",

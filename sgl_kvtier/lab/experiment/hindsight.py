@@ -1,15 +1,21 @@
-"""The bound of an arm's rounds: the least time for the requests that were sent, in their order."""
+"""What could have been, beside what was measured: the bound of an arm's rounds (the least time for
+the requests that were sent, in their order), whether offers were declined rightly, and what a paced
+device answers where nothing is wrong.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.lab.experiment.arms import Setup
 from sgl_kvtier.lab.experiment.load import Load
-from sgl_kvtier.lab.experiment.measures import Round
+from sgl_kvtier.lab.experiment.measures import Reference, Round
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.paced.bound import Asked, Machine, bound
+from sgl_kvtier.lab.pages.timeline import whole_lines
+from sgl_kvtier.lab.sim.declined import by_reason, declined
 from sgl_kvtier.lab.workload.encoder import PromptTokens, output_tokens
 from sgl_kvtier.lab.workload.session import Context
 
@@ -54,6 +60,35 @@ def bound_of(
     each = [bound(_order(one, requests), machine) for one in mine]
     each = [{**found, "wall_s": one.wall_s} for found, one in zip(each, mine, strict=True)]
     return {"bound": {name: _mean([one[name] for one in each]) for name in each[0]}}
+
+
+def declined_of(log: Path, setup: Setup) -> dict[str, Any]:
+    """Under `declined`: `by_reason` of a server's log, without dilation. Nothing where no log was
+    asked for or written. Raises TraceError on a damaged one.
+    """
+    if not setup.decisions or not log.exists():
+        return {}
+    with log.open(encoding="utf-8") as lines:
+        return {"declined": by_reason(declined(whole_lines(lines)), setup.dilation)}
+
+
+def answers_of(load: Load, options: ReplayOptions) -> Reference | None:
+    """Every request's answer by session and turn. None where prompts follow from a server's
+    answers, or where answers are text.
+    """
+    # Imports torch, which only this end of a run needs.
+    from sgl_kvtier.lab.paced.signatures import answer_of
+
+    if options.feedback != "recorded" or options.route != "generate":
+        return None
+    found: Reference = {}
+    for session in load.sessions:
+        tokens = PromptTokens(load.encoder)
+        for turn, (call, prompt) in enumerate(Context(session).calls(), 1):
+            tokens.show(prompt)
+            count = output_tokens(call, load.encoder, options.most_output_tokens)
+            found[session.session_id, turn] = answer_of(tokens.ids, count)
+    return found
 
 
 def _order(one: Round, requests: Requests) -> list[Asked]:

@@ -1,1 +1,0 @@
-"""What could have been, beside what was measured."""
