@@ -215,6 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed, unknown = parser.parse_known_args(own)
         if unknown and (not hasattr(parsed, "extra") or not unknown[0].startswith("-")):
             parser.error(_why_unknown(name, unknown))
+        model = getattr(parsed, "model", None)
+        if unknown and model in own and own.index(model) > own.index(unknown[0]):
+            parser.error(f"name the model before {unknown[0]}, or put that behind --")
         if unknown:
             print(f"kvtier {name}: passed to SGLang: {' '.join(unknown)}", file=sys.stderr)
             extra = [*unknown, *extra]

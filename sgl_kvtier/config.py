@@ -404,8 +404,14 @@ def _with_capacity(store: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(path, str) or not path:
         raise ConfigError(f"store.capacity_bytes = {shown(given)} is of the disk of store.path")
     place = Path(_parse_value(_PATH, "store.path", path))
-    there = next(folder for folder in (place, *place.parents) if folder.exists())
-    disk = os.statvfs(there)
+    try:
+        there = next(folder for folder in (place, *place.parents) if os.path.lexists(folder))
+        disk = os.statvfs(f"{there}{os.sep}")
+    except OSError as error:
+        raise ConfigError(
+            f"store.capacity_bytes = {shown(given)}: the disk of {shown(path)} cannot be looked "
+            f"at: {error.strerror}. Give a size instead"
+        ) from error
     return {**store, "capacity_bytes": int(disk.f_blocks * disk.f_frsize * share / 100)}
 
 

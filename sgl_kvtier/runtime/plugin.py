@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.launch import GPU_PAGE
+from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.settings import BACKEND
 from sgl_kvtier.runtime.sglang import hooks
 from sgl_kvtier.runtime.sglang.hooks import Where
@@ -66,7 +67,7 @@ def widen_command_line(
 ) -> None:
     """After SGLang declared its options: our name is among the choices of
     --hicache-storage-backend, and turns the hierarchical cache on as well. With `KVTIER=1` in the
-    environment a server that names no backend has ours.
+    environment a server that names no backend has ours, where it can have the hierarchical cache.
     """
     del result, args, kwargs
     for action in parser._actions:
@@ -76,23 +77,27 @@ def widen_command_line(
             and BACKEND not in action.choices
         ):
             action.choices = [*action.choices, BACKEND]
-            action.__class__ = _with_hierarchical_cache(type(action))
-    if os.environ.get("KVTIER", "") not in ("", "0"):
-        parser.set_defaults(hicache_storage_backend=BACKEND, enable_hierarchical_cache=True)
+            parser.parse_known_args = _with_cache(parser.parse_known_args)  # type: ignore[method-assign]
 
 
-def _with_hierarchical_cache(kind: type[argparse.Action]) -> type[argparse.Action]:
-    """Such an action that also enables the hierarchical cache where our backend is named."""
+def _with_cache(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """`parse_known_args` of SGLang's parser, whose result also has what our backend needs."""
 
-    class WithHierarchicalCache(kind):  # type: ignore[valid-type, misc]
-        def __call__(
-            self, parser: Any, namespace: Any, values: Any, option_string: Any = None
-        ) -> None:
-            super().__call__(parser, namespace, values, option_string)
-            if values == BACKEND:
-                namespace.enable_hierarchical_cache = True
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        found, rest = parse(*args, **kwargs)
+        if settings.wanted_by_environment() and found.hicache_storage_backend is None:
+            if found.disable_radix_cache or found.disaggregation_mode != "null":
+                logger.warning(
+                    "kvtier: KVTIER has no effect with --disable-radix-cache or "
+                    "--disaggregation-mode"
+                )
+            else:
+                found.hicache_storage_backend = BACKEND
+        if found.hicache_storage_backend == BACKEND:
+            found.enable_hierarchical_cache = True
+        return found, rest
 
-    return WithHierarchicalCache
+    return parse_known_args
 
 
 def check_arguments(result: None, server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +108,6 @@ def check_arguments(result: None, server_args: Any, *args: Any, **kwargs: Any) -
     del result, args, kwargs
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
-    from sgl_kvtier.runtime import settings
     from sgl_kvtier.runtime.sglang import features, page_hash
 
     view = resolving_view(server_args)
@@ -130,7 +134,6 @@ def choose_page_size(
     restored, where one token was chosen.
     """
     del args, kwargs
-    from sgl_kvtier.runtime import settings
 
     if result.get("page_size") != 1 or not settings.wants_larger_pages(view):
         return None

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 BACKEND = "kvtier"
 """The name in --hicache-storage-backend."""
 
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 PATH_VARIABLE = "KVTIER_STORE_PATH"
 CAPACITY_VARIABLE = "KVTIER_CAPACITY"
 """Variables of the environment for `store.path` and `store.capacity_bytes` where no setting says
@@ -68,10 +69,22 @@ def store_of_environment() -> dict[str, str]:
     """Where pages go and how many unless the settings say so: as the environment says, else in this
     user's cache folder.
     """
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    if not caches.startswith("/"):  # as its specification has it
+        caches = "~/.cache"
     found = {"path": os.environ.get(PATH_VARIABLE) or f"{caches}/kvtier/pages"}
     capacity = os.environ.get(CAPACITY_VARIABLE)
     return found | ({"capacity_bytes": capacity} if capacity else {})
+
+
+def wanted_by_environment() -> bool:
+    """Whether `KVTIER` turns this backend on. Raises ConfigError for a value that is neither."""
+    value = os.environ.get("KVTIER", "").strip().lower()
+    if value not in ("", *_ON, *_OFF):
+        raise ConfigError(
+            f"KVTIER = {shown(value)}: 1 turns the kvtier backend on, 0 leaves it off"
+        )
+    return value in _ON
 
 
 def where_pages_go(args: Any) -> str:

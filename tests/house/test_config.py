@@ -343,3 +343,10 @@ def test_a_capacity_may_be_a_share_of_the_disk(tmp_path):
     store = config.parse_config({"store": {"path": path, "capacity_bytes": "12.5%"}}).store
     assert store.capacity_bytes == disk.f_blocks * disk.f_frsize // 8
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_share_of_a_disk_that_cannot_be_looked_at_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    path = str(tmp_path / "file" / "store")
+    with pytest.raises(ConfigError, match="cannot be looked at"):
+        config.parse_config({"store": {"path": path, "capacity_bytes": "80%"}})

@@ -158,7 +158,7 @@ FIELDS = st.sampled_from(
 )
 def test_no_payload_raises(kind: str, payload: dict[str, Any]) -> None:
     read(action(kind, payload))
-    carry_out(known_sessions(), envelope(action(kind, payload)), "a", ARRIVAL, 1.0)
+    carry_out(known_sessions(), envelope(action(kind, payload)), "a", ARRIVAL, 1.0, others=True)
 
 
 # --- their effect
@@ -175,8 +175,11 @@ def known_sessions() -> Planner:
     return planner
 
 
-def results(planner: Planner, *actions: Any, when: str = COMPLETION) -> list[str]:
-    return [result_of(x) for x in carry_out(planner, envelope(*actions), "a", when, 2.0)]
+def results(
+    planner: Planner, *actions: Any, when: str = COMPLETION, others: bool = True
+) -> list[str]:
+    answers = carry_out(planner, envelope(*actions), "a", when, 2.0, others=others)
+    return [result_of(answer) for answer in answers]
 
 
 def test_actions_reach_their_own_session_a_named_one_and_those_with_a_block() -> None:
@@ -189,6 +192,16 @@ def test_actions_reach_their_own_session_a_named_one_and_those_with_a_block() ->
     assert results(planner, action("kv.evict", {"block_hashes": ["ff" * 32]})) == ["refused"]
     much = {"priority": 100, "ttl_seconds": 1e9}
     assert results(planner, action("kv.retain", much)) == ["clipped"]
+
+
+def test_where_an_admin_key_keeps_sessions_apart_actions_are_on_their_own_alone() -> None:
+    planner = known_sessions()
+    own = action("kv.evict")
+    foreign = [
+        action("kv.evict", {"session_id": "b"}),
+        action("kv.evict", {"block_hashes": BLOCKS}),
+    ]
+    assert results(planner, own, *foreign, others=False) == ["accepted", "refused", "refused"]
 
 
 def test_an_action_is_carried_out_at_its_time_and_refusals_are_told_once() -> None:
@@ -220,7 +233,10 @@ def test_ranks_with_the_same_facts_take_the_same_actions_alike() -> None:
     ]
     ranks = [known_sessions(), known_sessions()]
     told = [
-        [carry_out(rank, one, "a", COMPLETION, 2.0 + n) for n, one in enumerate(envelopes)]
+        [
+            carry_out(rank, one, "a", COMPLETION, 2.0 + n, others=True)
+            for n, one in enumerate(envelopes)
+        ]
         for rank in ranks
     ]
     assert told[0] == told[1]

@@ -4,6 +4,7 @@ line says.
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.mem_cache.hicache_storage import PoolName, SidecarPoolSpec
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.platforms import current_platform
+from sglang.srt.server_args import ServerArgs
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
@@ -292,12 +294,36 @@ def test_one_line_turns_the_tier_on_and_the_log_says_where_pages_go(
     assert f"are stored in {wanted[0]}, at most" in caplog.text
 
 
-@pytest.mark.parametrize("value", ["", "0"])
-def test_without_it_a_server_is_sglangs_own(value, monkeypatch):
+@pytest.mark.parametrize(
+    ("value", "flags"),
+    [
+        ("", ""),
+        ("0", ""),
+        ("off", ""),
+        ("1", "--hicache-storage-backend file"),
+        ("1", "--disable-radix-cache"),
+        ("1", "--disaggregation-mode prefill"),
+    ],
+)
+def test_without_it_or_beside_another_choice_a_server_is_sglangs_own(value, flags, monkeypatch):
     monkeypatch.setenv("KVTIER", value)
-    with launching() as launched:
-        args = launched()
-    assert not settings.uses_backend(args) and not args.enable_hierarchical_cache
+    parser = argparse.ArgumentParser()
+    with launching():
+        ServerArgs.add_cli_args(parser)
+        args = parser.parse_args(["--model-path", "m", *flags.split()])
+    assert args.hicache_storage_backend == ("file" if "file" in flags else None)
+    assert not args.enable_hierarchical_cache
+
+
+def test_a_value_that_is_neither_on_nor_off_is_refused(monkeypatch):
+    monkeypatch.setenv("KVTIER", "maybe")
+    with pytest.raises(ConfigError, match='KVTIER = "maybe"'):
+        settings.wanted_by_environment()
+
+
+def test_a_relative_cache_folder_of_the_environment_is_ignored(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert settings.store_of_environment()["path"] == "~/.cache/kvtier/pages"
 
 
 def test_settings_go_before_variables(monkeypatch):

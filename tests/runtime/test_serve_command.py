@@ -70,8 +70,20 @@ def test_modes_are_settings_and_other_flags_are_sglangs(
     policy = {"restore": "load", "prefetch": "off", "eviction": "lru"}
     assert given == {"store": {"path": "/mnt/kv"}, "policy": policy}
     assert command[-6:] == ["--tp", "2", "--dtype", "half", "--port", "30000"]
-    with pytest.raises(SystemExit):
-        cli.main(["serve", "m", "other", "--print"])
+    for wrong in (["m", "other"], ["--tp", "2", "m"]):
+        with pytest.raises(SystemExit):
+            cli.main(["serve", *wrong, "--print"])
+    assert "name the model before --tp" in capsys.readouterr().err
+
+
+def test_a_capacity_may_be_a_share_of_the_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--store", str(tmp_path / "pages"), "--capacity", "80%", "--device", "cuda")
+    command = shlex.split(printed(capsys, *words).splitlines()[-1])
+    given = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
+    assert given["store"]["capacity_bytes"] == "80%"
+    assert from_extra_config(given).store.capacity_bytes > 1 << 20
 
 
 def test_a_capacity_beside_a_file_that_has_its_own_is_refused(

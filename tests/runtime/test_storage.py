@@ -622,15 +622,16 @@ def test_a_rank_reads_back_its_own_share_of_a_pool_beside_replicated_latents(mak
 
 
 @pytest.mark.parametrize(
-    ("nodes", "latents", "through"), [(1, True, True), (2, True, False), (1, False, False)]
+    ("nodes", "stages", "latents", "through"),
+    [(1, 1, True, True), (2, 1, True, False), (2, 2, True, True), (1, 1, False, False)],
 )
 def test_ranks_of_a_host_with_the_same_pages_read_them_through_the_page_cache(
-    make, monkeypatch, tmp_path, nodes, latents, through
+    make, monkeypatch, tmp_path, nodes, stages, latents, through
 ):
     args = server_args(nnodes=nodes)
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
     pool = latent_host_pool(latent_pool(2)) if latents else host_pool("page_first")
-    store = make(pool, is_mla_model=latents, tp_size=2, tp_rank=0).local_store
+    store = make(pool, is_mla_model=latents, tp_size=2, tp_rank=0, pp_size=stages).local_store
     usual = probe_direct_io(Env(), str(tmp_path), "auto")
     assert store.direct_io == (bool(usual.flags) and not through)
 

@@ -178,7 +178,8 @@ class KVTierStorage(HiCacheStorage):
         replicated = self._is_replicated(KV)
         rank = share.folder(replicated=replicated)
         config = self.config.store
-        if replicated and c.tp_size > get_server_args().nnodes and config.direct_io == "auto":
+        here = c.tp_size * c.pp_size // max(1, get_server_args().nnodes)
+        if replicated and min(c.tp_size, here) > 1 and config.direct_io == "auto":
             # The TP ranks of a host read the same pages at the same time: through the page cache
             # each comes from the disk once.
             config = replace(config, direct_io="off")

@@ -43,6 +43,10 @@ _STEPS: Final = 3
 priority from 0 to 100, which is 50 where none is said.
 """
 _UNSAID: Final = 2
+_FOREIGN: Final = (
+    "this server has an admin key, so a request's kv_hints are on its own session alone: send POST "
+    "/kvtier/hint with the key"
+)
 _HASH: Final = re.compile(r"[0-9a-fA-F]{64}")
 _VERSION: Final = re.compile(r"1(\.\d{1,4})?")
 
@@ -84,10 +88,12 @@ def read(action: Any) -> Action | Refused | None:
 
 
 def carry_out(
-    planner: Consulted, envelope: Any, own: str, when: str, now: float
+    planner: Consulted, envelope: Any, own: str, when: str, now: float, *, others: bool
 ) -> list[HintAnswer]:
     """Carries out the actions of an envelope that are due `when` its request, of the session `own`,
     has arrived or ended, and returns the effect of each. Refusals are told when it arrives.
+    `others`: whether the actions may be on other sessions than its own; not where an admin key
+    keeps these from clients.
     """
     answers = []
     for action in envelope.actions[:MOST_ACTIONS]:
@@ -95,7 +101,12 @@ def carry_out(
         if isinstance(found, Refused):
             answers += [HintAnswer(False, found.why)] if when == ARRIVAL else []
         elif found is not None and found.at == when:
-            answers.append(_carried_out(planner, found, own, now))
+            foreign = found.session is not None or bool(found.pages)
+            answers.append(
+                HintAnswer(False, _FOREIGN)
+                if foreign and not others
+                else _carried_out(planner, found, own, now)
+            )
     left_out = len(envelope.actions) - MOST_ACTIONS
     if left_out > 0 and when == ARRIVAL:
         answers.append(HintAnswer(False, f"{left_out} actions more than {MOST_ACTIONS}"))

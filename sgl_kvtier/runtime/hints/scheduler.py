@@ -35,11 +35,20 @@ def get_internal_state(
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
     if text.startswith(requests.MARK):
-        found = requests.known(controller.scheduler, text[len(requests.MARK) :])
+        found = _known(controller.scheduler, text[len(requests.MARK) :])
         return GetInternalStateReqOutput(internal_state={requests.ANSWER: found})
     answer = take(controller.scheduler, unpack(text))
     count(controller.scheduler, answer["result"])
     return GetInternalStateReqOutput(internal_state={ANSWER: answer})
+
+
+def _known(scheduler: Any, rid: str) -> dict[str, Any]:
+    """What is known of requests. A question of a developer's ends no server."""
+    try:
+        return requests.known(scheduler, rid)
+    except Exception:
+        logger.exception("kvtier: what is known of requests cannot be said")
+        return {"requests": [], "omitted": 0}
 
 
 def take(scheduler: Any, sent: Sent) -> dict[str, Any]:

@@ -35,6 +35,11 @@ _LOOKAHEAD = {
 }
 
 
+def _capacity(text: str) -> int | str:
+    """A size, or a share of the disk, which the settings check."""
+    return text if text.endswith("%") else size(text)
+
+
 def _choices(name: str) -> tuple[str, ...]:
     """What a setting of the policy may be."""
     (found,) = (f for f in fields(PolicyConfig) if f.name == name)
@@ -57,9 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--capacity",
-        type=size,
+        type=_capacity,
         metavar="SIZE",
-        help=f"most bytes in it (default ${CAPACITY_VARIABLE}, or 64GiB)",
+        help=f"most bytes in it, or a share of its disk such as 80%% (default "
+        f"${CAPACITY_VARIABLE}, or 64GiB)",
     )
     parser.add_argument(
         "--restore",
