@@ -55,7 +55,10 @@ def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
     given = {k: v for k, v in (extra_config or {}).items() if k not in _HOST_ADDED}
     store = given.get("store")
     if store is None or isinstance(store, dict):
-        given["store"] = {**store_of_environment(), **(store or {})}
+        said = dict(store or {})
+        if said.get("path") in ("", None):
+            said.pop("path", None)
+        given["store"] = {**store_of_environment(), **said}
     config = parse_config(given)
     path = given["store"]["path"]
     if not path.startswith(("/", "~")):

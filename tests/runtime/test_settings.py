@@ -36,8 +36,6 @@ def test_good_settings_pass_with_sglangs_own_keys_among_them():
             r"store\.io_threads = 0: must be a whole number from 1 to 256",
         ),
         ('{"stroe": {}}', r"unknown setting stroe\. Did you mean store\?"),
-        ("{}", r"store\.path is not set"),
-        (None, r"store\.path is not set"),
         ("{", "Give JSON text"),
         ("[1]", "Give JSON text of an object"),
         ("7", "Give JSON text of an object"),
@@ -85,12 +83,19 @@ def test_what_an_engine_is_given_as_objects_is_checked_like_a_file(key):
     for kind, value in HOSTILE.items():
         given = {"store": {"path": "p"}} | file_with(key, value)
         given["store"].setdefault("path", "p")
-        if allowed(SETTINGS[key], value) and key != "store.path":
+        if allowed(SETTINGS[key], value):
             settings.from_extra_config(given)
             continue
         with pytest.raises(ConfigError, match=key.replace(".", r"\.")) as found:
             settings.from_extra_config(given)
         assert len(str(found.value)) < 800, kind
+
+
+@pytest.mark.parametrize("extra", [None, "{}", '{"store": {}}', '{"store": {"path": ""}}'])
+def test_without_a_path_pages_go_where_the_environment_says(extra, monkeypatch):
+    monkeypatch.setenv(settings.PATH_VARIABLE, "/mnt/kv")
+    found = settings.check_server(args(hicache_storage_backend_extra_config=extra))
+    assert found.store.path == "/mnt/kv"
 
 
 def test_the_backend_needs_the_hierarchical_cache():
