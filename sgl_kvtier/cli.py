@@ -63,12 +63,6 @@ COMMANDS = {
         "kvtier compare remote --quick\n  kvtier compare remote --tokens 4096 --gbps 0,1 --json "
         "out.json --html out.html",
     ),
-    "compare sweep": Command(
-        "sgl_kvtier.lab.experiment.scenarios.sweep",
-        "compare at rising load: throughput against time to first token, for every arm",
-        "kvtier compare sweep --concurrency 1,2,4,8,16 --html out.html\n"
-        "  kvtier compare sweep --device paced:h100-llama8b --rate 0.1,0.2,0.4 --json out.json",
-    ),
     "report": Command(
         "sgl_kvtier.lab.pages.report",
         "draw the JSON result of a comparison again: tables, and a page with plots",

@@ -9,6 +9,7 @@ for servers that are started with them to measure what a rule is worth.
     Uncharged                       kvtier's, computing not made dearer by requests that wait
     DecodesCharged                  kvtier's, computing made dearer by requests that decode
     ByArrival                       kvtier's, requests computed in the order they came
+    NeverRestores, NeverHolds       every prefix left to the engine; and none waits for sessions
     ByLayers                        lower layers of a whole prefix computed, upper ones loaded
     InTurn                          one of these at a time, changed in the running server
     FixedSplit                      a share of every prefix is computed, whatever happens
@@ -93,6 +94,23 @@ class ByArrival(Rules):
     """kvtier's, with requests computed in the order they came."""
 
     overtaking = 0.0
+
+
+class NeverRestores(Rules):
+    """kvtier's, with every prefix left to the engine, which loads it: its reads are in the order of
+    the queue all the same.
+    """
+
+    def leave(self, ways: Ways) -> str | None:
+        """All are left."""
+        del ways
+        return "rule"
+
+
+class NeverHolds(NeverRestores):
+    """The same, and no request waits for a session that should return in a moment."""
+
+    holding = 0.0
 
 
 class ByLayers(Rules):

@@ -135,7 +135,7 @@ error_messages: list of strings; the first different messages
 prompt_tokens, output_tokens: integer or null; tokens of all prompts and outputs
 throughput_tokens_per_s: number or null; output tokens per second of wall time
 goodput_requests_per_s: number or null; requests per second whose first token came within
-    settings.ttft_bound_ms (kvtier compare sweep)
+    settings.ttft_bound_ms (several loads)
 equal_tokens_fraction: number or null; fraction of the answers with the tokens of the same request
     under recompute, or of what computing gives on an emulated H100; null without any to compare
 compared_requests: integer; requests of that fraction
@@ -179,7 +179,7 @@ arm: string; configuration
 round: integer; round, from 1
 session: string or integer; name or number of the session
 turn: integer; turn of the session, from 1
-concurrency, rate, oversubscription, gap_s: number; load of its cell (kvtier compare sweep, compare
+concurrency, rate, oversubscription, gap_s: number; load of its cell (kvtier compare, compare
     lookahead)
 ttft_ms, tpot_ms, e2e_ms: number or null; time to first token, per output token, to the last token
 queue_ms: number or null; time in the scheduler's queue
@@ -243,7 +243,7 @@ timeline: list of objects; the first complete round of each configuration over t
 
 SWEEP = Schema(
     "kvtier.sweep/1",
-    "kvtier compare sweep",
+    "kvtier compare --rate R,R",
     "one comparison for each value of --concurrency or --rate, on the same servers",
     f"""{_COMPARED}
 settings.ttft_bound_ms: number; TTFT within which a request counts for goodput
@@ -257,6 +257,58 @@ cells: list of objects; one for each value, in rising order
     _PARTS,
 )
 
+ABLATION = Schema(
+    "kvtier.ablation/1",
+    "kvtier compare --ablation",
+    "what each mechanism is worth: SGLang's best flags, then one mechanism after the other",
+    f"""{_COMPARED}
+compared_with: string; configuration whose tokens all are compared with
+loads: list of objects; one for each value of --concurrency or --rate
+  name: string; the load
+  concurrency: integer; sessions at a time
+  rate: number; sessions that arrive per second on average
+  tried: list of objects; SGLang's flags that were tried, a round each
+    arguments: list of strings; flags and their values
+    ttft_ms: percentiles; time to first token of all turns
+    tokens_per_s: number or null; output tokens per second of wall time
+    failure: string or null; why it could not be measured
+    best: boolean; whether sglang-best has them
+  arms.<name>: shown; figures of a configuration
+  share.<mechanism>: object; what it takes off the mean time to first token of all turns
+    ms: interval; in milliseconds
+    share: interval; as a fraction of what all mechanisms take off
+  without.<mechanism>: interval; that mean without it, over kvtier's; all: SGLang's best
+""",
+    {
+        **_PARTS,
+        "interval": """
+value: number or null; as measured
+low, high: number or null; 95 % of resampled rounds and sessions lie between
+""",
+        "shown": """
+ttft_ms, ttft_first_ms, ttft_later_ms: percentiles; time to first token of all turns, of each
+    session's first, and of the others
+e2e_ms: percentiles; time from sending a request to its last token
+gap_ms: percentiles; time from one output token to the next
+longest_wait_ms: number or null; longest time to first token
+requests, errors: integer; requests sent, and those that failed
+equal_tokens_fraction: number or null; fraction of the answers with the right tokens
+compared_requests: integer; requests of that fraction
+prompt_tokens: integer; tokens of all prompts
+computed_fraction: number or null; fraction of them that no cache served
+tokens_per_s: number or null; output tokens per second of wall time
+ssd_read_gb_per_mtok, ssd_written_gb_per_mtok: number or null; gigabytes read from and written to
+    storage per million prompt tokens
+restorations: number or null; restorations started
+pace: pace; how well the device kept pace
+rounds: list of rounds; the rounds one by one
+server_start_s: number or null; seconds until the server answered
+failure: string or null; why the configuration was given up
+skipped: string or null; why it was not tried
+""",
+    },
+)
+
 LOOKAHEAD = Schema(
     "kvtier.compare.lookahead/1",
     "kvtier compare lookahead",
@@ -266,6 +318,7 @@ settings.arms.<name>: object; what a configuration is started with
   kind, about: string; kind of server, description
   policy: object; settings of policy
   device_tokens: integer or null; size of the device pool of the oracle
+  arguments: list of strings; further arguments of SGLang
 arms.<name>: figures; figures of a configuration over all cells and rounds
 ratios.<a>/<b>: ratios; ratios of two configurations, round by round
 cells: list of objects; one for each oversubscription and pause

@@ -120,7 +120,7 @@ def test_the_comparison_notices_keys_types_and_names():
 
 def test_the_command_lists_them_and_prints_one(capsys, tmp_path):
     assert cli.main(["schema"]) == 0
-    assert "kvtier compare sweep" in capsys.readouterr().out
+    assert "kvtier compare" in capsys.readouterr().out
     assert cli.main(["schema", "kvtier.stat/1"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "kvtier.stat/1"
     assert cli.main(["schema", "--json", str(tmp_path / "list.json")]) == 0

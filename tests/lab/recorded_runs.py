@@ -47,15 +47,15 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
         *("--oversubscription", "1.2,1.5", "--rounds", "2"),
     ),
     "sweep": (
-        *("compare", "sweep", *_COMPUTED, *_SMALL, "--gap-scale", "0", "--concurrency", "1,3"),
-        *("--arms", "hicache-file,kvtier", "--servers", "together"),
+        *("compare", *_COMPUTED, *_SMALL, "--gap-scale", "0", "--concurrency", "1,3"),
+        *("--arms", "hicache-file,kvtier", "--servers", "together", "--rounds", "2"),
     ),
     "sweep-rate": (
-        *("compare", "sweep", *_COMPUTED, *_SMALL, "--gap-scale", "0", "--rate", "500,1000"),
+        *("compare", *_COMPUTED, *_SMALL, "--gap-scale", "0", "--rate", "500,1000"),
         *("--arms", "recompute,kvtier", "--servers", "together", "--rounds", "1"),
     ),
     "sweep-paced": (
-        *("compare", "sweep", *_PACED, *_SMALL, "--gap-scale", "0", "--concurrency", "1,3"),
+        *("compare", *_PACED, *_SMALL, "--gap-scale", "0", "--concurrency", "1,3"),
         *("--arms", "hicache-file,kvtier", "--servers", "together", "--rounds", "1"),
     ),
     "overhead": (

@@ -69,13 +69,14 @@ _POLICY: Mapping[str, Mapping[str, Any]] = {
 @dataclass(frozen=True)
 class Variant:
     """An arm of one comparison's own: an arm of `ARMS` with more of kvtier.json's policy section,
-    or another device pool.
+    more of SGLang's arguments, or another device pool.
     """
 
     kind: str
     about: str
     policy: Mapping[str, Any] = field(default_factory=dict)
     device_tokens: int | None = None
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,9 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
     check_dtype(setup)
     folder.mkdir(parents=True, exist_ok=True)
     variant = setup.variants.get(arm)
+    more: tuple[str, ...] = ()
     if variant is not None:
-        arm, setup = variant.kind, _varied(setup, variant)
+        arm, setup, more = variant.kind, _varied(setup, variant), variant.arguments
     flags = [*base_flags(setup)]
     env = server_env(setup)
     paced = setup.paced
@@ -178,7 +180,7 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
             env["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] = str(setup.storage_bytes)
         if arm == NIXL:
             env[peers.NIXL_FOLDER] = str(storage)
-    return Launch((*flags, *setup.extra), env)
+    return Launch((*flags, *setup.extra, *more), env)
 
 
 def missing(arm: str) -> str | None:

@@ -31,6 +31,10 @@ class Cell:
     work: Work
     about: str = ""
     outcome: Outcome = field(default_factory=Outcome)
+    choose: Callable[[Cell, RoundLog], None] | None = None
+    """Called before its first round: changes the plan after trials of its own."""
+    tried: list[dict[str, Any]] = field(default_factory=list)
+    """What those trials found."""
 
     def lost_pace(self) -> list[str]:
         """A note for every arm that a paced device could not keep the pace of."""
@@ -78,6 +82,8 @@ class Comparison:
                 if cell.about:
                     print(cell.about, file=sys.stderr)
                 try:
+                    if cell.choose is not None:
+                        cell.choose(cell, self.log)
                     Rounds(cell.plan, cell.work, cell.outcome, self.log, up).run()
                 except BenchError as error:
                     failed += 1

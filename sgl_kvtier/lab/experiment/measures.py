@@ -76,10 +76,10 @@ def reference_arm(rounds: Sequence[Round]) -> str:
     return BASELINE
 
 
-def reference_outputs(rounds: Sequence[Round]) -> Reference:
-    """The first answers of the arm of `reference_arm`, by session and turn."""
+def reference_outputs(rounds: Sequence[Round], arm: str | None = None) -> Reference:
+    """The first answers of an arm, or of that of `reference_arm`, by session and turn."""
     found: Reference = {}
-    arm = reference_arm(rounds)
+    arm = arm or reference_arm(rounds)
     for one in rounds:
         if one.arm == arm:
             for sample in _good(one.samples):

@@ -51,6 +51,9 @@ SERVER_BYTES = 7 << 29
 once).
 """
 
+PACED_SERVER_BYTES = 5 << 29
+"""The same of a server on a paced device: 2.4 GiB were measured."""
+
 START_S = 900.0
 """How long a server is waited for: a trial is long, and the machine may be busy with other things."""
 
@@ -260,7 +263,8 @@ class Rounds:
             return plan.together
         if plan.setup.host != "cpu":
             return False  # each server takes most of the accelerator's memory
-        needed = SERVER_BYTES * len([arm for arm in plan.arms if arm not in self._now.servers])
+        each = SERVER_BYTES if plan.setup.paced is None else PACED_SERVER_BYTES
+        needed = each * len([arm for arm in plan.arms if arm not in self._now.servers])
         needed += 1 << 30 if needed else 0
         return psutil.virtual_memory().available >= needed
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from sgl_kvtier.console.table import Column, format_share, format_value
 from sgl_kvtier.lab.pages import html
+from sgl_kvtier.lab.pages.ablation import ABLATION
 from sgl_kvtier.lab.pages.cells import Kind, Measure, Plot, Statement, curves, grouped, over
 from sgl_kvtier.lab.pages.compare.figures import first_token_cdf
 from sgl_kvtier.lab.pages.compare.result import ORACLE, OURS, STOCK, TIERS, skipped_arms
@@ -16,7 +17,7 @@ from sgl_kvtier.sizes import format_bytes
 _TTFT = {q: Measure(f"TTFT {q}", f"ttft_ms.{q}") for q in ("p50", "p90", "p99")}
 
 
-# compare sweep
+# compare at rising load
 
 _LOADS = {"concurrency": "at a time", "rate": "a second"}
 _SWEPT = (
@@ -540,5 +541,5 @@ BATCHES = Kind(
     _best_paper,
 )
 
-KINDS = {kind.schema: kind for kind in (SWEEP, LOOKAHEAD, REMOTE, GRID, BATCHES)}
+KINDS = {kind.schema: kind for kind in (SWEEP, LOOKAHEAD, REMOTE, GRID, BATCHES, ABLATION)}
 """By the schema of the result."""

@@ -12,7 +12,7 @@ from sgl_kvtier.lab.experiment.argtypes import load_options, replay_options
 from sgl_kvtier.lab.experiment.frame import check
 from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.scenarios import compare, lookahead, overhead, replay, restore
-from sgl_kvtier.lab.experiment.scenarios.compare import ServedOptions
+from sgl_kvtier.lab.experiment.scenarios.compare import CompareOptions
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.stress.server import command as fuzz
 
@@ -25,9 +25,9 @@ def parser_of(command) -> argparse.ArgumentParser:
     return parser
 
 
-def served(words: list[str]) -> ServedOptions:
+def served(words: list[str]) -> CompareOptions:
     """The options of a comparison."""
-    return ServedOptions.of(parser_of(compare).parse_args(words))
+    return CompareOptions.of(parser_of(compare).parse_args(words))
 
 
 def helped(command, option: str) -> str:

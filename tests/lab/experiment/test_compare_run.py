@@ -415,7 +415,7 @@ def test_without_a_card_servers_are_paced_unless_a_model_is_asked_for(
     monkeypatch.setattr(scenario, "detect_device", lambda: "cpu")
     parser = ArgumentParser()
     scenario.add_arguments(parser)
-    args = scenario.choose_device(scenario.ServedOptions.of(parser.parse_args(options)))
+    args = scenario.choose_device(scenario.CompareOptions.of(parser.parse_args(options)))
     assert (args.device, args.dilation) == (device, dilation)
     assert args.lab_model == "lab-gqa" if "--lab-model" in options else "lab-mha"
 
@@ -433,12 +433,12 @@ def test_a_result_in_a_folder_is_named_by_the_device_and_the_time(
     parser = ArgumentParser()
     scenario.add_arguments(parser)
     into = ["--device", device, "--json", "results/", "--html", "results/"]
-    args = scenario.name_outputs(scenario.ServedOptions.of(parser.parse_args(into)), "compare")
+    args = scenario.name_outputs(scenario.CompareOptions.of(parser.parse_args(into)), "compare")
     assert args.json is not None
     assert re.fullmatch(rf"{pattern}\.json", args.json)
     assert args.html == args.json.removesuffix("json") + "html"
     into = ["--device", device, "--json", "-"]
-    args = scenario.name_outputs(scenario.ServedOptions.of(parser.parse_args(into)), "compare")
+    args = scenario.name_outputs(scenario.CompareOptions.of(parser.parse_args(into)), "compare")
     assert (args.json, args.html) == ("-", None)
 
 
@@ -446,5 +446,5 @@ def test_with_a_card_servers_compute_on_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(scenario, "detect_device", lambda: "cuda")
     parser = ArgumentParser()
     scenario.add_arguments(parser)
-    args = scenario.choose_device(scenario.ServedOptions.of(parser.parse_args([])))
+    args = scenario.choose_device(scenario.CompareOptions.of(parser.parse_args([])))
     assert args.device == "cuda"

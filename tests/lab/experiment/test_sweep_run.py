@@ -1,4 +1,4 @@
-"""Whole sweeps through the command line, with fakes for servers: one comparison for each load, on
+"""Whole comparisons at rising load through the command line, with fakes for servers: one comparison for each load, on
 the same servers.
 """
 
@@ -12,10 +12,10 @@ from commands import Command, Done
 from fake_arms import ThreadServer
 
 from sgl_kvtier.lab.experiment import rounds
-from sgl_kvtier.lab.experiment.scenarios import sweep as scenario
+from sgl_kvtier.lab.experiment.scenarios import compare as scenario
 
 SMALL = [
-    *("compare", "sweep", "--device", "cpu", "--lab-model", "tiny-qwen3"),
+    *("compare", "--device", "cpu", "--lab-model", "tiny-qwen3"),
     *("--trace", "generated:swe-mini", "--turns", "2", "--divisor", "16", "--gap-scale", "0"),
     *("--servers", "together", "--arms", "hicache-file,kvtier", "--rounds", "1"),
 ]
@@ -23,7 +23,7 @@ SMALL = [
 
 @pytest.fixture
 def sweep(kvtier: Command, tmp_path: Path) -> Command:
-    """kvtier compare sweep on a small load, its files in the test's folder."""
+    """kvtier compare on a small load, its files in the test's folder."""
 
     def run(*extra: str, task: str = "") -> Done:
         return kvtier(tmp_path, *SMALL, *extra, task=task)
@@ -86,18 +86,18 @@ def test_goodput_counts_the_requests_whose_first_token_came_in_time(
     sweep: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scenario, "BOUND_MS", 60_000.0)
-    result = sweep("--concurrency", "1", "--sessions", "2").result
-    (cell,) = result["cells"]
+    result = sweep("--concurrency", "1,2", "--sessions", "2").result
+    cell = result["cells"][0]
     for arm in cell["arms"].values():
         wall_s = sum(one["wall_s"] for one in arm["rounds"])
         assert arm["goodput_requests_per_s"] == pytest.approx(arm["requests"] / wall_s)
     monkeypatch.setattr(scenario, "BOUND_MS", 0.001)
-    late = sweep("--concurrency", "1", "--sessions", "2").result
+    late = sweep("--concurrency", "1,2", "--sessions", "2").result
     assert [a["goodput_requests_per_s"] for a in late["cells"][0]["arms"].values()] == [0.0, 0.0]
 
 
 def test_as_many_sessions_are_replayed_as_are_at_a_time(sweep: Command) -> None:
-    assert sweep("--quick", "--concurrency", "7").result["workload"]["sessions"] == 7
+    assert sweep("--quick", "--concurrency", "5,7").result["workload"]["sessions"] == 7
     refused = sweep("--concurrency", "1,4", "--sessions", "3")
     assert refused.status == 1
     assert "--sessions 3: --concurrency 4 needs at least 4 sessions" in refused.err
@@ -117,12 +117,15 @@ def test_a_sweep_goes_on_from_its_log_with_a_place_for_each_cell(
     sweep: Command, started: list[str], tmp_path: Path
 ) -> None:
     log = ("--log", str(tmp_path / "log.jsonl"), "--sessions", "3")
-    first = sweep("--concurrency", "3", *log).result
-    again = sweep("--concurrency", "3", *log)
+    first = sweep("--concurrency", "2,3", *log).result
+    again = sweep("--concurrency", "2,3", *log)
     assert started == ["hicache-file", "kvtier"], "nothing is left to measure the second time"
     assert again.result["cells"] == first["cells"]
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert {json.loads(line)["round"]["place"] for line in lines[1:]} == {"concurrency 3"}
+    assert {json.loads(line)["round"]["place"] for line in lines[1:]} == {
+        "concurrency 2",
+        "concurrency 3",
+    }
 
 
 @pytest.mark.parametrize("words", [("--concurrency", "0,1"), ("--rate", "0"), ("--rate", "1,1")])

@@ -1,4 +1,7 @@
-"""`kvtier compare`: stock HiCache and kvtier side by side, as a table, JSON and one HTML page."""
+"""`kvtier compare`: stock HiCache and kvtier side by side, as a table, JSON and one HTML page. With
+several values of --concurrency or --rate it is repeated at each: what throughput costs in time to
+first token. With --ablation the configurations are the mechanisms of kvtier, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sgl_kvtier.arguments import not_negative, positive
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.ablation import (
+    ABLATION_ARMS,
+    MEASURED_ARMS,
+    choose_best,
+    load_result,
+    variants,
+)
 from sgl_kvtier.lab.experiment.argtypes import (
     PACED_SERVER,
     RUN,
     Shape,
     add_load_arguments,
     add_options,
-    add_replay_arguments,
+    add_session_arguments,
     deadline_of,
+    each_once,
     load_options,
     model_of,
     replay_options,
@@ -37,6 +48,7 @@ from sgl_kvtier.lab.experiment.arms import (
     ORACLE,
     Setup,
     check_arms,
+    check_names,
     oracle,
 )
 from sgl_kvtier.lab.experiment.comparison import (
@@ -56,18 +68,27 @@ from sgl_kvtier.lab.experiment.load import (
     load,
     undisturbed_tokens,
 )
-from sgl_kvtier.lab.experiment.measures import arm_figures, ratios, sample_rows
+from sgl_kvtier.lab.experiment.measures import (
+    arm_figures,
+    ratios,
+    reference_outputs,
+    sample_rows,
+    within_bound,
+)
 from sgl_kvtier.lab.experiment.options import Options
-from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog
+from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog, rotated
 from sgl_kvtier.lab.experiment.timeline import timelines, watch_first
 from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, Paced, is_paced, parse
+from sgl_kvtier.lab.pages.ablation import ABLATION, SAME
 from sgl_kvtier.lab.pages.compare.page import compare_page
 from sgl_kvtier.lab.pages.compare.result import SCHEMA
 from sgl_kvtier.lab.pages.compare.sentence import sentence
 from sgl_kvtier.lab.pages.compare.tables import main_tables
+from sgl_kvtier.lab.pages.kinds import SWEEP
 from sgl_kvtier.launch import detect_device, host_of
+from sgl_kvtier.outside import is_number, is_whole
 
 _QUICK_ARMS = ("recompute", "hicache-file", "kvtier")
 """A paced device does without recompute: its answers are known, and a server takes 20 s to start."""
@@ -147,9 +168,22 @@ STANDING = (
 )
 
 
+BOUND_MS = 2000.0
+"""Goodput counts requests whose first token came within it, where the load rises."""
+
+_concurrencies = each_once(
+    "whole numbers of at least 1, each once, as 1,2,4", int, lambda value: is_whole(value, 1)
+)
+_rates = each_once(
+    "numbers above 0, each once, as 0.1,0.2", float, lambda value: is_number(value, 0) and value > 0
+)
+_OF_ARM = ("requests", "errors", "equal_tokens_fraction", "pace")
+"""Figures over all loads; times of different loads have nothing in common."""
+
+
 @dataclass(frozen=True)
-class ServedOptions(Options):
-    """The options of `add_comparison`."""
+class CompareOptions(Options):
+    """The command's options."""
 
     arms: str | None = None
     device_tokens: int | None = None
@@ -157,47 +191,22 @@ class ServedOptions(Options):
     servers: str = "auto"
     decisions: bool = False
     returning: bool = False
-
-
-_Served = TypeVar("_Served", bound=ServedOptions)
+    ablation: bool = False
+    concurrencies: Sequence[int] | None = None
+    rates: Sequence[float] | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    quick = "a small load without the arm hicache: under 3 minutes"
-    rounds = (
-        f"rounds, each with every arm (default {_PACED_ROUNDS} on a paced device, where recompute has one; else 3, "
-        "or 2 with --quick)"
-    )
-    add_comparison(parser, quick, rounds)
-    parser.add_argument(
-        "--decisions",
-        action="store_true",
-        help=f"kvtier writes its planner's decisions into DIR/kvtier/{DECISIONS} of --folder; offers that it declined are "
-        "judged in hindsight",
-    )
-    paused = (
-        f"default on a paced device with --quick: {_QUICK_PAUSE_S:g}; --gap-scale 1: as recorded"
-    )
-    add_replay_arguments(parser, REPLAY, "; on a paced device all", paused)
-    parser.add_argument(
-        "--returning",
-        action="store_true",
-        help="sessions come back after a restart: before a round each session's first prompt is served and stored, and "
-        "device and host are emptied; measured from the second on (with --rate: when they come back)",
-    )
-
-
-def add_comparison(parser: argparse.ArgumentParser, quick: str, rounds: str) -> None:
-    """The options of a comparison, but for how sessions are replayed. Help texts of two of them are
-    given.
-    """
     add_options(
         parser,
         RUN,
         "quick rounds json html log minutes",
-        quick={"help": quick},
-        rounds={"help": rounds},
+        quick={"help": "a small load without the arm hicache: under 3 minutes"},
+        rounds={
+            "help": f"rounds, each with every arm (default {_PACED_ROUNDS} on a paced device, where recompute has one; else "
+            "3, or 2 with --quick)"
+        },
         json={"help": f"{RUN['json']['help']}; FOLDER/: there, named by the device and the time"},
         html={"help": f"{RUN['html']['help']}; FOLDER/: as --json"},
     )
@@ -206,6 +215,12 @@ def add_comparison(parser: argparse.ArgumentParser, quick: str, rounds: str) -> 
         metavar="A,B",
         help=f"what to compare, of {','.join((*ARMS, ORACLE))}; {ORACLE}: device memory for everything (default: all but "
         f"{','.join(arm for arm in ARMS if arm not in DEFAULT_ARMS)}, and {ORACLE} on a paced device alone; {','.join(_QUICK_ARMS)} with --quick, {BASELINE} not on a paced device)",
+    )
+    parser.add_argument(
+        "--ablation",
+        action="store_true",
+        help="what each mechanism is worth: SGLang with the best of its flags, which are tried first, then kvtier's "
+        f"mechanisms one after the other; --arms: of {','.join(ABLATION_ARMS)}. Outputs are as long as recorded",
     )
     servers = parser.add_argument_group("servers")
     add_options(servers, PACED_SERVER, "", **_SERVER_HELP)
@@ -227,6 +242,12 @@ def add_comparison(parser: argparse.ArgumentParser, quick: str, rounds: str) -> 
         default="auto",
         help="all up at once and flushed between rounds, or a fresh one per arm and round",
     )
+    servers.add_argument(
+        "--decisions",
+        action="store_true",
+        help=f"kvtier writes its planner's decisions into DIR/kvtier/{DECISIONS} of --folder; offers that it declined are "
+        "judged in hindsight",
+    )
     others = {
         "on a GPU": _GPU,
         "with --quick": _QUICK,
@@ -234,46 +255,144 @@ def add_comparison(parser: argparse.ArgumentParser, quick: str, rounds: str) -> 
         "on a paced device with --quick": _PACED_QUICK,
     }
     add_load_arguments(parser, _CPU, others)
+    replay = parser.add_argument_group("replay")
+    how_many = replay.add_mutually_exclusive_group()
+    # No default: argparse does not take an option for given where it has its default's value.
+    how_many.add_argument(
+        "--concurrency",
+        dest="concurrencies",
+        type=_concurrencies,
+        metavar="N[,N]",
+        help=f"sessions at a time: the next begins when one ends (default {REPLAY.concurrency}; on a paced device all). "
+        "Several: a comparison at each, of as many sessions at least",
+    )
+    how_many.add_argument(
+        "--rate",
+        dest="rates",
+        type=_rates,
+        metavar="R[,R]",
+        help="open loop instead: R sessions arrive a second on average, at random times that follow from the seed. "
+        "Several: a comparison at each",
+    )
+    paused = (
+        f"default on a paced device with --quick: {_QUICK_PAUSE_S:g}; --gap-scale 1: as recorded"
+    )
+    add_session_arguments(replay, REPLAY, paused)
+    replay.add_argument(
+        "--returning",
+        action="store_true",
+        help="sessions come back after a restart: before a round each session's first prompt is served and stored, and "
+        "device and host are emptied; measured from the second on (with --rate: when they come back)",
+    )
 
 
 def run(given: argparse.Namespace) -> int:
     """Compares and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises
     KVTierError.
     """
-    args = name_outputs(choose_device(ServedOptions.of(given)), "compare")
+    args = name_outputs(choose_device(CompareOptions.of(given)), "compare")
     check(args)
+    axis, values = _loads(args)
+    if axis:
+        # one server for all loads, and so for the largest
+        args = replace(args, **{axis: values[-1]})
     arms = chosen_arms(args)
     cells: list[Cell] = []
     with work_folder(args.folder, lambda: failed(cells)) as folder:
         shape = shape_of(args)
         model = model_of(args, shape.device)
         wanted = load_options(args, load_defaults(args, shape.device))
+        if axis == "concurrency" and len(values) > 1:
+            wanted = replace(wanted, sessions=_enough_sessions(args, wanted.sessions, values[-1]))
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
         usual = replay_defaults(args, shape.device, chosen)
         replaying = replay_options(args, usual, wanted.most_output_tokens)
         replaying = replace(replaying, returning=args.returning)
         setup = make_setup(args, shape, model, chosen, replaying)
         rounds = args.rounds or _rounds(args, shape.device)
-        plan = plan_of(args, arms, setup, folder, rounds, replaying.route)
-        watch = partial(watch_first, page_tokens=setup.page_size)
-        work = Replaying(chosen, replaying, setup, folder / "requests.jsonl", watch)
-        cells.append(Cell({}, "", plan, work))
-        log = RoundLog.open(args.log, about(setup, chosen, replaying))
-        announce(chosen, "round and arm", plan, f"{rounds} rounds")
-        return (
-            Comparison(cells, log)
-            .experiment(
+        for place, value in enumerate(values):
+            one = replaying if value is None else replace(replaying, **{axis: value})
+            where = f"{axis} {value:g}" if len(values) > 1 else ""
+            plan = _plan_of(args, arms, setup, folder, rounds, one.route)
+            if where:
+                plan = replace(
+                    plan,
+                    order=partial(_begin_further_on, place),
+                    first_round=place * rounds + 1,
+                    place=partial(_place, where),
+                )
+            watch = partial(watch_first, page_tokens=setup.page_size) if not where else None
+            kept = folder / where.replace(" ", "-") / "requests.jsonl"
+            work = Replaying(chosen, one, setup, kept, watch)
+            axes = {axis: value} if where else {}
+            cell = Cell(axes, where, plan, work, where and f"{where}:")
+            cells.append(replace(cell, choose=choose_best) if args.ablation else cell)
+        shared = replaying if len(values) == 1 else replace(replaying, concurrency=None, rate=None)
+        log = RoundLog.open(args.log, about(setup, chosen, shared))
+        compared = Comparison(cells, log)
+        loads = f"{axis} {', '.join(f'{value:g}' for value in values)}; " if cells[1:] else ""
+        announce(chosen, "round and arm", cells[0].plan, f"{loads}{rounds} rounds of each")
+        common = standing(setup, chosen, replaying)
+        if args.ablation:
+            experiment = compared.experiment(
+                args,
+                ABLATION.schema,
+                results=lambda: ablation_results(compared, chosen, replaying),
+                tables=ABLATION.tables,
+                page=ABLATION.page,
+                standing=common,
+            )
+        elif len(cells) > 1:
+            settings = {**asdict(replaying), axis: values, "ttft_bound_ms": BOUND_MS}
+            experiment = compared.experiment(
+                args,
+                SWEEP.schema,
+                results=lambda: rising_results(compared, chosen, settings),
+                tables=SWEEP.tables,
+                page=SWEEP.page,
+                standing=common,
+            )
+        else:
+            experiment = compared.experiment(
                 args,
                 SCHEMA,
                 results=lambda: results(chosen, replaying, cells[0]),
                 tables=main_tables,
                 page=compare_page,
-                standing=standing(setup, chosen, replaying),
+                standing=common,
                 sentence=sentence,
                 behind=_BEHIND,
             )
-            .run()
+        return experiment.run()
+
+
+def _loads(args: CompareOptions) -> tuple[str, Sequence[Any]]:
+    """What changes from load to load, and its values in rising order; "" and None where nothing is
+    said.
+    """
+    if args.rates is not None:
+        return "rate", sorted(args.rates)
+    if args.concurrencies is not None:
+        return "concurrency", sorted(args.concurrencies)
+    return "", [None]
+
+
+def _enough_sessions(args: CompareOptions, usual: int, most: int) -> int:
+    """As many sessions as are at a time. Raises BenchError where fewer are asked for."""
+    if args.sessions is not None and args.sessions < most:
+        raise BenchError(
+            f"--sessions {args.sessions}: --concurrency {most} needs at least {most} sessions"
         )
+    return max(usual, most)
+
+
+def _begin_further_on(places: int, arms: Sequence[str], number: int) -> list[str]:
+    return rotated(arms, number + places)
+
+
+def _place(cell: str, _arm: str) -> str:
+    """Where the log keeps the rounds of a load."""
+    return cell
 
 
 def standing(setup: Setup, chosen: Load, replaying: ReplayOptions) -> list[str]:
@@ -292,16 +411,10 @@ def announce(chosen: Load, per: str, plan: Plan, what: str) -> None:
     )
 
 
-def plan_of(
-    args: ServedOptions,
-    arms: Sequence[str],
-    setup: Setup,
-    folder: Path,
-    rounds: int,
-    route: str,
-    **more: Any,
+def _plan_of(
+    args: CompareOptions, arms: Sequence[str], setup: Setup, folder: Path, rounds: int, route: str
 ) -> Plan:
-    """The plan of the rounds of one load, as the options say. `more` is what a sweep adds."""
+    """The plan of the rounds of one load, as the options say."""
     return Plan(
         arms=arms,
         setup=setup,
@@ -311,12 +424,11 @@ def plan_of(
         together={"auto": None, "together": True, "fresh": False}[args.servers],
         until=deadline_of(args),
         client=ROUTES[route],
-        **more,
     )
 
 
 def make_setup(
-    args: ServedOptions, shape: Shape, model: str, chosen: Load, replaying: ReplayOptions
+    args: CompareOptions, shape: Shape, model: str, chosen: Load, replaying: ReplayOptions
 ) -> Setup:
     """The servers' common settings. The device pool holds the longest request and about a fifth of
     all contexts.
@@ -344,7 +456,10 @@ def make_setup(
         context_tokens=tokens if cpu else None,
         max_running=max(at_once, 8) if cpu else None,
         decisions=args.decisions,
-        variants={ORACLE: oracle(undisturbed_tokens(chosen, page))},
+        variants={
+            ORACLE: oracle(undisturbed_tokens(chosen, page)),
+            **(variants() if args.ablation else {}),
+        },
         stock_reads=None if paced is None else _STOCK_READS[args.quick],
         **(thresholds(chosen, page) | _paced_sections(paced, chosen, page)),
     )
@@ -404,6 +519,74 @@ def results(chosen: Load, replaying: ReplayOptions, cell: Cell) -> dict[str, Any
     return {"summary": sentence(found)[0], **found}
 
 
+def rising_results(
+    compared: Comparison, chosen: Load, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The result of several loads, schema kvtier.sweep/1 (docs/manual/json.md)."""
+    cells, plan = compared.cells, compared.cells[0].plan
+    rows = [[{**cell.axes, **row} for row in sample_rows(cell.outcome.rounds)] for cell in cells]
+    every = [row for found in rows for row in found]
+    commands = {a: c for cell in cells for a, c in cell.outcome.commands.items()}
+    servers = {**asdict(plan.setup), "host_tokens": plan.setup.host_tokens}
+    rounds = compared.rounds()
+    arms: dict[str, Any] = {}
+    for arm in plan.arms:
+        figures = arm_figures(arm, rounds, every)
+        own = {name: figures[name] for name in _OF_ARM if name in figures}
+        arms[arm] = {**own, **over_cells(cells, arm)}
+    bound_ms = settings["ttft_bound_ms"]
+    return {
+        **device_of(plan.setup.paced),
+        "workload": chosen.to_json(),
+        "settings": {**servers, **settings, "commands": commands},
+        "rounds": plan.rounds,
+        "arms": arms,
+        "cells": [_rising(cell, found, bound_ms) for cell, found in zip(cells, rows, strict=True)],
+        "samples": every,
+    }
+
+
+def ablation_results(
+    compared: Comparison, chosen: Load, replaying: ReplayOptions
+) -> dict[str, Any]:
+    """The result of --ablation, schema kvtier.ablation/1 (docs/manual/json.md)."""
+    cells, plan = compared.cells, compared.cells[0].plan
+    paced = plan.setup.paced
+    known = plan.arms[0] if paced is None else BASELINE
+    answers = (
+        reference_outputs(compared.rounds(), known)
+        if paced is None
+        else answers_of(chosen, replaying)
+    )
+    rows = [
+        [{**cell.axes, **row} for row in sample_rows(cell.outcome.rounds, answers)]
+        for cell in cells
+    ]
+    scale = 1.0 if paced is None else paced.bytes_scale
+    commands = {a: c for cell in cells for a, c in cell.outcome.commands.items()}
+    return {
+        **device_of(paced),
+        "compared_with": known,
+        "workload": chosen.to_json(),
+        "settings": settings_of(plan.setup, replaying, commands),
+        "rounds": plan.rounds,
+        "loads": [load_result(cell, own, scale) for cell, own in zip(cells, rows, strict=True)],
+        "samples": [row for found in rows for row in found],
+    }
+
+
+def _rising(cell: Cell, rows: Sequence[dict[str, Any]], bound_ms: float) -> dict[str, Any]:
+    rounds, arms = cell.outcome.rounds, cell.plan.arms
+    figures = {
+        arm: {
+            **arm_figures(arm, rounds, rows),
+            "goodput_requests_per_s": within_bound(arm, rounds, bound_ms),
+        }
+        for arm in arms
+    }
+    return {**cell.axes, "arms": figures, "ratios": ratios(rounds, rows, arms)}
+
+
 def settings_of(
     setup: Setup, replaying: ReplayOptions, commands: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
@@ -433,7 +616,7 @@ def replay_notes(options: ReplayOptions) -> list[str]:
     ]
 
 
-def choose_device(args: _Served) -> _Served:
+def choose_device(args: CompareOptions) -> CompareOptions:
     """With the device, its dilation and the lab model, where the options do not say. Raises
     BenchError.
     """
@@ -450,7 +633,7 @@ def choose_device(args: _Served) -> _Served:
     return replace(args, device=device, dilation=dilation, lab_model=model)
 
 
-def name_outputs(args: _Served, command: str) -> _Served:
+def name_outputs(args: CompareOptions, command: str) -> CompareOptions:
     """With names of the result and the page where --json or --html say a folder: by the command, the
     device if it is a paced one, and the time.
     """
@@ -464,14 +647,17 @@ def name_outputs(args: _Served, command: str) -> _Served:
     return replace(args, json=named(args.json, "json"), html=named(args.html, "html"))
 
 
-def _rounds(args: ServedOptions, device: str) -> int:
-    if is_paced(device):
+def _rounds(args: CompareOptions, device: str) -> int:
+    if is_paced(device) or args.ablation:
         return _PACED_ROUNDS
     return 2 if args.quick else 3
 
 
-def load_defaults(args: ServedOptions, device: str) -> LoadOptions:
+def load_defaults(args: CompareOptions, device: str) -> LoadOptions:
     """Which sessions are replayed on a device where nothing else is asked for."""
+    if args.ablation:
+        usual = load_defaults(replace(args, ablation=False), device)
+        return replace(usual, most_output_tokens=None)
     if is_paced(device):
         usual = _PACED_QUICK if args.quick else _PACED
         # Of another trace, or at another scale, sessions may all be shorter.
@@ -481,7 +667,7 @@ def load_defaults(args: ServedOptions, device: str) -> LoadOptions:
     return _CPU if device == "cpu" else _GPU
 
 
-def replay_defaults(args: ServedOptions, device: str, chosen: Load) -> ReplayOptions:
+def replay_defaults(args: CompareOptions, device: str, chosen: Load) -> ReplayOptions:
     """How they are replayed where nothing else is asked for: on a paced device all at a time."""
     if not is_paced(device):
         return REPLAY
@@ -489,8 +675,13 @@ def replay_defaults(args: ServedOptions, device: str, chosen: Load) -> ReplayOpt
     return replace(REPLAY, concurrency=len(chosen.sessions), pause_s=pause_s)
 
 
-def chosen_arms(args: ServedOptions) -> list[str]:
+def chosen_arms(args: CompareOptions) -> list[str]:
     """The arms to compare, in their order. Raises BenchError."""
+    if args.ablation:
+        arms = words(args.arms) if args.arms is not None else MEASURED_ARMS
+        check_names(arms, ABLATION_ARMS)
+        asked = {SAME.get(arm, arm) for arm in arms}
+        return [arm for arm in MEASURED_ARMS if arm in asked]
     if args.arms is None:
         paced = is_paced(args.device)
         if args.quick:

@@ -1,0 +1,202 @@
+"""What each mechanism of kvtier is worth: SGLang with the best of its own flags, then kvtier's
+mechanisms one after the other, and the whole with one of them left out.
+
+SGLang's best flags are tried first, a round each: how long it waits for what it reads from storage,
+then the order of its queue, then when it writes. The fastest one by the mean time to first token of
+all turns is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.arms import OURS, WITHOUT_LOOKAHEAD, Variant
+from sgl_kvtier.lab.experiment.comparison import Cell, over_cells
+from sgl_kvtier.lab.experiment.measures import arm_figures, sample_rows
+from sgl_kvtier.lab.experiment.rounds import Outcome, RoundLog, Rounds
+from sgl_kvtier.lab.pages.ablation import BEST, CHAIN, SAME, WITHOUT, shares, without
+from sgl_kvtier.lab.pages.stats import summary
+
+_READS, _ORDER, _WRITES = (
+    "--hicache-storage-prefetch-policy",
+    "--schedule-policy",
+    "--hicache-write-policy",
+)
+_TRIED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (_READS, ("timeout", "best_effort", "wait_complete")),
+    (_ORDER, ("lpm", "hrrn")),
+    (_WRITES, ("write_back",)),
+)
+"""SGLang's flags and the values that are tried; the first flag's first value is the default. Its
+`shortest-prefill-first` ends with "Prefill out of memory" under long prompts (0.5.23).
+"""
+_STORED = "hicache-file"
+_RULES = "sgl_kvtier.lab.rules:"
+_AHEAD: Mapping[str, Any] = {"prefetch": "on", "eviction": "next-use"}
+
+ABLATION_ARMS = (*CHAIN.values(), *WITHOUT.values())
+"""The arms, in the order of results."""
+MEASURED_ARMS = tuple(arm for arm in ABLATION_ARMS if arm not in SAME)
+
+
+def variants(best: Sequence[str] = ()) -> dict[str, Variant]:
+    """The arms, where `best` are SGLang's best arguments: the verified store has them too, and the
+    reads in queue order have SGLang's order.
+    """
+    return {
+        BEST: Variant(_STORED, "SGLang's file backend with its best flags", arguments=tuple(best)),
+        "store": Variant("kvtier-off", "kvtier's store alone", arguments=tuple(best)),
+        "reads": Variant(
+            OURS,
+            "and stored prefixes are read in the order of the queue",
+            {**WITHOUT_LOOKAHEAD, "queue": "arrival", "rules": f"{_RULES}NeverRestores"},
+            arguments=_part(best, _ORDER),
+        ),
+        "queue": Variant(
+            OURS,
+            "and the queue is ordered by predicted time to first token",
+            {**WITHOUT_LOOKAHEAD, "rules": f"{_RULES}NeverHolds"},
+        ),
+        "hold": Variant(
+            OURS,
+            "and requests wait for sessions that should return in a moment",
+            {**WITHOUT_LOOKAHEAD, "rules": f"{_RULES}NeverRestores"},
+        ),
+        "restore": Variant(OURS, "and prefixes are restored from both ends", WITHOUT_LOOKAHEAD),
+        WITHOUT["restore"]: Variant(
+            OURS, "kvtier without restoration", {"restore": "off", **_AHEAD}
+        ),
+        WITHOUT["queue"]: Variant(
+            OURS, "kvtier in SGLang's order of the queue", {"queue": "arrival"}
+        ),
+    }
+
+
+def _part(arguments: Sequence[str], flag: str) -> tuple[str, ...]:
+    """The flag and its value, where it is among these arguments."""
+    place = list(arguments).index(flag) if flag in arguments else None
+    return () if place is None else tuple(arguments[place : place + 2])
+
+
+def choose_best(cell: Cell, log: RoundLog) -> None:
+    """Tries SGLang's flags with this cell's work, a round each, and has its arms take the best.
+    Raises BenchError where none could be measured.
+    """
+    if not {BEST, "store", "reads"} & set(cell.plan.arms):
+        return
+    best: tuple[str, ...] = ()
+    for flag, values in _TRIED:
+        asked = {f"sglang-{value}": (*best, flag, value) for value in values}
+        outcome = Outcome()
+        plan = replace(
+            cell.plan,
+            arms=list(asked),
+            setup=replace(
+                cell.plan.setup,
+                variants={
+                    name: Variant(_STORED, "SGLang's flags", arguments=arguments)
+                    for name, arguments in asked.items()
+                },
+            ),
+            rounds=1,
+            once=(),
+            place=partial(_place, " ".join(filter(None, (cell.name, "tried", *best)))),
+        )
+        Rounds(plan, cell.work, outcome, log).run()
+        cell.tried += [_tried(outcome, name, arguments) for name, arguments in asked.items()]
+        known = [one for one in cell.tried if one["ttft_ms"]["mean"] is not None]
+        if not known:
+            raise BenchError("none of SGLang's flags could be measured")
+        best = tuple(min(known, key=lambda one: one["ttft_ms"]["mean"])["arguments"])
+    for one in cell.tried:
+        one["best"] = tuple(one["arguments"]) == best
+    setup = cell.plan.setup
+    cell.plan = replace(
+        cell.plan, setup=replace(setup, variants={**setup.variants, **variants(best)})
+    )
+
+
+def _place(place: str, _arm: str) -> str:
+    """Where the log keeps the rounds of a trial."""
+    return place
+
+
+def _tried(outcome: Outcome, name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    rounds = [one for one in outcome.rounds if one.arm == name and one.complete]
+    figures = arm_figures(name, rounds, sample_rows(rounds))
+    return {
+        "arguments": list(arguments),
+        "ttft_ms": figures["ttft_ms"] if not figures["errors"] else summary(()),
+        "tokens_per_s": figures["throughput_tokens_per_s"],
+        "failure": outcome.failures.get(name),
+        "best": False,
+    }
+
+
+def load_result(
+    cell: Cell, rows: Sequence[Mapping[str, Any]], bytes_scale: float
+) -> dict[str, Any]:
+    """The figures of one load: a part of `loads` in schema kvtier.ablation/1. `rows` are its rows of
+    `sample_rows`.
+    """
+    rounds, arms = cell.outcome.rounds, cell.plan.arms
+    figures = {
+        arm: {
+            **_figures(arm, arm_figures(arm, rounds, rows), rows, bytes_scale),
+            **over_cells([cell], arm),
+        }
+        for arm in arms
+    }
+    for name, same in SAME.items():
+        if same in figures:
+            figures[name] = figures[same]
+    whole = [one for one in rounds if one.complete]
+    complete = {(one.arm, one.number) for one in whole}
+    known = [row for row in rows if (row["arm"], row["round"]) in complete and not row["error"]]
+    return {
+        **cell.axes,
+        "name": cell.name or "load",
+        "tried": cell.tried,
+        "arms": figures,
+        "share": shares(known, arms),
+        "without": without(known, arms),
+    }
+
+
+_KEPT = (
+    *("ttft_ms", "ttft_later_ms", "e2e_ms", "requests", "errors", "prompt_tokens"),
+    *("equal_tokens_fraction", "compared_requests", "rounds"),
+)
+
+
+def _figures(
+    arm: str, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], bytes_scale: float
+) -> dict[str, Any]:
+    good = [row for row in rows if row["arm"] == arm and row["error"] is None]
+    prompt = found["prompt_tokens"] or 0
+    cached = sum(found["cached_tokens"].values())
+    waits = [row["ttft_ms"] for row in good if row["ttft_ms"] is not None]
+
+    def per_million(name: str) -> float | None:
+        nbytes = found["bytes"][name]
+        return (
+            nbytes * bytes_scale / 1e9 / (prompt / 1e6) if prompt and nbytes is not None else None
+        )
+
+    restored = found["restore"] or {}
+    return {
+        **{name: found[name] for name in _KEPT},
+        "ttft_first_ms": summary(row["ttft_ms"] for row in good if row["turn"] == 1),
+        "gap_ms": found["token_gap_ms"],
+        "longest_wait_ms": max(waits, default=None),
+        "tokens_per_s": found["throughput_tokens_per_s"],
+        "computed_fraction": 1 - cached / prompt if prompt else None,
+        "ssd_read_gb_per_mtok": per_million("read"),
+        "ssd_written_gb_per_mtok": per_million("written"),
+        "restorations": restored.get("started"),
+        **({"pace": found["pace"]} if "pace" in found else {}),
+    }

@@ -1,0 +1,154 @@
+"""`kvtier compare --ablation`: SGLang's best flags are found first, every mechanism has an
+arm of its own, and the shares add up.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import Command
+
+from sgl_kvtier.lab.experiment import rounds
+from sgl_kvtier.lab.experiment.ablation import ABLATION_ARMS, MEASURED_ARMS, variants
+from sgl_kvtier.lab.experiment.arms import Setup, prepare
+from sgl_kvtier.lab.pages.ablation import shares, without
+from sgl_kvtier.runtime.settings import from_extra_config
+
+LOAD = [
+    *("compare", "--ablation", "--device", "cpu", "--lab-model", "tiny-qwen3"),
+    *("--trace", "generated:swe-mini", "--sessions", "2", "--turns", "2", "--divisor", "16"),
+    *("--gap-scale", "0", "--rounds", "2", "--max-output-tokens", "4"),
+]
+BEST = ("--hicache-storage-prefetch-policy", "timeout", "--schedule-policy", "lpm")
+
+
+def test_sglangs_flags_are_tried_first_and_the_best_ones_are_compared(
+    kvtier: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    prepared = rounds.prepare
+
+    def noted(arm: str, setup: Setup, folder: Path):
+        started.append(arm)
+        return prepared(arm, setup, folder)
+
+    monkeypatch.setattr(rounds, "prepare", noted)
+    done = kvtier(tmp_path, *LOAD, "--arms", "sglang-best,kvtier", "--html", str(tmp_path / "p"))
+    assert done.status == 0, done.err
+    assert started[:6] == [
+        *("sglang-timeout", "sglang-best_effort", "sglang-wait_complete"),
+        *("sglang-lpm", "sglang-hrrn", "sglang-write_back"),
+    ]
+    (load,) = done.result["loads"]
+    (best,) = [one for one in load["tried"] if one["best"]]
+    assert best["ttft_ms"]["mean"] == min(one["ttft_ms"]["mean"] for one in load["tried"])
+    command = done.result["settings"]["commands"]["sglang-best"]
+    assert all(word in command for word in best["arguments"])
+    assert list(load["arms"]) == ["sglang-best", "kvtier"]
+    for arm in load["arms"].values():
+        assert (arm["requests"], arm["errors"], arm["equal_tokens_fraction"]) == (8, 0, 1.0)
+    (gain,) = load["share"]
+    assert gain == "store + reads + queue + hold + restore + lookahead"
+    assert load["share"][gain]["share"]["value"] == 1.0
+    assert "What each mechanism is worth" in (tmp_path / "p").read_text()
+    assert "Without one mechanism" in done.out
+
+
+def test_a_load_of_several_rates_is_one_load_each_and_its_log_has_them_all(
+    kvtier: Command, tmp_path: Path
+) -> None:
+    words = (*LOAD, "--arms", "store,kvtier", "--rate", "500,1000", "--log", str(tmp_path / "log"))
+    done = kvtier(tmp_path, *words)
+    assert done.status == 0, done.err
+    assert [load["name"] for load in done.result["loads"]] == ["rate 500", "rate 1000"]
+    again = kvtier(tmp_path, *words)
+    assert again.result["loads"] == done.result["loads"]
+
+
+def test_the_arm_without_lookahead_is_measured_once(kvtier: Command, tmp_path: Path) -> None:
+    done = kvtier(tmp_path, *LOAD, "--arms", "kvtier,kvtier-without-lookahead")
+    assert done.status == 0, done.err
+    arms = done.result["loads"][0]["arms"]
+    assert list(arms) == ["restore", "kvtier", "kvtier-without-lookahead"]
+    assert arms["restore"] == arms["kvtier-without-lookahead"]
+    assert {sample["arm"] for sample in done.result["samples"]} == {"restore", "kvtier"}
+    refused = kvtier(tmp_path, *LOAD, "--arms", "hicache-file")
+    assert refused.status == 1
+    assert ", ".join(ABLATION_ARMS) in refused.err
+
+
+def test_every_arm_is_a_server_whose_settings_are_accepted(tmp_path: Path) -> None:
+    setup = Setup("model", "model", "cpu", 16, 512, variants=variants(BEST))
+    found = {}
+    for arm in MEASURED_ARMS:
+        launch = prepare(arm, setup, tmp_path / arm)
+        settings = json.loads((tmp_path / arm / "storage.json").read_text())
+        words = launch.arguments
+        flag = "--schedule-policy"
+        order = words[words.index(flag) + 1] if flag in words else None
+        if arm == "sglang-best":
+            assert words[-4:] == BEST
+            assert settings == {"prefetch_threshold": 256}
+            continue
+        policy = from_extra_config(settings).policy
+        found[arm] = (
+            policy.restore,
+            policy.rules.rpartition(":")[2],
+            policy.queue,
+            policy.prefetch,
+            policy.eviction,
+            order,
+        )
+    off = ("off", "lru")
+    assert found == {
+        "store": ("off", "", "shortest", *off, "lpm"),
+        "reads": ("auto", "NeverRestores", "arrival", *off, "lpm"),
+        "queue": ("auto", "NeverHolds", "shortest", *off, None),
+        "hold": ("auto", "NeverRestores", "shortest", *off, None),
+        "restore": ("auto", "", "shortest", *off, None),
+        "kvtier": ("auto", "", "shortest", "auto", "auto", None),
+        "kvtier-without-restore": ("off", "", "shortest", "on", "next-use", None),
+        "kvtier-without-queue": ("auto", "", "arrival", "auto", "auto", None),
+    }  # fmt: skip
+
+
+def rows(times: dict[str, list[list[float]]]) -> list[dict]:
+    """Requests: by arm, for each round the times of its sessions, in ms."""
+    return [
+        {"arm": arm, "round": number, "session": session, "ttft_ms": ms}
+        for arm, found in times.items()
+        for number, sessions in enumerate(found, 1)
+        for session, ms in enumerate(sessions)
+    ]
+
+
+def test_shares_are_those_of_the_means_and_add_up() -> None:
+    times = {
+        "sglang-best": [[1000.0, 900.0], [1100.0, 1000.0]],
+        "reads": [[600.0, 500.0], [700.0, 600.0]],
+        "kvtier": [[500.0, 500.0], [500.0, 500.0]],
+    }
+    found = shares(rows(times), list(times))
+    assert list(found) == ["store + reads", "queue + hold + restore + lookahead"]
+    first, second = found.values()
+    assert first["ms"] == {"value": 400.0, "low": 400.0, "high": 400.0}, "equal in every draw"
+    assert second["ms"]["value"] == 100.0
+    assert second["ms"]["low"] < 100.0 < second["ms"]["high"]
+    assert first["share"]["value"] + second["share"]["value"] == pytest.approx(1.0)
+    times["restore"], times["kvtier-without-restore"] = times["reads"], times["sglang-best"]
+    left = without(rows(times), list(times))
+    assert {name: one["value"] for name, one in left.items()} == {
+        "all": 2.0,
+        "restore": 2.0,
+        "lookahead": 1.2,
+    }
+
+
+def test_what_was_not_measured_has_no_share() -> None:
+    assert shares([], ["sglang-best", "kvtier"]) == {}
+    assert without(rows({"store": [[1.0]]}), ["store", "kvtier"]) == {}
+    half = rows({"store": [[2.0], [9.0]], "kvtier": [[1.0]]})
+    (gain,) = shares(half, ["store", "kvtier"]).values()
+    assert gain["ms"]["value"] == 1.0, "rounds without a partner make no pair"
