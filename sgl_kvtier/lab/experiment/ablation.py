@@ -8,9 +8,14 @@ all turns is compared.
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
@@ -18,7 +23,7 @@ from sgl_kvtier.lab.experiment.arms import OURS, WITHOUT_LOOKAHEAD, Variant
 from sgl_kvtier.lab.experiment.comparison import Cell, over_cells
 from sgl_kvtier.lab.experiment.measures import arm_figures, sample_rows
 from sgl_kvtier.lab.experiment.rounds import Outcome, RoundLog, Rounds
-from sgl_kvtier.lab.pages.ablation import BEST, CHAIN, SAME, WITHOUT, shares, without
+from sgl_kvtier.lab.pages.ablation import BEST, CHAIN, PATCHED, SAME, WITHOUT, shares, without
 from sgl_kvtier.lab.pages.stats import summary
 
 _READS, _ORDER, _WRITES = (
@@ -38,17 +43,28 @@ _STORED = "hicache-file"
 _RULES = "sgl_kvtier.lab.rules:"
 _AHEAD: Mapping[str, Any] = {"prefetch": "on", "eviction": "next-use"}
 
-ABLATION_ARMS = (*CHAIN.values(), *WITHOUT.values())
+ABLATION_ARMS = (BEST, PATCHED, *list(CHAIN.values())[1:], *WITHOUT.values())
 """The arms, in the order of results."""
 MEASURED_ARMS = tuple(arm for arm in ABLATION_ARMS if arm not in SAME)
 
+PATCH = Path(__file__).parents[3] / "patches" / "sglang-0.5.23" / "prefetch-in-queue-order.patch"
+"""Has SGLang read stored prefixes in the order of its queue. In a clone alone."""
 
-def variants(best: Sequence[str] = ()) -> dict[str, Variant]:
+
+def variants(best: Sequence[str] = (), patched: str = "") -> dict[str, Variant]:
     """The arms, where `best` are SGLang's best arguments: the verified store has them too, and the
-    reads in queue order have SGLang's order.
+    reads in queue order have SGLang's order. `patched` is the folder of a patched SGLang.
     """
     return {
         BEST: Variant(_STORED, "SGLang's file backend with its best flags", arguments=tuple(best)),
+        PATCHED: Variant(
+            _STORED,
+            "SGLang's file backend with a patch: reads in the order of the queue",
+            arguments=(*_part(best, _ORDER), *_part(best, _WRITES)),
+            env={
+                "PYTHONPATH": os.pathsep.join(filter(None, (patched, os.environ.get("PYTHONPATH"))))
+            },
+        ),
         "store": Variant("kvtier-off", "kvtier's store alone", arguments=tuple(best)),
         "reads": Variant(
             OURS,
@@ -82,11 +98,34 @@ def _part(arguments: Sequence[str], flag: str) -> tuple[str, ...]:
     return () if place is None else tuple(arguments[place : place + 2])
 
 
+def patched_sglang(folder: Path) -> Path:
+    """A folder with a copy of the installed SGLang that has the patch, made below `folder` if it is
+    not there. Raises BenchError.
+    """
+    found = find_spec("sglang")
+    assert found is not None and found.submodule_search_locations, "servers were started"
+    whole, torn = folder / "sglang-patched-source", folder / "sglang-patched-torn"
+    if not whole.exists():
+        shutil.rmtree(torn, ignore_errors=True)
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(found.submodule_search_locations[0], torn / "sglang", ignore=ignored)
+        command = ["patch", "--quiet", "-p2", "-d", str(torn), "-i", str(PATCH)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            why = getattr(error, "stdout", None) or str(error)
+            raise BenchError(f"{PATCHED}: {PATCH.name} cannot be applied: {why}") from error
+        torn.rename(whole)
+    return whole
+
+
 def choose_best(cell: Cell, log: RoundLog) -> None:
     """Tries SGLang's flags with this cell's work, a round each, and has its arms take the best.
-    Raises BenchError where none could be measured.
+    Raises BenchError where none could be measured, or the patch cannot be applied.
     """
-    if not {BEST, "store", "reads"} & set(cell.plan.arms):
+    asked_for = set(cell.plan.arms)
+    patched = str(patched_sglang(cell.plan.folder)) if PATCHED in asked_for else ""
+    if not {BEST, PATCHED, "store", "reads"} & asked_for:
         return
     best: tuple[str, ...] = ()
     for flag, values in _TRIED:
@@ -116,7 +155,7 @@ def choose_best(cell: Cell, log: RoundLog) -> None:
         one["best"] = tuple(one["arguments"]) == best
     setup = cell.plan.setup
     cell.plan = replace(
-        cell.plan, setup=replace(setup, variants={**setup.variants, **variants(best)})
+        cell.plan, setup=replace(setup, variants={**setup.variants, **variants(best, patched)})
     )
 
 

@@ -69,7 +69,7 @@ _POLICY: Mapping[str, Mapping[str, Any]] = {
 @dataclass(frozen=True)
 class Variant:
     """An arm of one comparison's own: an arm of `ARMS` with more of kvtier.json's policy section,
-    more of SGLang's arguments, or another device pool.
+    more of SGLang's arguments, variables of its own, or another device pool.
     """
 
     kind: str
@@ -77,6 +77,7 @@ class Variant:
     policy: Mapping[str, Any] = field(default_factory=dict)
     device_tokens: int | None = None
     arguments: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,12 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
     folder.mkdir(parents=True, exist_ok=True)
     variant = setup.variants.get(arm)
     more: tuple[str, ...] = ()
+    own: Mapping[str, str] = {}
     if variant is not None:
-        arm, setup, more = variant.kind, _varied(setup, variant), variant.arguments
+        arm, setup = variant.kind, _varied(setup, variant)
+        more, own = variant.arguments, variant.env
     flags = [*base_flags(setup)]
-    env = server_env(setup)
+    env = {**server_env(setup), **own}
     paced = setup.paced
     if paced is not None:
         flags += paced.flags()

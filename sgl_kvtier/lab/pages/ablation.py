@@ -17,6 +17,7 @@ from sgl_kvtier.lab.pages.compare.result import OURS, seconds
 from sgl_kvtier.lab.pages.listing import ARM, Listing, Row, arm_rows, ms, share
 
 BEST = "sglang-best"
+PATCHED = "sglang-patched"
 CHAIN: Mapping[str, str] = {
     "sglang": BEST,
     "store": "store",

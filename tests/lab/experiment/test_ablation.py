@@ -79,8 +79,11 @@ def test_the_arm_without_lookahead_is_measured_once(kvtier: Command, tmp_path: P
     assert ", ".join(ABLATION_ARMS) in refused.err
 
 
-def test_every_arm_is_a_server_whose_settings_are_accepted(tmp_path: Path) -> None:
-    setup = Setup("model", "model", "cpu", 16, 512, variants=variants(BEST))
+def test_every_arm_is_a_server_whose_settings_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    setup = Setup("model", "model", "cpu", 16, 512, variants=variants(BEST, "/patched"))
     found = {}
     for arm in MEASURED_ARMS:
         launch = prepare(arm, setup, tmp_path / arm)
@@ -88,8 +91,9 @@ def test_every_arm_is_a_server_whose_settings_are_accepted(tmp_path: Path) -> No
         words = launch.arguments
         flag = "--schedule-policy"
         order = words[words.index(flag) + 1] if flag in words else None
-        if arm == "sglang-best":
-            assert words[-4:] == BEST
+        if arm.startswith("sglang-"):
+            assert words[-4:] == BEST if arm == "sglang-best" else words[-2:] == BEST[-2:]
+            assert launch.env.get("PYTHONPATH") == (None if arm == "sglang-best" else "/patched")
             assert settings == {"prefetch_threshold": 256}
             continue
         policy = from_extra_config(settings).policy
