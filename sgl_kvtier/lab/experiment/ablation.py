@@ -2,7 +2,7 @@
 mechanisms one after the other, and the whole with one of them left out.
 
 SGLang's best flags are tried first, a round each: how long it waits for what it reads from storage,
-then the order of its queue, then when it writes. The fastest one by the mean time to first token of
+then the order of its queue, then when it writes, then what it evicts. The fastest one by the mean time to first token of
 all turns is compared.
 """
 
@@ -26,15 +26,17 @@ from sgl_kvtier.lab.experiment.rounds import Outcome, RoundLog, Rounds
 from sgl_kvtier.lab.pages.ablation import BEST, CHAIN, PATCHED, SAME, WITHOUT, shares, without
 from sgl_kvtier.lab.pages.stats import summary
 
-_READS, _ORDER, _WRITES = (
+_READS, _ORDER, _WRITES, _EVICTS = (
     "--hicache-storage-prefetch-policy",
     "--schedule-policy",
     "--hicache-write-policy",
+    "--radix-eviction-policy",
 )
 _TRIED: tuple[tuple[str, tuple[str, ...]], ...] = (
     (_READS, ("timeout", "best_effort", "wait_complete")),
     (_ORDER, ("lpm", "hrrn")),
     (_WRITES, ("write_back",)),
+    (_EVICTS, ("slru", "tlru")),
 )
 """SGLang's flags and the values that are tried; the first flag's first value is the default. Its
 `shortest-prefill-first` ends with "Prefill out of memory" under long prompts (0.5.23).
@@ -60,7 +62,9 @@ def variants(best: Sequence[str] = (), patched: str = "") -> dict[str, Variant]:
         PATCHED: Variant(
             _STORED,
             "SGLang's file backend with a patch: reads in the order of the queue",
-            arguments=(*_part(best, _ORDER), *_part(best, _WRITES)),
+            arguments=tuple(
+                word for flag in (_ORDER, _WRITES, _EVICTS) for word in _part(best, flag)
+            ),
             env={
                 "PYTHONPATH": os.pathsep.join(filter(None, (patched, os.environ.get("PYTHONPATH"))))
             },

@@ -37,9 +37,9 @@ def test_sglangs_flags_are_tried_first_and_the_best_ones_are_compared(
     monkeypatch.setattr(rounds, "prepare", noted)
     done = kvtier(tmp_path, *LOAD, "--arms", "sglang-best,kvtier", "--html", str(tmp_path / "p"))
     assert done.status == 0, done.err
-    assert started[:6] == [
+    assert started[:8] == [
         *("sglang-timeout", "sglang-best_effort", "sglang-wait_complete"),
-        *("sglang-lpm", "sglang-hrrn", "sglang-write_back"),
+        *("sglang-lpm", "sglang-hrrn", "sglang-write_back", "sglang-slru", "sglang-tlru"),
     ]
     (load,) = done.result["loads"]
     (best,) = [one for one in load["tried"] if one["best"]]
