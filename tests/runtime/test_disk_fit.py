@@ -71,8 +71,8 @@ def test_both_ends_are_faster_than_the_better_one_and_most_at_balance() -> None:
     balance = break_even(shape, "h100", 1, 32768)
     (at,) = (fit for fit in fits(shape, "h100", 1, balance) if fit.tokens == 32768)
     assert at.saved == pytest.approx(0.5)
-    assert Fit(100, 1.0, 3.0).both_s == pytest.approx(0.75)
-    assert Fit(100, 1.0, 3.0).saved == pytest.approx(0.25)
+    assert Fit(100, 6.4, 1.0, 3.0).both_s == pytest.approx(0.75)
+    assert Fit(100, 6.4, 1.0, 3.0).saved == pytest.approx(0.25)
 
 
 def test_a_text_model_inside_another_counts() -> None:
@@ -101,6 +101,24 @@ def test_doctor_answers_in_a_table_and_a_sentence(
     rows = json.loads(out.read_text())["fits"]
     assert [row["tokens"] for row in rows] == list(disk_fit.LENGTHS)
     assert all(row["both_s"] < min(row["compute_s"], row["load_s"]) for row in rows)
+
+
+def test_disks_of_other_speeds_are_compared_without_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA | {"model_type": "llama"}))
+    out = tmp_path / "out.json"
+    words = ["doctor", str(model), "--gpu", "h100", "--read", "1.5,6.4", "--json", str(out)]
+    assert main(words) == 0
+    assert "Is a disk of 1.5 GB/s fast enough" in capsys.readouterr().out
+    rows = json.loads(out.read_text())["fits"]
+    by_speed = {(row["read_gb_per_s"], row["tokens"]): row["load_s"] for row in rows}
+    assert len(rows) == 2 * len(disk_fit.LENGTHS)
+    assert by_speed[1.5, 8192] == pytest.approx(8192 * 131072 / 1.5e9)
+    assert main(["doctor", "--gpu", "h100", "--read", "3"]) == 1
+    assert "--read is about a model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

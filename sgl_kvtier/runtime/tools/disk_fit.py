@@ -55,9 +55,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Fit:
-    """A prompt of some tokens. Seconds."""
+    """A prompt of some tokens, on a disk that reads so many gigabytes per second. Seconds."""
 
     tokens: int
+    read_gb_per_s: float
     compute_s: float
     load_s: float
 
@@ -144,7 +145,10 @@ def fits(shape: Shape, gpu: str, gpus: int, bytes_per_s: float) -> list[Fit]:
     """Prompts of each length, with a disk that reads so fast."""
     return [
         Fit(
-            tokens, compute_seconds(shape, gpu, gpus, tokens), tokens * shape.kv_bytes / bytes_per_s
+            tokens,
+            bytes_per_s / 1e9,
+            compute_seconds(shape, gpu, gpus, tokens),
+            tokens * shape.kv_bytes / bytes_per_s,
         )
         for tokens in LENGTHS
     ]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sgl_kvtier import __version__
-from sgl_kvtier.arguments import positive
+from sgl_kvtier.arguments import above_nought, positive
 from sgl_kvtier.config import (
     KVTierConfig,
     PolicyConfig,
@@ -90,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=positive, default=1, metavar="N", help="how many of them (default 1)"
     )
     parser.add_argument(
+        "--read",
+        type=_speeds,
+        metavar="GB/S[,GB/S]",
+        help="with MODEL: for disks that read so fast, in place of this machine's",
+    )
+    parser.add_argument(
         "--config", metavar="FILE", help="also check this kvtier.json and the folder it names"
     )
     parser.add_argument(
@@ -112,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         check_target(args.json)
     shape = None if args.model is None else _shape(args)
+    if args.read is not None:
+        return _map(shape, args)
     cards, speeds = _accelerators(), list[DiskSpeed]()
     findings = [
         *_versions(),
@@ -135,18 +143,43 @@ def run(args: argparse.Namespace) -> int:
             print(_launch_line(args.config, args.store))
     if args.json:
         symbols = [{**asdict(s.seam), "problem": s.problem} for s in seams.check()]
-        rows = [{**asdict(f), "both_s": f.both_s, "saved_fraction": f.saved} for f in fits]
-        results = {"findings": [asdict(f) for f in findings], "seams": symbols, "fits": rows}
+        found = [asdict(f) for f in findings]
+        results = {"findings": found, "seams": symbols, "fits": _rows(fits)}
         write_json(envelope(SCHEMA, sys.argv, results), args.json)
     return 1 if failed else 0
 
 
+def _speeds(text: str) -> list[float]:
+    """Gigabytes per second, with commas between."""
+    return [above_nought(part) for part in text.split(",")]
+
+
+def _map(shape: Shape | None, args: argparse.Namespace) -> int:
+    """Whether disks of other speeds are fast enough: nothing of this machine is looked at."""
+    if shape is None:
+        raise KVTierError("--read is about a model: kvtier doctor MODEL --gpu h100 --read 3,6.4")
+    found = [disk_fit.fits(shape, args.gpu, args.gpus, gbytes * 1e9) for gbytes in args.read]
+    if args.json != "-":
+        for fits in found:
+            _print_fits(shape, args, fits)
+    if args.json:
+        rows = _rows([fit for fits in found for fit in fits])
+        results = {"findings": [], "seams": [], "fits": rows}
+        write_json(envelope(SCHEMA, sys.argv, results), args.json)
+    return 0
+
+
+def _rows(fits: Sequence[Fit]) -> list[dict[str, float]]:
+    return [{**asdict(f), "both_s": f.both_s, "saved_fraction": f.saved} for f in fits]
+
+
 def _shape(args: argparse.Namespace) -> Shape:
     """The model's shape. Raises KVTierError, also where the rest of the question is missing."""
-    if args.gpu is None or args.no_disk or (args.store is None and args.config is None):
+    disk = not args.no_disk and (args.store is not None or args.config is not None)
+    if args.gpu is None or not (disk or args.read):
         raise KVTierError(
             "whether a disk is fast enough for a model needs the GPU and the disk: kvtier doctor "
-            f"MODEL --gpu {'|'.join(disk_fit.GPUS)} --store FOLDER"
+            f"MODEL --gpu {'|'.join(disk_fit.GPUS)} --store FOLDER, or --read GB/S"
         )
     from transformers import PretrainedConfig
 
@@ -175,12 +208,13 @@ def _print_fits(shape: Shape, args: argparse.Namespace, fits: Sequence[Fit]) -> 
     )
     rows = [{**asdict(f), "both_s": f.both_s, "saved": f.saved} for f in fits]
     of = f"{args.gpus} x {args.gpu}" if args.gpus > 1 else args.gpu
-    title = f"Is this disk fast enough for {shape.name} on {of}? (estimated, one prompt at a time)"
+    disk = "this disk" if args.read is None else f"a disk of {fits[0].read_gb_per_s:g} GB/s"
+    title = f"Is {disk} fast enough for {shape.name} on {of}? (estimated, one prompt at a time)"
     print()
     print_table(Table(title, columns, rows))
     (long,) = (f for f in fits if f.tokens == _ANSWERED)
     needed = disk_fit.break_even(shape, args.gpu, args.gpus, long.tokens)
-    read = long.tokens * shape.kv_bytes / long.load_s
+    read = 1e9 * long.read_gb_per_s
     answer = (
         f"loading beats computing at {long.tokens // 1024}k tokens"
         if read >= needed

@@ -19,6 +19,7 @@ seams: list of objects; SGLang symbols that kvtier relies on
   problem: string; how the installed SGLang differs; empty where it does not
 fits: list of objects; with MODEL: one per length of a prompt, estimated for a lone prompt
   tokens: integer; its length
+  read_gb_per_s: number; gigabytes per second that the disk reads, measured or given with --read
   compute_s, load_s, both_s: number; seconds to compute it, to load it, from both ends
   saved_fraction: number; share of the better of the two alone that both ends save
 """,
