@@ -101,6 +101,7 @@ def test_a_patched_server_computes_nothing_that_is_stored(tmp_path: Path, patche
     env = {
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "files"),
         "PYTHONPATH": str(patched),
+        "TORCH_EXTENSIONS_DIR": str(patched / "torch_extensions"),
     }
     with serving(tmp_path / "server", words, **env) as served:
         first = [served.ask(prompt, 6).tokens for prompt in asked]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from sgl_kvtier.lab.experiment.measures import arm_figures, sample_rows
 from sgl_kvtier.lab.experiment.rounds import Outcome, RoundLog, Rounds
 from sgl_kvtier.lab.pages.ablation import BEST, CHAIN, PATCHED, SAME, WITHOUT, shares, without
 from sgl_kvtier.lab.pages.stats import summary
+from sgl_kvtier.page_hash import compile_page_hash
 
 _READS, _ORDER, _WRITES, _EVICTS = (
     "--hicache-storage-prefetch-policy",
@@ -41,6 +43,10 @@ _TRIED: tuple[tuple[str, tuple[str, ...]], ...] = (
 """SGLang's flags and the values that are tried; the first flag's first value is the default. Its
 `shortest-prefill-first` ends with "Prefill out of memory" under long prompts (0.5.23).
 """
+_WITH = {
+    "tlru": ("--radix-eviction-policy-config", '{"threshold": 8192, "next_prompt_estimate": 1024}')
+}
+"""What a value needs beside it: a chunk, and what a turn adds at most."""
 _STORED = "hicache-file"
 _RULES = "sgl_kvtier.lab.rules:"
 _AHEAD: Mapping[str, Any] = {"prefetch": "on", "eviction": "next-use"}
@@ -65,9 +71,7 @@ def variants(best: Sequence[str] = (), patched: str = "") -> dict[str, Variant]:
             arguments=tuple(
                 word for flag in (_ORDER, _WRITES, _EVICTS) for word in _part(best, flag)
             ),
-            env={
-                "PYTHONPATH": os.pathsep.join(filter(None, (patched, os.environ.get("PYTHONPATH"))))
-            },
+            env=_env_of(patched),
         ),
         "store": Variant("kvtier-off", "kvtier's store alone", arguments=tuple(best)),
         "reads": Variant(
@@ -120,7 +124,26 @@ def patched_sglang(folder: Path) -> Path:
             why = getattr(error, "stdout", None) or str(error)
             raise BenchError(f"{PATCHED}: {PATCH.name} cannot be applied: {why}") from error
         torn.rename(whole)
+    # What SGLang compiles at its first prompt depends on where its source lies.
+    if compile_page_hash() or (whole / _EXTENSIONS).exists():
+        return whole
+    try:
+        command = [sys.executable, "-m", "sgl_kvtier.runtime.sglang.page_hash"]
+        env = {**os.environ, **_env_of(str(whole))}
+        subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", None) or str(error)
+        raise BenchError(f"{PATCHED}: its page hash cannot be compiled: {why}") from error
     return whole
+
+
+_EXTENSIONS = "torch_extensions"
+
+
+def _env_of(patched: str) -> dict[str, str]:
+    """Variables of a server that runs the SGLang of a folder."""
+    path = os.pathsep.join(filter(None, (patched, os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "TORCH_EXTENSIONS_DIR": str(Path(patched, _EXTENSIONS))}
 
 
 def choose_best(cell: Cell, log: RoundLog) -> None:
@@ -133,7 +156,7 @@ def choose_best(cell: Cell, log: RoundLog) -> None:
         return
     best: tuple[str, ...] = ()
     for flag, values in _TRIED:
-        asked = {f"sglang-{value}": (*best, flag, value) for value in values}
+        asked = {f"sglang-{v}": (*best, flag, v, *_WITH.get(v, ())) for v in values}
         outcome = Outcome()
         plan = replace(
             cell.plan,

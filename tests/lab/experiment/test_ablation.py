@@ -93,7 +93,9 @@ def test_every_arm_is_a_server_whose_settings_are_accepted(
         order = words[words.index(flag) + 1] if flag in words else None
         if arm.startswith("sglang-"):
             assert words[-4:] == BEST if arm == "sglang-best" else words[-2:] == BEST[-2:]
-            assert launch.env.get("PYTHONPATH") == (None if arm == "sglang-best" else "/patched")
+            patched = arm == "sglang-patched"
+            assert launch.env.get("PYTHONPATH") == ("/patched" if patched else None)
+            assert ("TORCH_EXTENSIONS_DIR" in launch.env) == patched
             assert settings == {"prefetch_threshold": 256}
             continue
         policy = from_extra_config(settings).policy
