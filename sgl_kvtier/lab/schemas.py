@@ -283,7 +283,7 @@ loads: list of objects; one for each value of --concurrency or --rate
         **_PARTS,
         "interval": """
 value: number or null; as measured
-low, high: number or null; 95 % of resampled rounds and sessions lie between
+low, high: number or null; 95 % of the means of rounds drawn again lie between
 """,
         "shown": """
 ttft_ms, ttft_first_ms, ttft_later_ms: percentiles; time to first token of all turns, of each

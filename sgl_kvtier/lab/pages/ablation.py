@@ -39,9 +39,7 @@ SAME: Mapping[str, str] = {WITHOUT["lookahead"]: CHAIN["restore"]}
 
 _RESAMPLED = 2000
 _LOW, _HIGH = 2.5, 97.5
-"""Percentiles of a mean over resampled rounds and sessions: its interval."""
-
-_Clusters = dict[Any, dict[Any, tuple[float, int]]]
+"""Percentiles of a mean over rounds drawn again: its interval."""
 
 
 def shares(rows: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
@@ -89,31 +87,21 @@ def _rounds_of_all(rows: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> li
 def _means(
     rows: Sequence[Mapping[str, Any]], arm: str, rounds: Sequence[Any]
 ) -> numpy.ndarray | None:
-    """The mean time to first token of an arm, first as measured, then over resampled rounds and
-    sessions: the same ones for all arms. None without a request.
+    """The mean time to first token of an arm, first as measured, then over rounds drawn again: the
+    same ones for all arms. Requests of one round wait for each other, so a round is drawn whole.
+    None without a request.
     """
-    clusters: _Clusters = {}
+    sums, counts = numpy.zeros(len(rounds)), numpy.zeros(len(rounds))
     for row in rows:
         if row["arm"] == arm and row["round"] in rounds and row["ttft_ms"] is not None:
-            found = clusters.setdefault(row["round"], {})
-            total, count = found.get(row["session"], (0.0, 0))
-            found[row["session"]] = (total + row["ttft_ms"], count + 1)
-    if not clusters:
+            place = rounds.index(row["round"])
+            sums[place] += row["ttft_ms"]
+            counts[place] += 1
+    if not counts.all() or not len(rounds):
         return None
-    sessions = sorted({row["session"] for row in rows}, key=str)
-    sums = numpy.zeros((len(rounds), len(sessions)))
-    counts = numpy.zeros((len(rounds), len(sessions)))
-    for place, number in enumerate(rounds):
-        for session, (total, count) in clusters.get(number, {}).items():
-            sums[place, sessions.index(session)] = total
-            counts[place, sessions.index(session)] = count
-    draw = numpy.random.default_rng(0)
-    means = [sums.sum() / max(counts.sum(), 1)]
-    for _ in range(_RESAMPLED):
-        some = draw.integers(len(rounds), size=len(rounds))[:, None]
-        who = draw.integers(len(sessions), size=(len(rounds), len(sessions)))
-        means.append(sums[some, who].sum() / max(counts[some, who].sum(), 1))
-    return numpy.array(means)
+    drawn = numpy.random.default_rng(0).integers(len(rounds), size=(_RESAMPLED, len(rounds)))
+    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
+    return numpy.concatenate([[sums.sum() / counts.sum()], means])
 
 
 def _interval(values: numpy.ndarray) -> dict[str, float | None]:
@@ -162,8 +150,8 @@ def _said(result: dict) -> Iterator[Statement]:
 _LOAD = Column("name", "Load")
 _NAMED = (Column("load", "Load"), Column("mechanism", "Mechanism"))
 _ALIKE = (
-    "One mechanism more in each row. Interval: 95 % of 2,000 draws of rounds and sessions, the same ones for all "
-    "configurations. A difference whose interval holds 0 is none that shows."
+    "One mechanism more in each row. Interval: 95 % of 2,000 draws of the rounds, the same ones for all configurations: it "
+    "says how this load repeats, not what another one gives. A difference whose interval holds 0 is none that shows."
 )
 
 
