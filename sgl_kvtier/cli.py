@@ -124,7 +124,7 @@ COMMANDS = {
     "bench store": Command(
         "sgl_kvtier.lab.storebench.command",
         "the page store against fio and HiCache's file backend on this disk",
-        "kvtier bench store --quick",
+        "kvtier bench store --dir /mnt/nvme --quick",
     ),
     "bench torture": Command(
         "sgl_kvtier.lab.stress.store.command",
@@ -299,10 +299,7 @@ def _not_installed(where: str, error: ModuleNotFoundError) -> KVTierError:
         return KVTierError(f"this needs {needed}. Install it with: {how_to_install('sglang')}")
     if not in_lab:
         raise error
-    return KVTierError(
-        f"this command is part of the laboratory, which needs {needed}. Install it with: "
-        f"{how_to_install('lab')}"
-    )
+    return KVTierError(f"this needs {needed}. Install it with: {how_to_install('bench')}")
 
 
 _WITH_SGLANG = frozenset(

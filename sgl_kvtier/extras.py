@@ -1,5 +1,5 @@
 """The command that installs an optional part of this package, in the form that works for this
-installation: the package is on no index, so its own name is not enough.
+installation: from the checkout, file or index that the package came from.
 
 Standard library only.
 """
@@ -17,9 +17,9 @@ _NAME = "sgl-kvtier"
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs what an extra needs (lab, sglang or remote): from the checkout or
-    file that this package came from, where that is still there, and otherwise by the names of the
-    packages in the extra.
+    """The command that installs what an extra needs (bench, sglang or remote): from the checkout or
+    file that this package came from, by the package's name where pip found it by its name, and by
+    the names of the packages in the extra where the checkout or file is gone.
     """
     return installing(extra, *_noted(), Path(__file__).resolve().parents[1])
 
@@ -40,6 +40,8 @@ def installing(
     if source is not None and source.exists():
         edit = "-e " if told.get("dir_info", {}).get("editable") else ""
         return f"pip install {edit}{shlex.quote(f'{source}[{extra}]')}"
+    if direct_url is None:
+        return f"pip install '{_NAME}[{extra}]'"
     needed = [
         requirement.partition(";")[0].strip()
         for requirement in requires

@@ -106,8 +106,7 @@ def paced_device(device: str, dilation: float, words: Sequence[str] = ()) -> Any
         launching = importlib.import_module("sgl_kvtier.lab.paced.launching")
     except ImportError as error:
         raise BenchError(
-            f"--device {device} is part of the laboratory, which needs {error.name}. Install it "
-            f"with: {how_to_install('lab')}"
+            f"--device {device} needs {error.name}. Install it with: {how_to_install('bench')}"
         ) from error
     return launching.parse(device, dilation, words)
 
@@ -152,7 +151,7 @@ def refuse_taken_port(port: int) -> None:
 
 def _owner(port: int) -> str:
     try:
-        import psutil  # comes with SGLang and the extra [lab]
+        import psutil  # comes with SGLang and the extra [bench]
     except ImportError:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""A live progress bar on a terminal, with `rich` (extra [lab])."""
+"""A live progress bar on a terminal, with `rich` (extra [bench])."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that fit the terminal, with `rich` (extra [lab])."""
+"""Tables that fit the terminal, with `rich` (extra [bench])."""
 
 from __future__ import annotations
 

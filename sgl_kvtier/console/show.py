@@ -1,4 +1,4 @@
-"""Tables on standard output and progress on stderr: with `rich` (extra [lab]) where it is
+"""Tables on standard output and progress on stderr: with `rich` (extra [bench]) where it is
 installed, plain text where not.
 """
 
@@ -23,7 +23,7 @@ PLAIN_EVERY_S = 5.0
 def print_table(table: Table, file: TextIO | None = None) -> None:
     """Prints a table to `file` (stdout if None).
 
-    On a terminal it fits the width where `rich` is installed (extra [lab]): text wraps, numbers
+    On a terminal it fits the width where `rich` is installed (extra [bench]): text wraps, numbers
     never do, and a table that is too wide is printed row by row as a list. Elsewhere it is plain
     text at full width.
     """
@@ -59,7 +59,7 @@ def progress(
     """Shows progress on `file` (stderr if None) while the block runs; yields the `Progress` to
     count on.
 
-    A live bar on a terminal where `rich` is installed (extra [lab]); elsewhere a plain line every
+    A live bar on a terminal where `rich` is installed (extra [bench]); elsewhere a plain line every
     `every_s` seconds and one at the end. The display has its own thread, so it goes on while the
     caller waits.
     """

@@ -125,7 +125,7 @@ def test_commands_of_the_product_work_and_those_of_the_laboratory_say_what_to_in
     assert done.returncode == 1 and "no store in" in done.stderr
     done = run(site, "-c", script, "compare", "--quick")
     assert done.returncode == 1
-    assert "part of the laboratory" in done.stderr and "pip install " in done.stderr
+    assert "needs sgl_kvtier.lab" in done.stderr and "pip install " in done.stderr
 
 
 @pytest.mark.server

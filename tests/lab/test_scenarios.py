@@ -17,7 +17,7 @@ from commands import Command
 )
 def test_a_result_is_drawn_as_it_was(name: str) -> None:
     """The others by `kvtier report`, in `pages/test_report.py`."""
-    pytest.importorskip("matplotlib", reason="the plots need the extra [lab]")
+    pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
     kept = recorded_runs.read(name)
     drawn = recorded_runs.drawn(recorded_runs.filled(name, kept["result"]))
     assert drawn["tables"] == kept["drawn"]["tables"]

@@ -1,7 +1,7 @@
 """The common ground of all plots: size, type, colours, and clean SVG that can stand alone or inside
 a page.
 
-Needs matplotlib, the optional extra [lab]; it is imported only when something is drawn.
+Needs matplotlib, the optional extra [bench]; it is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def new_figure(height_in: float = SIZE_IN[1]) -> tuple[Figure, Axes]:
     installed.
     """
     if not plots_available():
-        raise KVTierError(f"plots need matplotlib: {how_to_install('lab')}")
+        raise KVTierError(f"plots need matplotlib: {how_to_install('bench')}")
     # Imported here: matplotlib is optional, and slow to import for commands that draw nothing. No
     # pyplot, whose global state is not for threads.
     from matplotlib.figure import Figure

@@ -198,7 +198,7 @@ def no_plots_html() -> str:
     """The line that stands where plots would be, when matplotlib is not installed."""
     return (
         '<p class="missing-plots">The plots need matplotlib, which is not installed here. Install it with '
-        f"<code>{escape(how_to_install('lab'))}</code> and run the command again.</p>"
+        f"<code>{escape(how_to_install('bench'))}</code> and run the command again.</p>"
     )
 
 

@@ -2,7 +2,7 @@
 timelines.
 
 Missing values (None, NaN) are gaps. Every function returns one <svg> element for a page or for
-`save_plot`. It raises KVTierError when matplotlib (the extra [lab]) is not installed. Colours,
+`save_plot`. It raises KVTierError when matplotlib (the extra [bench]) is not installed. Colours,
 dashes and markers go by name and are the same in every plot.
 """
 

@@ -66,7 +66,7 @@ def _named(name: str) -> Schema:
 
 
 def _missing() -> list[str]:
-    """What to install where the laboratory is not."""
+    """What to install where `sgl_kvtier.lab` is not."""
     if importlib.util.find_spec(_LAB) is not None:
         return []
-    return [f"The schemas of the laboratory come with it: {how_to_install('lab')}"]
+    return [f"Those of the benchmarks come with them: {how_to_install('bench')}"]

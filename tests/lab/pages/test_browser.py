@@ -108,7 +108,7 @@ def open_in_browser(address: str, profile: Path) -> str:
 def test_the_dom_has_all_tables_and_plots_and_no_element_from_a_setting(
     site: Site, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib", reason="the plots need the extra [lab]")
+    pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
     dom = open_in_browser(f"{site.address}/compare.html", tmp_path)
     assert dom.count("<table>") == 8
     assert dom.count("<svg") == 8
@@ -134,7 +134,7 @@ def test_a_fetch_would_have_been_noticed(site: Site, tmp_path: Path) -> None:
 def test_no_label_is_cut_or_covered_and_the_page_never_scrolls_sideways(
     site: Site, tmp_path: Path, width: int
 ) -> None:
-    pytest.importorskip("matplotlib", reason="the plots need the extra [lab]")
+    pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
     dom = open_in_browser(f"{site.address}/{width}.html", tmp_path)
     found = re.search(r'<pre id="found">(.*?)</pre>', dom, re.DOTALL)
     assert found

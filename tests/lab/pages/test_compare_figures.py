@@ -21,7 +21,7 @@ from sgl_kvtier.lab.pages.compare.figures import (
 from sgl_kvtier.lab.pages.figure import colours
 from sgl_kvtier.lab.pages.plots import Bar, Panel, Series, panels, timeline
 
-pytest.importorskip("matplotlib", reason="the plots need the extra [lab]")
+pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
 
 LANES = {"a": "1", "b": "2"}
 

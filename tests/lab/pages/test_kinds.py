@@ -11,7 +11,7 @@ import pytest
 from sgl_kvtier.lab.pages.kinds import GRID, SWEEP, pareto
 from sgl_kvtier.lab.pages.stats import summary
 
-pytest.importorskip("matplotlib", reason="the plots need the extra [lab]")
+pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
 
 TIMES = {"hicache-file": {1: 200.0, 4: 900.0}, "kvtier": {1: 250.0, 4: 300.0}}
 

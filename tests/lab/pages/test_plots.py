@@ -25,7 +25,7 @@ from sgl_kvtier.lab.pages.plots import (
     timeline,
 )
 
-pytest.importorskip("matplotlib", reason="the plots need the extra [lab]")
+pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
 
 ARMS = ("recompute", "hicache", "hicache-file", "kvtier")
 

@@ -23,7 +23,7 @@ DATA = Path(__file__).parents[3] / "docs" / "results" / "data"
 def test_a_result_that_is_drawn_again_has_the_tables_and_the_page_of_its_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    pytest.importorskip("matplotlib", reason="the plots need the extra [lab]")
+    pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
     kept = recorded_runs.read(name)
     source, page = tmp_path / "out.json", tmp_path / "page.html"
     source.write_text(json.dumps(recorded_runs.filled(name, kept["result"])))
