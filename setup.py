@@ -1,4 +1,5 @@
-"""What setup.cfg cannot say: extension modules, left out where they cannot be built.
+"""What setup.cfg cannot say: the README as a package index shows it, and extension modules, left
+out where they cannot be built.
 
 The store's I/O threads are C, and so are the copies of a load onto a card. The deciding half is
 Python. In an editable install it stays Python, so that an edit is what runs. A wheel also holds it
@@ -6,7 +7,9 @@ compiled by mypyc, from the same source, one and a half to four times as fast. K
 leaves that out.
 """
 
+import configparser
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -73,7 +76,36 @@ def compile_policy(target: Path) -> None:
         shutil.copytree(f"{scratch}/lib", target, dirs_exist_ok=True)
 
 
+def index_page(readme: str, version: str, url: str) -> str:
+    """README.md for the page of a package index, which has none of the files that it links to:
+    links lead to the tagged files of the repository at `url` (in GitHub's paths). Without a `url`
+    they become their text and the file's name, which the source archive has.
+    """
+
+    def elsewhere(link: re.Match[str]) -> str:
+        text, target = link.groups()
+        if "://" in target or target.startswith("#"):
+            return link[0]
+        if url:
+            return f"[{text}]({url.rstrip('/')}/blob/v{version}/{target})"
+        return f"{text} (`{target.partition('#')[0]}`)"
+
+    return re.sub(r"\[([^\]\n]+)\]\(([^)\s]+)\)", elsewhere, readme)
+
+
+def long_description() -> str:
+    """README.md with the links of this release. `url` in setup.cfg is the repository."""
+    about = configparser.ConfigParser()
+    about.read("setup.cfg", encoding="utf-8")
+    source = Path("sgl_kvtier/__init__.py").read_text("utf-8")
+    version = re.findall(r'^__version__ = "(.+)"$', source, re.M)[0]
+    return index_page(
+        Path("README.md").read_text("utf-8"), version, about.get("metadata", "url", fallback="")
+    )
+
+
 setup(
+    long_description=long_description(),
     cmdclass={"build_ext": Build},
     ext_modules=[
         Extension(

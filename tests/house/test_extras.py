@@ -119,7 +119,9 @@ def blocked(code: str, folder: Path) -> tuple[str, list[str]]:
 
 
 def test_the_help_of_commands_that_need_no_extra_is_shown_without_one(tmp_path):
-    _, said = blocked(f"for name in {AT_WORK!r}: assert run([*name.split(), '--help']) == 0", tmp_path)
+    _, said = blocked(
+        f"for name in {AT_WORK!r}: assert run([*name.split(), '--help']) == 0", tmp_path
+    )
     assert said == [f"{name} --help\n" for name in AT_WORK]
 
 

@@ -4,6 +4,7 @@ ones.
 
 from __future__ import annotations
 
+import platform
 import random
 import threading
 import time
@@ -43,6 +44,14 @@ def test_checksums_equal_the_reference_however_the_bytes_are_cut() -> None:
             parts.append(data[at : at + step])
             at += step
         assert _native.checksum(parts) == xxhash.xxh3_128(data).digest()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one loop")
+def test_checksums_run_with_avx2_where_the_processor_has_it() -> None:
+    flags = (
+        Path("/proc/cpuinfo").read_text("utf-8").partition("flags")[2].partition("\n")[0].split()
+    )
+    assert ("avx2" if "avx2" in flags else "plain") == _native.CHECKSUM_CODE
 
 
 def test_short_input_is_refused_rather_than_hashed_wrongly() -> None:

@@ -531,12 +531,13 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", "I/O threa
                                     functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void) {
-    xxh3_choose();
+    const char *code = xxh3_choose();
     if (PyType_Ready(&PoolType) || PyType_Ready(&JobType)) return NULL;
     PyObject *m = PyModule_Create(&module);
     if (!m) return NULL;
     Py_INCREF(&PoolType);
-    if (PyModule_AddObject(m, "Pool", (PyObject *)&PoolType) || PyModule_AddIntConstant(m, "HEAD_BYTES", HEAD_BYTES)) {
+    if (PyModule_AddObject(m, "Pool", (PyObject *)&PoolType) || PyModule_AddIntConstant(m, "HEAD_BYTES", HEAD_BYTES) ||
+        PyModule_AddStringConstant(m, "CHECKSUM_CODE", code)) {
         Py_DECREF(m);
         return NULL;
     }

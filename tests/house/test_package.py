@@ -1,0 +1,108 @@
+"""The source archive holds what builds, tests and explains the package, and what an index shows of it
+has no link that leads nowhere there.
+"""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+README = "[a](docs/a.md#why) [b](https://x.org) [c](#here)"
+
+
+@pytest.fixture
+def index_page(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], str]:
+    """The function of setup.py, which builds nothing here."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    return runpy.run_path(str(ROOT / "setup.py"))["index_page"]
+
+
+def test_links_of_the_readme_lead_to_the_released_files_of_the_repository(index_page):
+    assert index_page(README, "0.1.0", "https://host/owner/name/") == (
+        "[a](https://host/owner/name/blob/v0.1.0/docs/a.md#why) [b](https://x.org) [c](#here)"
+    )
+
+
+def test_without_a_repository_they_name_the_files_of_the_source_archive(index_page):
+    assert index_page(README, "0.1.0", "") == "a (`docs/a.md`) [b](https://x.org) [c](#here)"
+
+
+def test_no_link_of_the_readme_is_relative_on_the_page_of_an_index(index_page):
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert any("://" not in link for link in LINK.findall(readme))
+    for url in ("", "https://host/owner/name"):
+        page = index_page(readme, "0.1.0", url)
+        assert [link for link in LINK.findall(page) if not link.startswith("https://")] == []
+
+
+ROUND_TRIP = """
+from sgl_kvtier import open_store, page_key
+from sgl_kvtier.store import _native
+assert _native.__file__.startswith({site!r}), _native.__file__
+for found in (False, True):
+    with open_store("store", identity={{"model": "m"}}) as store:
+        if not found:
+            store.put({{page_key("a"): b"its bytes" * 10_000}})
+        assert store.get(page_key("a")) == b"its bytes" * 10_000
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
+def test_the_source_archive_is_complete_builds_and_stores_pages(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "build-wheels"), run_name="script")
+    archive = script["source_archive"](Path(sys.executable), tmp_path)
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    source = archive.with_name(archive.name.removesuffix(".tar.gz"))
+    done = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    tracked = [name for name in done.stdout.split("\n") if name and not name.startswith(".")]
+    assert [
+        name for name in tracked if (ROOT / name).is_file() and not (source / name).exists()
+    ] == []
+
+    about = email.message_from_string((source / "PKG-INFO").read_text("utf-8"))
+    assert about["License-Expression"] == "Apache-2.0" and about["Requires-Python"] == ">=3.10"
+    assert "bench" in about.get_all("Provides-Extra", [])
+    assert "Operating System :: POSIX :: Linux" in about.get_all("Classifier", [])
+
+    env = {**os.environ, "KVTIER_COMPILE": "0"}
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
+    subprocess.run(wheel, env=env, check=True, capture_output=True)
+    (made,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(made).namelist()
+    assert [name for name in names if name.endswith((".c", ".h", ".md"))] == []
+    assert len([name for name in names if name.endswith(".so")]) == 4
+    assert {"sgl_kvtier/py.typed", "sgl_kvtier/runtime/sglang/seams.json"} <= {*names}
+
+    site = str(tmp_path / "site")
+    install = [*pip, "install", "--no-deps", "--target", site, str(made)]
+    subprocess.run(install, check=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ROUND_TRIP.format(site=site)],
+        env={**os.environ, "PYTHONPATH": site},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
