@@ -1,4 +1,5 @@
-"""Settings of a running server that can be changed over HTTP, through SGLang's own admin route.
+"""What laboratories change in a running server, through SGLang's own admin route. Operators name
+settings instead: POST /kvtier/settings (hints/settings.py).
 
     POST /set_internal_state
     {"server_args": {"kvtier.throttle.read_gbps": 2.5, "kvtier.policy.restore": 3}}
@@ -18,6 +19,7 @@ from typing import Any
 
 from sgl_kvtier.config import PolicyConfig, parse_setting
 from sgl_kvtier.outside import is_number, refusal, shown
+from sgl_kvtier.runtime.settings import FIXED
 from sgl_kvtier.runtime.sglang.attached import backend_of
 
 PREFIX = "kvtier."
@@ -67,17 +69,6 @@ def change_throttle(scheduler: Any, value: float) -> None:
     notes = _notes(scheduler)
     if notes is not None:
         notes.forget_links()
-
-
-FIXED = tuple(
-    f.name
-    for f in dataclasses.fields(PolicyConfig)
-    if f.name.startswith(("prefetch", "session", "hint"))
-    or f.name in ("rules", "eviction", "map_pages", "decision_log", "proof")
-)
-"""Settings of the policy section that a planner or a file is made with; a running server refuses to
-change them.
-"""
 
 
 def policy_handler(name: str) -> Handler:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.config import KVTierConfig, PolicyConfig, parse_config
+from sgl_kvtier.config import KVTierConfig, PolicyConfig, parse_config, parse_setting
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.launch import GPU_PAGE
 from sgl_kvtier.outside import MOST_SETTINGS_BYTES, shown
@@ -27,6 +29,16 @@ PATH_VARIABLE = "KVTIER_STORE_PATH"
 CAPACITY_VARIABLE = "KVTIER_CAPACITY"
 """Variables of the environment for `store.path` and `store.capacity_bytes` where no setting says
 them.
+"""
+
+FIXED = tuple(
+    f.name
+    for f in dataclasses.fields(PolicyConfig)
+    if f.name.startswith(("prefetch", "session", "hint"))
+    or f.name in ("rules", "eviction", "map_pages", "decision_log", "proof")
+)
+"""Settings of the policy section that a planner or a file is made with; a running server refuses to
+change them.
 """
 
 _HOST_ADDED = frozenset({"file_storage_path"})
@@ -66,6 +78,20 @@ def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
     rules_of(config.policy.rules)
     eviction_of(config.policy.eviction)
     return config
+
+
+def changed(config: PolicyConfig, values: Mapping[str, Any]) -> PolicyConfig:
+    """`config` with other values, by name, as a running server may take them. Raises ConfigError on
+    an unknown name, a wrong value, and a setting that is fixed when the server starts.
+    """
+    found = {name: parse_setting("policy", name, value) for name, value in values.items()}
+    fixed = [f"policy.{name}" for name in values if name in FIXED]
+    if fixed:
+        raise ConfigError(
+            f"{', '.join(fixed)}: fixed when the server starts. Change it in kvtier.json and "
+            "restart the server"
+        )
+    return dataclasses.replace(config, **found)
 
 
 def store_of_environment() -> dict[str, str]:

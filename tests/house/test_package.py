@@ -21,7 +21,7 @@ import setuptools
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-README = "[a](docs/a.md#why) [b](https://x.org) [c](#here)"
+README = "[a](docs/glossary.md#why) [b](https://x.org) [c](#here)"
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def index_page(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], str
 
 def test_links_of_the_readme_lead_to_the_released_files_of_the_repository(index_page):
     assert index_page(README, "0.1.0", "https://host/owner/name/") == (
-        "[a](https://host/owner/name/blob/v0.1.0/docs/a.md#why) [b](https://x.org) [c](#here)"
+        "[a](https://host/owner/name/blob/v0.1.0/docs/glossary.md#why) [b](https://x.org) [c](#here)"
     )
 
 
 def test_without_a_repository_they_name_the_files_of_the_source_archive(index_page):
-    assert index_page(README, "0.1.0", "") == "a (`docs/a.md`) [b](https://x.org) [c](#here)"
+    assert index_page(README, "0.1.0", "") == "a (`docs/glossary.md`) [b](https://x.org) [c](#here)"
 
 
 def test_no_link_of_the_readme_is_relative_on_the_page_of_an_index(index_page):

@@ -22,13 +22,13 @@ from sgl_kvtier.policy.decision_log import Header, encode, encode_header
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RulesTuned, StepView
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
-from sgl_kvtier.runtime.control import FIXED, HANDLERS, PREFIX, set_internal_state
+from sgl_kvtier.runtime.control import HANDLERS, PREFIX, set_internal_state
 from sgl_kvtier.runtime.proof.record import Proof
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile
 from sgl_kvtier.runtime.records.decision_file import Recorded
 from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
-from sgl_kvtier.runtime.settings import from_extra_config, looks_ahead
+from sgl_kvtier.runtime.settings import FIXED, from_extra_config, looks_ahead
 from sgl_kvtier.types import Span, Tier
 
 ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)

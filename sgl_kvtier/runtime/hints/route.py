@@ -1,5 +1,6 @@
 """POST /kvtier/hint of SGLang's HTTP server: clients say when their sessions come back. GET
-/kvtier/requests: what is known of each request (`requests.py`).
+/kvtier/requests: what is known of each request (`requests.py`). GET and POST /kvtier/settings:
+settings of the running server (`settings.py`).
 
 The routes are added beside SGLang's own when the tokenizer manager gets its channels to the
 schedulers, and have the same protection as its admin routes (docs/manual/lookahead.md). A hint
@@ -17,13 +18,15 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from sgl_kvtier.runtime.hints import requests
+from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.runtime.hints import requests, settings
 from sgl_kvtier.runtime.hints.message import MOST_BYTES, Asked, HintError, Sent, pack, read
 from sgl_kvtier.runtime.sglang import features
 from sgl_kvtier.types import PageKey
 
 PATH = "/kvtier/hint"
 REQUESTS_PATH = "/kvtier/requests"
+SETTINGS_PATH = "/kvtier/settings"
 ANSWER = "kvtier.hint"
 """The key of a scheduler's answer in the state it sends back."""
 _MOST_PASSED_OVER = 8 * MOST_BYTES
@@ -52,17 +55,21 @@ def add_route(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
     async def kvtier_requests(request: Any) -> Any:
         return JSONResponse(await known_requests(manager, request.query_params.get("rid", "")))
 
-    for path, method, answer in (
-        (PATH, "POST", kvtier_hint),
-        (REQUESTS_PATH, "GET", kvtier_requests),
+    async def kvtier_settings(request: Any) -> Any:
+        if request.method == "GET":
+            return JSONResponse(await _told(manager, {}, change=False))
+        status, answer = await change(manager, await _body(request))
+        return JSONResponse(answer, status_code=status)
+
+    for path, methods, answer in (
+        (PATH, ["POST"], kvtier_hint),
+        (REQUESTS_PATH, ["GET"], kvtier_requests),
+        (SETTINGS_PATH, ["GET", "POST"], kvtier_settings),
     ):
         # The framework reads annotations to know what to pass; text could not be resolved here.
         answer.__annotations__ = {"request": Request}
         app.add_api_route(
-            path,
-            auth_level(AuthLevel.ADMIN_OPTIONAL)(answer),
-            methods=[method],
-            response_model=None,
+            path, auth_level(AuthLevel.ADMIN_OPTIONAL)(answer), methods=methods, response_model=None
         )
 
 
@@ -85,6 +92,30 @@ async def known_requests(manager: Any, rid: str) -> dict[str, Any]:
         GetInternalStateReq(rid=requests.MARK + rid)
     )
     return requests.together([state.internal_state.get(requests.ANSWER) for state in states])
+
+
+async def change(manager: Any, body: bytes) -> tuple[int, dict[str, Any]]:
+    """Changes settings on all ranks or on none: HTTP status and answer."""
+    try:
+        values = settings.read(body)
+    except ConfigError as error:
+        return 400, {"result": "refused", "reason": str(error)}
+    for really in (False, True):
+        answer = await _told(manager, values, change=really)
+        if answer["reason"]:
+            return 409, {"result": "refused", "reason": answer["reason"]}
+    return 200, {"result": "accepted", "reason": "", "settings": answer["settings"]}
+
+
+async def _told(manager: Any, values: dict[str, Any], *, change: bool) -> dict[str, Any]:
+    """What the schedulers say to settings (`settings.answer`)."""
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    manager.auto_create_handle_loop()
+    states = await manager.get_internal_state_communicator(
+        GetInternalStateReq(rid=settings.pack(values, change))
+    )
+    return settings.together([state.internal_state.get(settings.ANSWER) for state in states])
 
 
 NOT_ANSWERED = {

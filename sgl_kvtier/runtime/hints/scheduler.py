@@ -14,7 +14,7 @@ from typing import Any
 
 from sgl_kvtier.policy.messages import Consulted, HintAnswer, Hinted, SessionsWith
 from sgl_kvtier.runtime import metrics
-from sgl_kvtier.runtime.hints import requests
+from sgl_kvtier.runtime.hints import requests, settings
 from sgl_kvtier.runtime.hints.message import MARK, Sent, unpack
 from sgl_kvtier.runtime.hints.route import ANSWER
 from sgl_kvtier.runtime.sglang.attached import store_of
@@ -28,15 +28,18 @@ logger = logging.getLogger(__name__)
 def get_internal_state(
     original: Callable[..., Any], controller: Any, message: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around SGLang's own: a hint and a question for requests are answered here."""
+    """Around SGLang's own: hints, and questions for requests and settings are answered here."""
     text = message.rid or ""
-    if not text.startswith((MARK, requests.MARK)):
+    if not text.startswith((MARK, requests.MARK, settings.MARK)):
         return original(controller, message, *args, **kwargs)
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
     if text.startswith(requests.MARK):
         found = _known(controller.scheduler, text[len(requests.MARK) :])
         return GetInternalStateReqOutput(internal_state={requests.ANSWER: found})
+    if text.startswith(settings.MARK):
+        told = settings.answer(controller.scheduler, text)
+        return GetInternalStateReqOutput(internal_state={settings.ANSWER: told})
     answer = take(controller.scheduler, unpack(text))
     count(controller.scheduler, answer["result"])
     return GetInternalStateReqOutput(internal_state={ANSWER: answer})

@@ -18,6 +18,7 @@ from sgl_kvtier.lab.stress.server.chaos import Chaos
 from sgl_kvtier.lab.stress.server.stage import GBPS, Stage
 
 _HINT, _STATE, _STORAGE = "/kvtier/hint", "/set_internal_state", "/hicache/storage-backend"
+_SETTINGS = "/kvtier/settings"
 _ANSWER_S = 20.0
 _AGAIN_S = 0.05
 _LONG = 3000
@@ -115,8 +116,17 @@ def state_requests() -> list[Request]:
         '{"server_args":{"kvtier.policy.restore":1,"pp_max_micro_batch_size":1}}',
     ]
     bodies.append('{"server_args":{' + ",".join(f'"kvtier.x{i}":1' for i in range(5000)) + "}}")
-    return [Request("POST", _STATE, body.encode()) for body in bodies] + [
-        Request("POST", _STATE, bodies[0].encode(), with_key=False)
+    by_name = [
+        f'{{"policy":{{"{name.removeprefix("policy.")}":{value}}}}}'
+        for name in names
+        for value in values
+    ]
+    by_name += ["", "{}", "null", "[" * _LONG, '{"policy":' * _LONG, '{"store":{"path":"/"}}']
+    return [
+        *(Request("POST", _STATE, body.encode()) for body in bodies),
+        *(Request("POST", _SETTINGS, body.encode()) for body in by_name),
+        Request("POST", _STATE, bodies[0].encode(), with_key=False),
+        Request("POST", _SETTINGS, by_name[0].encode(), with_key=False),
     ]
 
 
