@@ -5,6 +5,7 @@ settings at run time.
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from pathlib import Path
 
@@ -56,6 +57,36 @@ def total(served: Served, name: str) -> float:
     """A metric, all its labels together."""
     lines = served.call("GET", "/metrics", None, raw=True).splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
+
+
+def sglangs(served: Served) -> dict[str, float]:
+    """SGLang's own counters that its dashboards make hit rates of, as they are now."""
+    settled(served)
+    text = served.call("GET", "/metrics", None, raw=True)
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition("{")
+        source = re.search(r'(?:cache_source|mode)="(\w+)"', rest)
+        key = name.removeprefix("sglang:") + (f" {source[1]}" if source else "")
+        if name.startswith("sglang:") and not line.startswith("#"):
+            found[key] = found.get(key, 0.0) + float(line.rpartition(" ")[2])
+    return found
+
+
+def test_restored_tokens_are_in_sglangs_own_hit_figures(served: Served) -> None:
+    (ids,) = prompts(1, LONG, seed=71)
+    served.ask(ids)
+    served.flush()
+    before = sglangs(served)
+    again = served.ask(ids)
+    grown = since(before, sglangs(served))
+    assert again.storage > 0
+    assert grown["prompt_tokens_total"] == LONG
+    assert grown["cached_tokens_total storage"] == again.storage == again.cached
+    assert grown["prefill_effective_tokens_total storage_hit"] == again.storage
+    assert grown["storage_prefetch_hit_tokens_total"] >= again.storage
+    assert grown["prefetched_tokens_total"] == again.storage
+    assert not grown.get("storage_prefetch_unfulfilled_tokens_total")
 
 
 def test_pages_that_were_restored_are_not_copied_back_where_they_came_from(served: Served) -> None:

@@ -361,3 +361,24 @@ def test_reductions_are_of_the_first_stages_ranks_or_of_all() -> None:
     assert calls == ["stage", "ranks", "down"]
     tree.pp_rank = 1
     assert not tree_ranks.is_first(tree)  # type: ignore[arg-type]
+
+
+def test_restored_tokens_are_counted_where_sglang_counts_and_as_it_counts() -> None:
+    class Counts:
+        def __init__(self) -> None:
+            self.told: list[object] = []
+
+        def increment_load_back_num_tokens(self, num_tokens: int, pool: str) -> None:
+            self.told.append((num_tokens, pool))
+
+        def log_prefetched_tokens(self, tokens: int) -> None:
+            self.told.append(tokens)
+
+    device, storage = Counts(), Counts()
+    both = SimpleNamespace(metrics_collector=device, storage_metrics_collector=storage)
+    storage_ops.count_restored(both, 32, 64)  # type: ignore[arg-type]
+    storage_ops.count_restored(both, 0, 0)  # type: ignore[arg-type]
+    assert (device.told, storage.told) == ([(32, "kv")], [64])
+    # Without --enable-metrics, and with a release that counts in another way.
+    storage_ops.count_restored(SimpleNamespace(storage_metrics_collector=None), 32, 64)  # type: ignore[arg-type]
+    storage_ops.count_restored(SimpleNamespace(metrics_collector=object()), 32, 64)  # type: ignore[arg-type]

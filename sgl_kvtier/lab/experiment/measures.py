@@ -260,6 +260,12 @@ def _storage_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
         or 0
     )
     read = _total(rounds, "sglang:prefetched_tokens_total")
+    if read is not None:  # SGLang's own reads alone
+        restored_tokens = (
+            _total(rounds, "kvtier:restore_loaded_tokens_total", tier=tier)
+            for tier in ("storage", "remote")
+        )
+        read = max(0.0, read - sum(filter(None, restored_tokens)))
     written = _total(rounds, "sglang:backuped_tokens_total")
     if read is None and written is None:
         return {"read": restored, "written": 0}

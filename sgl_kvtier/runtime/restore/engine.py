@@ -551,6 +551,9 @@ class RestoreEngine:
         if self.attach is not None:
             self.attach.closed(r, how)
         self.counters.note_end(r, how)
+        host = r.spliced.get(Tier.HOST, 0) * self.context.page
+        attached = sum(r.spliced.values()) * self.context.page
+        storage_ops.count_restored(self.context.tree, host, attached - host)
 
     def _unlock(self, r: Restoration) -> None:
         lock, r.node_lock = r.node_lock, None

@@ -6,11 +6,14 @@ Scheduler's thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req, Scheduler, Tree
+
+logger = logging.getLogger(__name__)
 
 
 def of(tree: Tree, handle: Handle) -> Operation | None:
@@ -60,6 +63,23 @@ def stop(tree: Tree, operation: Operation) -> None:
     backend = store_of(controller)
     if backend is not None:
         backend.stop_reading(operation.hash_value)
+
+
+def count_restored(tree: Tree, host_tokens: int, storage_tokens: int) -> None:
+    """Adds tokens that a restoration attached to SGLang's own counts of its tiers, for dashboards
+    that know these: `sglang:load_back_tokens_total` from host memory, and
+    `sglang:prefetched_tokens_total` from storage. Nothing where SGLang does not count, or counts in
+    another way.
+    """
+    try:
+        device: Any = getattr(tree, "metrics_collector", None)
+        if device is not None and host_tokens:
+            device.increment_load_back_num_tokens(num_tokens=host_tokens, pool="kv")
+        storage: Any = getattr(tree, "storage_metrics_collector", None)
+        if storage is not None and storage_tokens:
+            storage.log_prefetched_tokens(storage_tokens)
+    except (AttributeError, TypeError) as error:
+        logger.debug("kvtier: restored tokens are not in SGLang's metrics: %s", error)
 
 
 def watch_writes(tree: Tree, begun: Callable[[int, Sequence[str]], None]) -> Callable[[], None]:

@@ -68,6 +68,17 @@ def test_an_arm_without_storage_moved_no_bytes_and_one_that_cannot_tell_says_so(
 RANKS = 'tp_rank="0",pp_rank="0",dp_rank="0"'
 
 
+def test_bytes_of_restorations_are_counted_once_although_sglang_counts_their_tokens_too() -> None:
+    after = (
+        "sglang:prefetched_tokens_total 100\nsglang:backuped_tokens_total 50\n"
+        "sglang:hicache_backup_tokens_total 10\nsglang:hicache_backup_bytes_total 20\n"
+        f'kvtier:restore_loaded_tokens_total{{{RANKS},tier="storage"}} 60\n'
+        f'kvtier:restore_loaded_bytes_total{{{RANKS},link="storage-device"}} 150\n'
+    )
+    moved = figures("kvtier", [make_round("kvtier", 1, [0.1], after=after)])["bytes"]
+    assert moved == {"read": 40 * 2 + 150, "written": 50 * 2}
+
+
 def test_a_server_without_restorations_has_no_figures_of_them() -> None:
     assert figures("hicache", [make_round("hicache", 1, [0.1])])["restore"] is None
 
