@@ -620,22 +620,21 @@ COPY_TABLE = Schema(
     "kvtier bench copy-table",
     "every way to copy host pages to the device",
     """
-settings: object; device, torch, rounds; where copies were measured layers, heads, head_dim too
+settings: object; device, torch, rounds, layers, heads, head_dim
 missing: integer; rows not measured before --seconds were over; exit status 1
 rows: list of objects; one per way, page and size
-  way: string; how pages are copied; on an emulated GPU bytes in flight and the event loop
-  page: integer or null; tokens of a page
-  mib: number; MiB of one load; on an emulated GPU MiB in flight
+  way: string; how pages are copied
+  page: integer; tokens of a page
+  mib: number; MiB of one load
   gbps: number or null; bandwidth, median
   begin_us: number or null; microseconds until the copy begins, median
   gemm_slower: number or null; fraction by which matrix products in parallel take longer; null on a
       CPU
   small_copy_us: number or null; microseconds of a copy of 4 KiB on another stream in parallel with
       loads; null for ways that do not use the copy engine
-  gap_p50_ms, gap_p99_ms: number or null; between output tokens; on an emulated GPU only
   note: string; wrong, or the error; empty where it was measured
   device, torch: string; what the row was measured on
-  layers, heads, head_dim: integer; shape of the KV cache, where copies were measured
+  layers, heads, head_dim: integer; shape of the KV cache
 """,
 )
 

@@ -3,8 +3,7 @@
 It has bytes per second, time to begin a load, what a GEMM beside it loses, and how long a small
 copy of SGLang's takes beside it. A way is anything that has the interface of `CopyDevice`. The
 bytes on the device are compared with the host's before a way is timed. One that copies wrongly has
-`wrong` in its row and no figures. On an emulated GPU a way is a number of bytes in flight, and only
-times are modelled (`bus_model`).
+`wrong` in its row and no figures.
 
 A row is appended to the log at once, and says what it was measured on: the device by its name, the
 shape, torch. Rows of anything else in a log are not known. Nor are those that failed: a later run
@@ -26,9 +25,7 @@ import torch
 
 from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, write_json
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.audit import pages_of
-from sgl_kvtier.lab.copies import bus_model
 from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.gpu.pools import CPU_WAYS, WAYS, controller, pools
 from sgl_kvtier.runtime.backend.host_pages import bytes_of, parts_of
@@ -39,12 +36,11 @@ from sgl_kvtier.runtime.cuda.page_shape import LAYOUTS, host_pool_of, unfit
 from sgl_kvtier.runtime.cuda.scatter import TritonScatter
 from sgl_kvtier.runtime.proof.start import measure
 from sgl_kvtier.runtime.restore.copy_device import MakeScatter, StreamCopies, copies_for, staged_by
-from sgl_kvtier.types import PACED
 
 SCHEMA = "kvtier.copy-table/1"
 _GEMM = 8192
 _GEMMS = 40
-_FIGURES = ("gbps", "begin_us", "gemm_slower", "small_copy_us", "gap_p50_ms", "gap_p99_ms")
+_FIGURES = ("gbps", "begin_us", "gemm_slower", "small_copy_us")
 CEILING = "one copy of as many bytes (ceiling)"
 _Name: TypeAlias = tuple[str, int, int]
 """Of a row: way, tokens of a page, MiB of a load."""
@@ -109,8 +105,6 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.json)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BenchError("torch sees no CUDA device. --device cpu shows the machinery alone")
-    if args.device.startswith(PACED):
-        return _model(args)
     measured_on, log = _measured_on(args), _Rows.open(args.log, {"schema": SCHEMA})
     until = time.monotonic() + args.seconds
     for row in _measured(args, log.of(measured_on), until):
@@ -128,12 +122,7 @@ def _report(
 ) -> None:
     shown = sys.stderr if args.json == "-" else sys.stdout
     columns = [
-        Column(name, name.replace("_", " "))
-        for name in (
-            *("way", "page", "mib", "gbps", "begin_us", "gemm_slower", "small_copy_us"),
-            *(("gap_p50_ms", "gap_p99_ms") if args.device.startswith(PACED) else ()),
-            "note",
-        )
+        Column(name, name.replace("_", " ")) for name in ("way", "page", "mib", *_FIGURES, "note")
     ]
     print_table(Table("Copies from host pages", tuple(columns), rows), shown)
     if missing:
@@ -145,22 +134,6 @@ def _report(
         found = {"settings": {**measured_on, "rounds": args.rounds}, "rows": rows}
         command = ["kvtier", *sys.argv[1:]]
         write_json(envelope(SCHEMA, command, {**found, "missing": missing}), args.json)
-
-
-def _model(args: argparse.Namespace) -> int:
-    """Rows of an emulated GPU: loads with some bytes in flight, both event loops."""
-    found, rows = profile.read(args.device.removeprefix(PACED)), []
-    for loop in ("overlap", "no overlap"):
-        for mib in (0, *args.in_flight):
-            one = bus_model.run(found, mib << 20, overlap=loop == "overlap")
-            way = f"{mib} MiB in flight, {loop}" if mib else f"no loads, {loop}"
-            figures = {name: round(value, 2) for name, value in vars(one).items()}
-            rate = figures.pop("gbytes_per_s")
-            figures["gbps"] = rate if mib else None
-            shape = {"page": None, "mib": mib, "device": args.device, "torch": torch.__version__}
-            rows.append({"way": way, **_row(**figures), **shape})
-    _report(args, rows, 0, {"device": args.device, "torch": torch.__version__})
-    return 0
 
 
 def _measured_on(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sgl_kvtier.arguments import any_device, positive
+from sgl_kvtier.arguments import positive
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.extras import how_to_install
 
@@ -16,17 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kvtier bench copy-table`."""
     parser.add_argument(
         "--device",
-        type=any_device,
+        choices=("cuda", "cpu"),
         default="cuda",
-        metavar="DEVICE",
-        help="cuda (default), cpu, or paced:PROFILE: what bytes in flight cost on an emulated GPU",
-    )
-    parser.add_argument(
-        "--in-flight",
-        type=_sizes,
-        default=[1, 2, 4, 8, 16, 128],
-        metavar="N,N",
-        help="MiB of a load in flight, with paced:PROFILE (default 1,2,4,8,16,128)",
+        help="cuda (default); cpu shows the machinery alone",
     )
     parser.add_argument("--layers", type=positive, default=32, help="default 32")
     parser.add_argument(
