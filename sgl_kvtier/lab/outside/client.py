@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 
@@ -195,7 +195,7 @@ class Client:
         body |= {} if priority is None else {"priority": priority}
         body |= {"return_logprob": True} if logprobs or margins else {}
         body |= {"top_logprobs_num": 2} if margins else {}
-        reading = _Reading(time.monotonic(), max_new_tokens, begun)
+        reading = _Generated(time.monotonic(), max_new_tokens, begun)
         return await self.stream("/generate", body, reading, taken)
 
     async def stream(
@@ -390,125 +390,144 @@ class BadAnswer(ValueError):
     """A server sent no answer of its route. Becomes the error of that request."""
 
 
-class Reading(Protocol):
-    """What was read of one streamed answer."""
-
-    def take(self, event: Any) -> None:
-        """Adds one event. Raises BadAnswer on what is none; what was taken before stays."""
-
-    def verdict(self) -> str | None:
-        """None when the answer came to its regular end, else what was wrong."""
-
-    def completion(self, error: str | None) -> Completion:
-        """The outcome so far."""
-
-
-class _Reading:
+class Reading:
     """The part of one streamed answer that has arrived. Everything in it was checked: a server may
-    send anything.
+    send anything. What an event of a route holds, `read` says.
     """
 
-    def __init__(self, sent_s: float, asked_tokens: int, begun: asyncio.Event | None) -> None:
+    route = ""
+
+    def __init__(
+        self, sent_s: float, asked_tokens: int, begun: asyncio.Event | None = None
+    ) -> None:
         self._sent_s = sent_s
         self._begun = begun
         self._most_tokens = asked_tokens + MORE_TOKENS
-        self._ids: list[int] = []
-        self._times: list[float] = []
-        self._logprobs: list[float] = []
-        self._margins: list[float] = []
-        self._prompt_tokens: int | None = None
-        self._rid: str | None = None
-        self._queue_s: float | None = None
-        self._storage_wait_s: float | None = None
-        self._cached: Cached | None = None
-        self._reason: dict[str, Any] | None = None
         self._problem: str | None = None
+        self.ids: list[int] = []
+        self.times: list[float] = []
+        self.text: list[str] = []
+        self.logprobs: list[float] = []
+        self.margins: list[float] = []
+        self.prompt_tokens: int | None = None
+        self.cached: Cached | None = None
+        self.queue_s: float | None = None
+        self.storage_wait_s: float | None = None
+        self.rid: str | None = None
+        self.ended: str | None = None
+        """How the answer ended: "abort", or the server's word for a regular end."""
+        self.abort_reason = ""
+
+    def read(self, event: dict[str, Any]) -> None:
+        """Adds what one event of the route has. Raises BadAnswer."""
+        raise NotImplementedError
 
     def take(self, event: Any) -> None:
         """Adds one event. Raises BadAnswer on what is none; what was taken before stays."""
         if not isinstance(event, dict):
-            raise BadAnswer(f"not an answer of /generate: {shown(event)}")
+            raise BadAnswer(f"not an answer of {self.route}: {shown(event)}")
         if "error" in event:
-            self._problem = problem_in(event)
-            return
+            self._problem = _problem_in(event)
+        else:
+            self.read(event)
+
+    def elapsed_s(self) -> float:
+        """Seconds since the request was sent."""
+        return time.monotonic() - self._sent_s
+
+    def count(self, tokens: int, at_s: float) -> None:
+        """There are `tokens` output tokens now: the new ones came at `at_s`."""
+        if tokens > self._most_tokens:
+            raise BadAnswer(f"{tokens} output tokens, more than were asked for")
+        self.times += [at_s] * (tokens - len(self.times))
+        if self._begun is not None and self.times:
+            self._begun.set()
+
+    def verdict(self) -> str | None:
+        """None when the answer came to its regular end, else what was wrong."""
+        if self._problem is not None:
+            return self._problem
+        if self.ended is None:
+            return "the stream ended before the answer did"
+        if self.ended == "abort":
+            return f"{ABORTED}: {self.abort_reason}" if self.abort_reason else ABORTED
+        return None
+
+    def completion(self, error: str | None) -> Completion:
+        """The outcome so far."""
+        return Completion(
+            sent_s=self._sent_s,
+            e2e_s=self.elapsed_s(),
+            output_ids=tuple(self.ids),
+            token_times_s=tuple(self.times),
+            prompt_tokens=self.prompt_tokens,
+            cached=self.cached,
+            server_queue_s=self.queue_s,
+            storage_wait_s=self.storage_wait_s,
+            error=error,
+            rid=self.rid,
+            logprobs=tuple(self.logprobs),
+            margins=tuple(self.margins),
+            text="".join(self.text),
+        )
+
+
+class _Generated(Reading):
+    """An answer of SGLang's own route."""
+
+    route = "/generate"
+
+    def read(self, event: dict[str, Any]) -> None:
         meta = part_of(event, "meta_info", dict) or {}
         self._take_tokens(part_of(event, "output_ids", list) or [], meta)
-        self._prompt_tokens = whole_of(meta, "prompt_tokens")
-        self._rid = part_of(meta, "id", str)
-        self._queue_s = _seconds(meta, "queue_time")
-        self._storage_wait_s = _seconds(meta, "storage_prefetch_wait")
-        self._cached = _cached(meta)
-        self._reason = part_of(meta, "finish_reason", dict)
+        self.prompt_tokens = whole_of(meta, "prompt_tokens")
+        self.rid = part_of(meta, "id", str)
+        self.queue_s = _seconds(meta, "queue_time")
+        self.storage_wait_s = _seconds(meta, "storage_prefetch_wait")
+        total = whole_of(meta, "cached_tokens")
+        details = tiers_of(meta) or {}
+        self.cached = None if total is None else Cached(**details, total=total)
+        reason = part_of(meta, "finish_reason", dict) or {}
+        said = reason.get("message", "")
+        self.abort_reason = short(said if isinstance(said, str) else shown(said))
+        self.ended = part_of(reason, "type", str)
 
     def _take_tokens(self, ids: list[Any], meta: Mapping[str, Any]) -> None:
         # Each event carries all tokens so far, or with --incremental-streaming-output only the new
         # ones.
-        now = time.monotonic() - self._sent_s
+        at_s = self.elapsed_s()
         if len(ids) == whole_of(meta, "completion_tokens"):
-            del self._ids[len(ids) :]
-            ids = ids[len(self._ids) :]
-        if not all(is_whole(token, 0) for token in ids):
-            raise BadAnswer(refusal("output_ids", ids, "token ids"))
-        self._ids += ids
-        if len(self._ids) > self._most_tokens:
-            raise BadAnswer(f"{len(self._ids)} output tokens, more than were asked for")
-        self._times += [now] * (len(self._ids) - len(self._times))
-        if self._begun is not None and self._times:
-            self._begun.set()
+            del self.ids[len(ids) :]
+            ids = ids[len(self.ids) :]
+        self.ids += token_ids(ids, "output_ids")
+        self.count(len(self.ids), at_s)
         entries = part_of(meta, "output_token_logprobs", list) or []
-        if len(entries) == len(self._ids):
-            del self._logprobs[len(entries) :]
-            entries = entries[len(self._logprobs) :]
+        if len(entries) == len(self.ids):
+            del self.logprobs[len(entries) :]
+            entries = entries[len(self.logprobs) :]
         if not all(isinstance(entry, list) and entry and is_number(entry[0]) for entry in entries):
             raise BadAnswer(
                 refusal("output_token_logprobs", entries, "lists that begin with a number")
             )
-        self._logprobs += [float(entry[0]) for entry in entries]
+        self.logprobs += [float(entry[0]) for entry in entries]
         self._take_margins(part_of(meta, "output_top_logprobs", list) or [])
 
     def _take_margins(self, positions: list[Any]) -> None:
-        if len(positions) == len(self._ids):
-            positions = positions[len(self._margins) :]
+        if len(positions) == len(self.ids):
+            positions = positions[len(self.margins) :]
         for best in positions:
             pair = [entry[0] for entry in best[:2]] if isinstance(best, list) else []
             if len(pair) < 2 or not all(is_number(value) for value in pair):
                 raise BadAnswer(
                     refusal("output_top_logprobs", best, "two lists with a number each")
                 )
-            self._margins.append(abs(float(pair[0]) - float(pair[1])))
-
-    def verdict(self) -> str | None:
-        """None when the answer came to its regular end, else what was wrong."""
-        if self._problem is not None:
-            return self._problem
-        if not self._reason:
-            return "the stream ended before the answer did"
-        kind, said = self._reason.get("type"), self._reason.get("message", "")
-        if kind == "abort":
-            return f"{ABORTED}: {short(said if isinstance(said, str) else shown(said))}"
-        return None if isinstance(kind, str) else refusal("finish_reason.type", kind, "a text")
-
-    def completion(self, error: str | None) -> Completion:
-        return Completion(
-            sent_s=self._sent_s,
-            e2e_s=time.monotonic() - self._sent_s,
-            output_ids=tuple(self._ids),
-            token_times_s=tuple(self._times),
-            prompt_tokens=self._prompt_tokens,
-            cached=self._cached,
-            server_queue_s=self._queue_s,
-            storage_wait_s=self._storage_wait_s,
-            error=error,
-            rid=self._rid,
-            logprobs=tuple(self._logprobs),
-            margins=tuple(self._margins),
-        )
+            self.margins.append(abs(float(pair[0]) - float(pair[1])))
 
 
 _KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
 
 
-def problem_in(event: Mapping[str, Any]) -> str:
+def _problem_in(event: Mapping[str, Any]) -> str:
     """What an event with an error says."""
     detail = event["error"]
     said = detail.get("message", detail) if isinstance(detail, dict) else detail
@@ -540,11 +559,19 @@ def _seconds(data: Mapping[str, Any], name: str) -> float | None:
     return value
 
 
-def _cached(meta: Mapping[str, Any]) -> Cached | None:
-    total = whole_of(meta, "cached_tokens")
-    details = part_of(meta, "cached_tokens_details", dict) or {}
-    tiers = {tier: whole_of(details, tier) or 0 for tier in ("device", "host", "storage")}
-    return None if total is None else Cached(**tiers, total=total)
+def tiers_of(data: Mapping[str, Any]) -> dict[str, int] | None:
+    """The cached tokens of each tier in an answer; None where it does not name tiers."""
+    details = part_of(data, "cached_tokens_details", dict)
+    if details is None:
+        return None
+    return {tier: whole_of(details, tier) or 0 for tier in ("device", "host", "storage")}
+
+
+def token_ids(ids: list[Any], name: str) -> list[int]:
+    """The ids if they are token ids. Raises BadAnswer."""
+    if not all(is_whole(token, 0) for token in ids):
+        raise BadAnswer(refusal(name, ids, "token ids"))
+    return ids
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[Any]:
