@@ -91,7 +91,7 @@ COMMANDS = {
         "--policy kvtier,stock,oracle\n  kvtier sim paper cake --table 3",
     ),
     "bench copy-table": Command(
-        "sgl_kvtier.lab.copies.copy_table_command",
+        "sgl_kvtier.lab.gpu.copy_table_command",
         "every way to bring host pages to the device: bandwidth, time to begin, and what a GEMM "
         "that runs at the same time loses",
         "kvtier bench copy-table --mib 2,16,128",

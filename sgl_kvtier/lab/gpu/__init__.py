@@ -1,1 +1,1 @@
-"""Measurements that need a card alone. Imports torch."""
+"""What needs a GPU: measurements, checks and models. Imports torch."""

@@ -35,7 +35,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    context: int = 65536
+    context: int
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -62,116 +62,35 @@ class Weight:
     """Rows from here on are zero."""
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape(
-            "lab-mha",
-            "qwen3",
-            layers=4,
-            hidden=512,
-            heads=8,
-            kv_heads=8,
-            head_dim=64,
-            intermediate=1536,
-        ),
-        Shape(
-            "lab-gqa",
-            "qwen3",
-            layers=8,
-            hidden=512,
-            heads=8,
-            kv_heads=2,
-            head_dim=64,
-            intermediate=1536,
-        ),
-        Shape(
-            "tiny-qwen3",
-            "qwen3",
-            layers=2,
-            hidden=128,
-            heads=4,
-            kv_heads=2,
-            head_dim=32,
-            intermediate=256,
-        ),
-        Shape(
-            "tiny-llama",
-            "llama",
-            layers=2,
-            hidden=128,
-            heads=4,
-            kv_heads=2,
-            head_dim=32,
-            intermediate=256,
-        ),
-    )
-}
+def _shapes(*rows: tuple[str, str, int, int, int, int, int, int, int]) -> dict[str, Shape]:
+    return {row[0]: Shape(*row) for row in rows}
+
+
+_LONG = 131072
+"""Tokens of context of the models for an accelerator: 64k and an answer have room."""
+
+# name, family, layers, hidden, heads, KV heads, numbers of a head, intermediate, context
+SHAPES = _shapes(
+    ("lab-mha", "qwen3", 4, 512, 8, 8, 64, 1536, 65536),
+    ("lab-gqa", "qwen3", 8, 512, 8, 2, 64, 1536, 65536),
+    ("tiny-qwen3", "qwen3", 2, 128, 4, 2, 32, 256, 65536),
+    ("tiny-llama", "llama", 2, 128, 4, 2, 32, 256, 65536),
+)
 """lab-mha has a large KV cache for its compute, lab-gqa a small one; the tiny ones are for tests.
 """
 
-
-ROOMY = 131072
-"""Tokens of context of the models for an accelerator: 64k and an answer have room."""
-
-UNWEIGHTED = {
-    shape.name: shape
-    for shape in (
-        Shape(
-            "shape-8b",
-            "llama",
-            layers=32,
-            hidden=4096,
-            heads=32,
-            kv_heads=8,
-            head_dim=128,
-            intermediate=14336,
-            context=ROOMY,
-        ),
-        Shape(
-            "shape-1b",
-            "llama",
-            layers=16,
-            hidden=2048,
-            heads=32,
-            kv_heads=8,
-            head_dim=64,
-            intermediate=8192,
-            context=ROOMY,
-        ),
-    )
-}
+UNWEIGHTED = _shapes(
+    ("shape-8b", "llama", 32, 4096, 32, 8, 128, 14336, _LONG),
+    ("shape-1b", "llama", 16, 2048, 32, 8, 64, 8192, _LONG),
+)
 """Models of real sizes (those of Llama 3) for an accelerator: a folder without weights, served with
 --load-format dummy. What they answer means nothing, not even that two caches agree.
 """
 
-DRAWN = {
-    shape.name: shape
-    for shape in (
-        Shape(
-            "lab-gpu-1b",
-            "llama",
-            layers=16,
-            hidden=2048,
-            heads=16,
-            kv_heads=8,
-            head_dim=128,
-            intermediate=8192,
-            context=ROOMY,
-        ),
-        Shape(
-            "lab-gpu-tiny",
-            "llama",
-            layers=2,
-            hidden=512,
-            heads=4,
-            kv_heads=2,
-            head_dim=128,
-            intermediate=1024,
-            context=ROOMY,
-        ),
-    )
-}
+DRAWN = _shapes(
+    ("lab-gpu-1b", "llama", 16, 2048, 16, 8, 128, 8192, _LONG),
+    ("lab-gpu-tiny", "llama", 2, 512, 4, 2, 128, 1024, _LONG),
+)
 """Models for an accelerator whose answers show a wrong KV page.
 
 Their bfloat16 weights have the same scales as the lab models' and are drawn by torch

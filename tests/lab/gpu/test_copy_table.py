@@ -16,7 +16,7 @@ from sgl_kvtier.cli import main
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
-from sgl_kvtier.lab.copies import copy_table
+from sgl_kvtier.lab.gpu import copy_table
 from sgl_kvtier.lab.gpu.pools import controller, pools
 from sgl_kvtier.runtime.cuda import flashinfer_scatter
 from sgl_kvtier.runtime.cuda.all_layers import AllLayers

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     missing. Raises BenchError where they are not installed, or there is no card.
     """
     try:
-        from sgl_kvtier.lab.copies import copy_table
+        from sgl_kvtier.lab.gpu import copy_table
     except ImportError as error:
         raise BenchError(
             f"this benchmark needs SGLang ({error}): {how_to_install('sglang')}"

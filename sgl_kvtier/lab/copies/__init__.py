@@ -1,1 +1,0 @@
-"""`kvtier bench copy-table`."""
