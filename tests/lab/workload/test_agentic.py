@@ -82,25 +82,6 @@ def test_a_session_that_is_written_is_read_again_as_it_was(tmp_path: Path) -> No
     assert found == FULL
 
 
-def test_a_file_of_very_many_sessions_is_known_as_well(tmp_path: Path) -> None:
-    made = [dataclasses.replace(FULL, session_id=f"s{number}") for number in range(1000)]
-    found = load_sessions(str(written(tmp_path / "a.json", *made))).sessions
-    assert found == tuple(made)
-
-
-@pytest.mark.parametrize("preset", ["swe-mini", "swe-openhands", "chat"])
-def test_generated_sessions_come_back_whole(tmp_path: Path, preset: str) -> None:
-    made = [generate(load_preset(preset), 5, number) for number in range(4)]
-    found = load_sessions(str(written(tmp_path / "a.json", *made))).sessions
-    for one, other in zip(made, found, strict=True):
-        whole = not one.edits
-        assert other.calls == one.calls if whole else other.calls < one.calls
-        prompts = list(zip(Context(one).calls(), Context(other).calls(), strict=False))
-        assert prompts
-        for (call, prompt), (again, same) in prompts:
-            assert (call, list(prompt)) == (again, list(same))
-
-
 def test_a_session_is_cut_where_its_context_is_replaced_and_says_so(tmp_path: Path) -> None:
     edited = session(
         Append(Message("user", "a")),
@@ -147,13 +128,6 @@ def test_the_servers_own_answer_takes_the_place_of_one_that_is_not_recorded(tmp_
     assert [message.text for message in context.prompt] == ["a", "the server's", "b"]
 
 
-def test_content_in_parts_is_one_text(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    turn = {"messages": [{"role": "user", "content": parts}, {"role": "tool", "content": None}]}
-    (found,) = load_sessions(str(foreign(tmp_path / "a.json", [turn]))).sessions
-    assert [message.text for message in Context(found).calls().__next__()[1]] == ["one two", ""]
-
-
 @pytest.mark.parametrize(
     "bad",
     [
@@ -177,14 +151,6 @@ def test_a_damaged_conversation_is_noted_and_passed_over(tmp_path: Path, bad: An
     assert [line.line for line in loaded.bad_lines] == [2]
 
 
-@pytest.mark.parametrize("text", ['{"conversations": [', '{"conversations": [] , 3}'])
-def test_a_torn_file_is_an_error_that_says_what_to_do(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    with pytest.raises(TraceError, match="Copy the file again"):
-        load_sessions(str(path))
-
-
 def test_a_file_that_is_too_large_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,12 +158,6 @@ def test_a_file_that_is_too_large_is_not_read(
     path = foreign(tmp_path / "a.json", [asked("a" * (1 << 11))])
     with pytest.raises(TraceError, match="has more than 0 MiB"):
         load_sessions(str(path))
-
-
-def test_sessions_are_skipped_and_limited_as_in_other_formats(tmp_path: Path) -> None:
-    path = foreign(tmp_path / "a.json", *[[asked(str(number))] for number in range(5)])
-    found = load_sessions(str(path), skip=2, limit=2).sessions
-    assert [one.session_id for one in found] == ["a-3", "a-4"]
 
 
 def test_the_command_writes_what_is_read_as_a_trace(

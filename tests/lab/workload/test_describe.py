@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from sgl_kvtier.lab.workload.describe import describe
 from sgl_kvtier.lab.workload.encoder import ByteEncoder
 from sgl_kvtier.lab.workload.session import Append, Call, Edit, Event, Message, Session
@@ -102,15 +100,3 @@ def test_sub_agents_clipped_results_and_truncated_sessions_are_counted() -> None
 def test_no_sessions_are_no_division_by_zero() -> None:
     stats = describe([], ENCODER)
     assert (stats.session_reuse, stats.infinite_cache, stats.rows()) == (0, 0, [])
-
-
-@pytest.mark.parametrize("divisor", [1, 4])
-def test_reuse_does_not_depend_on_the_scale(divisor: int) -> None:
-    turns = [
-        e for i in range(30) for e in (Append(text(200, chr(97 + i % 26))), Call(text(100, "o")))
-    ]
-    # Prompts of 200, 500, 800, ... tokens, of which all but the last 200 stood before.
-    assert (
-        describe([session(*turns)], ByteEncoder(1 << 30, divisor)).session_reuse
-        == 130_500 / 136_500
-    )

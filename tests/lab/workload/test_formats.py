@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trace_records import mooncake_record
+from trace_records import assistant, claude_record, mooncake_record, request, swe_record, tool, user
 
 from sgl_kvtier.errors import ConfigError, KVTierError, TraceError
 from sgl_kvtier.lab.workload.describe import describe
@@ -156,6 +156,38 @@ READ: dict[str, tuple[str, int, int]] = {
         2,
     ),
     "agentic-trace": (document(AGENTIC), 1, 1),
+    "blocks that are kept and new": (
+        lines(
+            claude_record(
+                request(0, 1, 2),
+                {"agent_id": "g", "t": 1.0, "requests": [request(0, 5, 1)]},
+                request(1, 7, 2),
+            )
+        ),
+        2,
+        3,
+    ),
+    "agent sessions": (
+        lines(
+            swe_record(
+                user("a", t_offset_s=0.0),
+                assistant(
+                    "b",
+                    1.0,
+                    usage={"out": 7},
+                    reasoning="r",
+                    tool_calls=[{"name": "ls", "arguments": "-l"}],
+                ),
+                tool("c", 2.0, tool_exec_s=0.5),
+                {"role": "context_edit", "parts": [[0, 1], user("d")], "why": "w"},
+                assistant("e", 3.0),
+                truncated=False,
+                model="m",
+            )
+        ),
+        1,
+        2,
+    ),
     "agentic-trace behind long metadata": (
         json.dumps({**AGENTIC, "metadata": {"notes": "x" * 80_000}}),
         1,
@@ -204,6 +236,7 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
         lines(AZURE, "2023-11-16 18:17:05,100,5", "2023-11-16 18:17:03,100,5"),
         ":3: an Azure trace .* Sort the rows",
     ),
+    "an empty file": ("", "in no format this reads"),
     "an unknown CSV": (lines("when,how long", "1,2"), "in no format this reads"),
     "an unknown object": (lines({"prompt": "x", "n": 1}), 'its first object has "prompt", "n"'),
     "a list of numbers": ("[1, 2]", "in no format this reads"),
@@ -465,6 +498,15 @@ def test_fields_that_mean_nothing_to_the_reader_are_counted(tmp_path: Path) -> N
     assert loaded.left_out == {'"priority" fields of rows': 1}
 
 
+def test_azure_rows_arrive_at_their_times_and_share_nothing(tmp_path: Path) -> None:
+    rows = ("2023-11-16 18:17:03.9799600,4808,10\r", "2023-11-16 18:17:04.0319600,3180,8\r")
+    first, second = load_sessions(written(tmp_path, lines(AZURE, *rows))).sessions
+    assert (first.start_s, round(second.start_s, 6)) == (0.0, 0.052)
+    assert lengths(first) + lengths(second) == [4808, 3180]
+    assert calls(second)[0].output_tokens == 8
+    assert describe([first, second], ByteEncoder((1 << 31) - 1)).cached_tokens_total == 0
+
+
 def test_failed_requests_of_burst_gpt_are_left_out_and_counted(tmp_path: Path) -> None:
     text = lines(BURST, "5,GPT-4,472,18,490,Chat log", "7.5,GPT-4,100,0,100,Chat log")
     loaded = load_sessions(written(tmp_path, text))
@@ -597,6 +639,8 @@ def test_sessions_of_several_rows_are_skipped_and_limited_as_sessions(tmp_path: 
     assert [(s.session_id, s.calls) for s in found] == [("mine:b", 2)]
 
 
+GONE = object()
+"""In place of a value: the field is taken away."""
 HOSTILE = [float("inf"), float("nan"), -1, 10**400, "", [], {}, True, None, [[]], 1 << 60, "\ud800"]
 
 
@@ -611,7 +655,10 @@ def with_value(record: Any, path: tuple[Any, ...], value: Any) -> Any:
     if not path:
         return value
     copied = dict(record) if isinstance(record, dict) else list(record)
-    copied[path[0]] = with_value(record[path[0]], path[1:], value)
+    if value is GONE and len(path) == 1:
+        del copied[path[0]]
+    else:
+        copied[path[0]] = with_value(record[path[0]], path[1:], value)
     return copied
 
 
@@ -626,7 +673,7 @@ def test_a_hostile_value_anywhere_is_an_error_a_bad_line_or_harmless(
     if "metadata" in records[0]:
         records[0]["metadata"] = {}
     for path in places(records[-1]):
-        for value in HOSTILE:
+        for value in HOSTILE if not path else [*HOSTILE, GONE]:
             spoiled = [*records[:-1], with_value(records[-1], path, value)]
             try:
                 loaded = load_sessions(written(tmp_path, lines(*map(json.dumps, spoiled))))
@@ -634,4 +681,5 @@ def test_a_hostile_value_anywhere_is_an_error_a_bad_line_or_harmless(
                 assert len(str(error)) < 1500
                 continue
             assert all(len(bad.reason) < 300 for bad in loaded.bad_lines)
-            describe(loaded.sessions, ByteEncoder(500, 1000))
+            rows = describe(loaded.sessions, ByteEncoder(500, 1000)).rows()
+            assert all(abs(row["max"]) < 1e12 for row in rows)

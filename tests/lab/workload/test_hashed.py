@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trace_records import claude_record, mooncake_record, request
+from trace_records import claude_record, request
 
-from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.workload.catalogue import Origin
-from sgl_kvtier.lab.workload.formats import FORMATS, decoded
-from sgl_kvtier.lab.workload.hashed import ClaudeCodeReader, CsvReader, LengthReader
+from sgl_kvtier.lab.workload.hashed import ClaudeCodeReader
 from sgl_kvtier.lab.workload.lines import BadRecord
 from sgl_kvtier.lab.workload.session import Call, Context, Edit, Prompt, Session
 
@@ -23,18 +21,6 @@ ORIGIN = Origin("owner/repo", "MIT")
 
 def claude(record: dict[str, Any]) -> list[Session]:
     return ClaudeCodeReader(Path("cc.jsonl"), ORIGIN, Counter()).sessions(1, record)
-
-
-def mooncake(record: dict[str, Any], line: int = 1) -> Session:
-    (session,) = LengthReader(Path("mc.jsonl"), ORIGIN, Counter(), None).mooncake(line, record)
-    return session
-
-
-def azure(row: str) -> dict[str, str]:
-    (form,) = (form for form in FORMATS if form.name == "Azure")
-    values = decoded(form, row)
-    assert isinstance(values, dict)
-    return values
 
 
 def ids_of(prompt: Prompt) -> list[int]:
@@ -155,70 +141,3 @@ CLAUDE_BAD = [
 def test_a_bad_claude_code_line_says_what_is_wrong(record: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadRecord, match=reason):
         claude(record)
-
-
-def test_a_mooncake_line_is_a_session_of_one_call_at_its_time() -> None:
-    session = mooncake(mooncake_record(1100, 0, 7, 8, timestamp=3000, output_length=77), line=5)
-    assert (session.session_id, session.start_s, session.source, session.licence) == (
-        "mc:5",
-        3.0,
-        "owner/repo",
-        "MIT",
-    )
-    assert prompts(session) == [[0, 7, 8]]
-    assert calls(session)[0].output_tokens == 77
-
-
-def test_a_mooncake_prompts_last_block_is_cut_to_the_input_length() -> None:
-    ((_, prompt),) = Context(mooncake(mooncake_record(1100, 0, 7, 8))).calls()
-    assert prompt[0].blocks is not None
-    assert (prompt[0].blocks.tokens, len(prompt[0].blocks)) == (1100, 3)
-
-
-def test_mooncake_ids_are_global_to_the_file() -> None:
-    scopes = {
-        prompt[0].blocks.scope
-        for n in (1, 2)
-        for _, prompt in Context(mooncake(mooncake_record(9, 0), n)).calls()
-        if prompt[0].blocks
-    }
-    assert scopes == {"mc"}
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        mooncake_record(1100, 0, 7),
-        mooncake_record(0),
-        mooncake_record(512, 0, 1),
-        mooncake_record(5, "0"),
-    ],
-)  # type: ignore[arg-type]
-def test_mooncake_blocks_that_do_not_fit_the_length_are_bad(record: dict[str, Any]) -> None:
-    with pytest.raises((BadRecord, TraceError)):
-        mooncake(record)
-
-
-def test_azure_rows_arrive_at_their_times_and_share_nothing() -> None:
-    reader = CsvReader(Path("az.csv"), ORIGIN, Counter())
-    (first,) = reader.azure(2, azure("2023-11-16 18:17:03.9799600,4808,10\r\n"))
-    (second,) = reader.azure(3, azure("2023-11-16 18:17:04.0319600,3180,8\n"))
-    assert (first.start_s, round(second.start_s, 6)) == (0.0, 0.052)
-    blocks = [prompt[0].blocks for s in (first, second) for _, prompt in Context(s).calls()]
-    assert [b.tokens for b in blocks if b] == [4808, 3180]
-    assert len({b.scope for b in blocks if b}) == 2
-    assert calls(second)[0].output_tokens == 8
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        "yesterday,1,2",
-        "2023-11-16 18:17:03,1",
-        "2023-11-16 18:17:03,0,5",
-        "2023-11-16 18:17:03,x,5",
-    ],
-)
-def test_azure_rows_that_are_none_are_bad(row: str) -> None:
-    with pytest.raises(BadRecord):
-        CsvReader(Path("az.csv"), ORIGIN, Counter()).azure(2, azure(row))

@@ -79,14 +79,6 @@ def test_an_answer_is_not_added_where_the_next_blocks_stand_for_it() -> None:
     assert texts(walk.prompt) == ["a", "b"]
 
 
-def test_prompts_handed_out_earlier_do_not_change_when_the_walk_goes_on() -> None:
-    walk = Context(
-        session(Append(says("a")), Call(says("x")), Edit((says("fresh"),)), Call(says("y")), Call())
-    )
-    prompts = [prompt for _, prompt in walk.calls()]
-    assert [texts(p) for p in prompts] == [["a"], ["fresh"], ["fresh", "y"]]
-
-
 def test_a_prompt_is_a_sequence() -> None:
     walk = Context(session(Append(says("a")), Append(says("b")), Call(says("later"))))
     walk.next_call()
@@ -114,11 +106,6 @@ def test_a_message_is_exactly_one_kind_of_content() -> None:
         Message("user", "text", token_ids=(1,))
     with pytest.raises(ValueError, match="0 of them"):
         Message("user")
-
-
-def test_sessions_count_their_calls_and_edits() -> None:
-    it = session(Append(says("a")), Call(says("x")), Edit((Span(0, 1),)), Call(says("y")))
-    assert (it.calls, it.edits) == (2, 1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 5)), max_size=6), st.integers(0, 40))

@@ -9,24 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from effort import examples
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from trace_records import (
-    WriteTrace,
-    assistant,
-    claude_record,
-    mooncake_record,
-    request,
-    swe_record,
-    tool,
-    user,
-)
+from trace_records import WriteTrace, assistant, claude_record, request, swe_record, tool, user
 
-from sgl_kvtier import cli
 from sgl_kvtier.errors import ConfigError, TraceError
 from sgl_kvtier.lab.workload.catalogue import find_trace, known_traces, origin_of, trace_files
-from sgl_kvtier.lab.workload.describe import describe
 from sgl_kvtier.lab.workload.encoder import ByteEncoder
 from sgl_kvtier.lab.workload.session import Append, Call, Context, Edit, Message, Session
 from sgl_kvtier.lab.workload.source import cut_session, enter_late, load_sessions
@@ -37,43 +23,17 @@ def numbered(count: int, calls: int = 1) -> list[dict[str, Any]]:
     return [swe_record(*turns, session_id=f"s{i}") for i in range(count)]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_plain_and_packed_files_read_alike(write_trace: WriteTrace, name: str) -> None:
-    loaded = load_sessions(str(write_trace(name, *numbered(3))))
-    assert [s.session_id for s in loaded.sessions] == ["s0", "s1", "s2"]
-    assert (loaded.calls, loaded.bad_lines) == (3, ())
-
-
-def test_the_format_is_known_by_its_lines(write_trace: WriteTrace) -> None:
-    azure = "TIMESTAMP,ContextTokens,GeneratedTokens\r"
-    files = {
-        "claude.txt": [claude_record(request(0, 1, 2))],
-        "moon.txt": [mooncake_record(9, 0)],
-        "azure.txt": [
-            azure,
-            "2023-11-16 18:17:03.9799600,4808,10\r",
-            "2023-11-16 18:17:04.0,3,1\r",
-        ],
-        "swe.txt": ["not json", swe_record(user("a"), assistant("b"))],
-    }
-    counts = {
-        name: len(load_sessions(str(write_trace(name, *lines))).sessions)
-        for name, lines in files.items()
-    }
-    assert counts == {"claude.txt": 1, "moon.txt": 1, "azure.txt": 2, "swe.txt": 1}
-
-
 def test_bad_lines_are_counted_with_file_and_number_and_the_rest_is_read(
     write_trace: WriteTrace,
 ) -> None:
     good = numbered(3)
     path = write_trace(
-        "a.jsonl", good[0], "{oops", good[1], {"session_id": "x", "turns": []}, "", good[2]
+        "a.jsonl", "{oops", good[0], good[1], {"session_id": "x", "turns": []}, "", good[2]
     )
     loaded = load_sessions(str(path))
     assert [s.session_id for s in loaded.sessions] == ["s0", "s1", "s2"]
-    assert [(line.path, line.line) for line in loaded.bad_lines] == [(str(path), 2), (str(path), 4)]
-    assert f"2 bad lines were passed over, the first: {path}:2: not JSON" in loaded.description
+    assert [(line.path, line.line) for line in loaded.bad_lines] == [(str(path), 1), (str(path), 4)]
+    assert f"2 bad lines were passed over, the first: {path}:1: not JSON" in loaded.description
 
 
 def test_no_line_beyond_those_wanted_is_decoded(write_trace: WriteTrace) -> None:
@@ -192,89 +152,18 @@ def test_generated_sessions_that_do_not_fit_are_replaced_by_the_next() -> None:
         )
 
 
-VALID = [
-    swe_record(
-        user("a"),
-        assistant("b", 1.0, usage={"out": 3}, tool_calls=[{"name": "n", "arguments": "{}"}]),
-        tool("c", 2.0),
-        {"role": "context_edit", "parts": [[0, 1], user("new")], "t_offset_s": 3.0},
-        assistant("d", 4.0),
-    ),
-    claude_record(
-        request(0, 1, 3),
-        {"t": 1.0, "agent_id": "a", "requests": [request(0, 1, 2)]},
-        request(2, 9, 1),
-    ),
-    mooncake_record(1100, 0, 7, 8),
-]
-# What a damaged file may hold where something else belongs.
-damage = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.just(10**400),
-    st.floats(),
-    st.text(max_size=3),
-    st.just([]),
-    st.just({}),
-    st.just([[1]]),
-)
-
-
-def _damaged(value: Any, data: st.DataObject) -> Any:
-    """The value with one thing in it, at any depth, replaced or taken away."""
-    inner = (
-        [k for k, v in (value.items() if isinstance(value, dict) else enumerate(value))]
-        if isinstance(value, (dict, list))
-        else []
-    )
-    if not inner or data.draw(st.integers(0, 4)) == 0:
-        return data.draw(damage)
-    key = data.draw(st.sampled_from(inner))
-    changed = value.copy()
-    if data.draw(st.integers(0, 5)) == 0:
-        del changed[key]
-    else:
-        changed[key] = _damaged(value[key], data)
-    return changed
-
-
-@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_no_damage_to_a_line_is_fatal(write_trace: WriteTrace, data: st.DataObject) -> None:
-    record = data.draw(st.sampled_from(VALID))
-    path = write_trace("a.jsonl", record, _damaged(record, data), record)
-    encoder = ByteEncoder(512, 64)
-    loaded = load_sessions(str(path), encoder=encoder, max_prompt_tokens=10**6)
-    whole = load_sessions(str(write_trace("b.jsonl", record)))
-    # The whole lines before and after are there, and the damaged one is either bad or gave sessions
-    # that can be walked.
-    assert loaded.calls + loaded.calls_cut >= 2 * whole.calls
-    assert len(loaded.bad_lines) <= 1
-    describe(loaded.sessions, encoder)
-
-
-def test_files_of_unknown_formats_say_which_are_known(write_trace: WriteTrace) -> None:
-    with pytest.raises(
-        TraceError,
-        match=r'no format this reads .its first object has "text".: ShareGPT, .*Mooncake',
-    ):
-        load_sessions(str(write_trace("a.jsonl", {"text": "hello"})))
-    with pytest.raises(TraceError, match="no format this reads"):
-        load_sessions(str(write_trace("empty.jsonl")))
-
-
 def test_traces_are_found_by_name_or_its_beginning(write_trace: WriteTrace, tmp_path: Path) -> None:
-    for name in ("swe_mini.jsonl.gz", "swe_other.jsonl", "azure.csv"):
+    for name in ("swe_mini.jsonl.gz", "swe_other.jsonl", "swe_other_two.jsonl", "azure.csv"):
         write_trace(name, *numbered(1))
     write_trace("notes.txt", "x")
-    assert list(trace_files(tmp_path)) == ["azure", "swe_mini", "swe_other"]
+    assert list(trace_files(tmp_path)) == ["azure", "swe_mini", "swe_other", "swe_other_two"]
+    assert find_trace("swe_other", tmp_path).name == "swe_other.jsonl"
     assert (
         find_trace("swe_mini", tmp_path)
         == find_trace("swe_m", tmp_path)
         == tmp_path / "swe_mini.jsonl.gz"
     )
-    with pytest.raises(TraceError, match="'swe_' could be any of swe_mini, swe_other"):
+    with pytest.raises(TraceError, match="'swe_' could be any of swe_mini, swe_other,"):
         find_trace("swe_", tmp_path)
 
 
@@ -311,22 +200,6 @@ def test_traces_are_looked_for_in_the_folder_that_the_variable_names_or_in_the_u
         trace_files()
 
 
-def test_no_command_names_a_folder_beside_a_clone(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["trace", "list"], ["compare"], ["sim", "run"], ["trace", "describe"]):
-        with pytest.raises(SystemExit):
-            cli.main([*words, "--help"])
-        said = capsys.readouterr().out
-        assert "KVTIER_TRACES" in said and "shared/traces" not in said
-
-
-def test_the_name_of_a_trace_goes_before_the_beginning_of_another(
-    write_trace: WriteTrace, tmp_path: Path
-) -> None:
-    write_trace("moon.jsonl", *numbered(1))
-    write_trace("moon_two.jsonl", *numbered(1))
-    assert find_trace("moon", tmp_path).name == "moon.jsonl"
-
-
 def test_only_known_files_are_given_a_source_and_a_licence(tmp_path: Path) -> None:
     assert origin_of(tmp_path / "mooncake_synthetic_trace.jsonl.gz").licence == "Apache-2.0"
     assert origin_of(tmp_path / "mine.jsonl").licence == ""
@@ -335,84 +208,10 @@ def test_only_known_files_are_given_a_source_and_a_licence(tmp_path: Path) -> No
     )
 
 
-HOSTILE = [
-    float("inf"),
-    float("nan"),
-    float("-inf"),
-    -1,
-    1e308,
-    10**400,
-    "",
-    [],
-    {},
-    True,
-    None,
-    "\ud800",
-    [[]],
-    "x" * 100_000,
-    1 << 60,
-]
-RECORDS: list[dict[str, Any]] = [
-    swe_record(
-        user("a", t_offset_s=0.0),
-        assistant(
-            "b",
-            1.0,
-            usage={"out": 7},
-            reasoning="r",
-            tool_calls=[{"name": "ls", "arguments": "-l"}],
-        ),
-        tool("c", 2.0, tool_exec_s=0.5),
-        {"role": "context_edit", "parts": [[0, 1], {"role": "user", "content": "d"}], "why": "w"},
-        assistant("e", 3.0),
-        truncated=False,
-        model="m",
-    ),
-    claude_record(
-        request(0, 1, 2),
-        {"agent_id": "g", "t": 1.0, "requests": [request(0, 5, 1)]},
-        request(1, 7, 2),
-    ),
-    mooncake_record(1100, 0, 7, 8),
-]
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something stands in a record."""
-    inner = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    return [path, *(one for key, item in inner for one in places(item, (*path, key)))]
-
-
-def with_value(record: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """The record with something else in one place."""
-    if not path:
-        return value
-    copied = dict(record) if isinstance(record, dict) else list(record)
-    copied[path[0]] = with_value(record[path[0]], path[1:], value)
-    return copied
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=["swe", "claude", "mooncake"])
-def test_a_hostile_value_anywhere_is_a_bad_line_or_harmless(
-    write_trace: WriteTrace, record: dict[str, Any]
-) -> None:
-    spoiled = [with_value(record, path, value) for path in places(record) for value in HOSTILE]
-    loaded = load_sessions(str(write_trace("a.jsonl", *map(json.dumps, [record, *spoiled]))))
-    assert len(loaded.bad_lines) > len(spoiled) / 3
-    assert all(len(line.reason) < 300 for line in loaded.bad_lines)
-    rows = describe(loaded.sessions, ByteEncoder(500, 1000), page_tokens=16).rows()
-    assert all(
-        abs(value) < 1e12 for row in rows for value in row.values() if isinstance(value, float)
-    )
-
-
 AZURE_BAD = [
+    "yesterday,3,1",
+    "2023-11-16 18:17:04,3",
+    "2023-11-16 18:17:04,0,5",
     "2023-11-16 18:17:04+00:00,3,1",  # with a time zone after rows without
     "9999-11-16 18:17:02,3,1",
     "2023-11-16 18:17:04,inf,1",
@@ -448,16 +247,6 @@ def test_sub_agents_nested_without_end_are_a_bad_line(write_trace: WriteTrace, l
     assert "nested" in loaded.bad_lines[0].reason
 
 
-@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"s": "\\ud800"}', b"\xff"], ids=len)
-def test_tool_schemas_that_cannot_be_used_are_one_clear_error(
-    tmp_path: Path, write_trace: WriteTrace, content: bytes
-) -> None:
-    (tmp_path / "swe_tools.json").write_bytes(content)
-    path = write_trace("a.jsonl", swe_record(user("a"), assistant("b"), tools_ref="s"))
-    with pytest.raises(TraceError, match=r"swe_tools\.json"):
-        load_sessions(str(path))
-
-
 def test_a_file_that_is_one_endless_line_says_so(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(bytes((64 << 20) + 1), 1))
@@ -477,10 +266,4 @@ def test_a_session_entered_late_has_what_came_before_in_its_first_prompt():
     late = enter_late(session, 0.4)
     calls = [(call.gap_s, [m.text for m in prompt]) for call, prompt in Context(late).calls()]
     assert calls == [(0.0, ["a", "1", "b"]), (5.0, ["a", "1", "b", "2", "c"])]
-
-
-def test_a_session_entered_at_its_end_still_makes_its_last_call():
-    session = Session(
-        "s", "made up", (Append(Message("user", "a")), Call(Message("assistant", "1")))
-    )
     assert enter_late(session, 1.0).calls == 1

@@ -38,34 +38,6 @@ def test_an_assistant_turn_is_a_call_whose_output_joins_the_context() -> None:
     assert calls(session)[0].output == Message("assistant", "looking")
 
 
-def test_fields_of_the_line_are_kept() -> None:
-    record = swe_record(
-        user("a"), assistant("b"), batch="run1", batch_offset_s=12.5, model="m", truncated=True
-    )
-    session = read(record)
-    assert (session.session_id, session.source, session.licence) == ("s1", "owner/repo", "MIT")
-    assert (session.batch, session.start_s, session.model, session.truncated) == (
-        "run1",
-        12.5,
-        "m",
-        True,
-    )
-
-
-def test_null_fields_are_as_good_as_missing_ones() -> None:
-    session = read(
-        swe_record(user("a"), assistant("b"), model=None, tools_ref=None, instance_id=None)
-    )
-    assert (session.model, session.tools) == ("", None)
-
-
-def test_a_hist_turn_joins_the_context_without_a_call() -> None:
-    session = read(
-        swe_record(user("a"), assistant("made up", hist=True), user("b"), assistant("real"))
-    )
-    assert prompts(session) == [["a", "made up", "b"]]
-
-
 def test_reasoning_content_and_tool_calls_all_stand_in_later_prompts() -> None:
     made = [
         {"name": "bash", "arguments": '{"command": "ls"}'},
@@ -131,9 +103,10 @@ def test_schemas_that_are_nowhere_say_which_file_to_put_where(tmp_path: Path) ->
     (tmp_path / "swe_tools.json").write_text("{}")
     with pytest.raises(BadRecord, match='tools_ref "kit" is not in'):
         read(record, tmp_path)
-    (tmp_path / "swe_tools.json").write_text("not json")
-    with pytest.raises(TraceError, match="is not JSON"):
-        read(record, tmp_path)
+    for content in (b"not json", b"[" * 200_000, b'{"kit": "\\ud800"}', b"\xff"):
+        (tmp_path / "swe_tools.json").write_bytes(content)
+        with pytest.raises(TraceError, match=r"swe_tools\.json"):
+            read(record, tmp_path)
 
 
 def test_latency_runs_from_the_turn_before_and_the_gap_from_the_response_before() -> None:

@@ -124,11 +124,3 @@ def test_an_unwritable_json_target_is_found_before_the_work(tmp_path: Path) -> N
 def test_unknown_names_are_errors_that_list_the_known(words: list[str]) -> None:
     with pytest.raises(TraceError, match="swe-mini"):
         kvtier_trace(*words)
-
-
-@pytest.mark.parametrize(
-    "words", [["describe", "x", "--sessions", "0"], ["describe", "x", "--skip", "-1"], []]
-)
-def test_wrong_numbers_are_refused_by_the_parser(words: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        kvtier_trace(*words)
