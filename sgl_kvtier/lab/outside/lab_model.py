@@ -81,7 +81,7 @@ def write_drawn(name: str, *, seed: int = 0, folder: Path | None = None) -> Path
     if name not in DRAWN:
         raise BenchError(f"no drawn model named {name!r}. There are: {', '.join(DRAWN)}")
     try:
-        from sgl_kvtier.lab.gpu import drawn  # imports torch, which nothing else here needs
+        from sgl_kvtier.lab import drawn  # imports torch, which nothing else here needs
     except ImportError as error:
         raise BenchError(
             f"{name} is drawn by torch, which is not installed: {how_to_install('sglang')}"

@@ -94,7 +94,7 @@ DRAWN = _shapes(
 """Models for an accelerator whose answers show a wrong KV page.
 
 Their bfloat16 weights have the same scales as the lab models' and are drawn by torch
-(`lab/gpu/drawn.py`). The tiny one has the same heads.
+(`lab/drawn.py`). The tiny one has the same heads.
 """
 
 _FLASHINFER_HEADS = (64, 128, 256)
