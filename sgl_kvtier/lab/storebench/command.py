@@ -26,9 +26,8 @@ from sgl_kvtier.console import (
 )
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.storebench.disk import Reference
-from sgl_kvtier.lab.storebench.nixl import NixlPeer
 from sgl_kvtier.lab.storebench.opening import lay_out, open_again
-from sgl_kvtier.lab.storebench.peer import Peer
+from sgl_kvtier.lab.storebench.peer import NixlPeer, Peer
 from sgl_kvtier.lab.storebench.subject import Subject, memory_slots
 from sgl_kvtier.sizes import parse_bytes
 
@@ -129,17 +128,6 @@ def tables(result: dict[str, Any]) -> list[Table]:
         *first,
         *(Column(name, name.replace("_", " "), decimals=2) for name in _RATIOS),
     ]
-    each = [first[0], Column("pair", "pair", decimals=0), *ratios[2:]]
-    pairs = [
-        {
-            "page_bytes": cell["page_bytes"],
-            "pair": pair + 1,
-            **{name: value[pair] for name in _RATIOS if (value := cell[name + "_pairs"])},
-        }
-        for cell in result["cells"]
-        if cell["in_flight"] == _LANES
-        for pair in range(cell["pairs"])
-    ]
     rates = [
         *first,
         *(
@@ -147,14 +135,14 @@ def tables(result: dict[str, Any]) -> list[Table]:
             for name in _RATES
         ),
     ]
+    reference = f"reference: {result['reference']}"
+    fixed = [{"what": what, "value": value} for what, value in result["fixed"].items()]
+    costs = [Column("what", "what"), Column("value", "value")]
     return [
-        Table("Median ratio of interleaved pairs", ratios, result["cells"], notes=["reference: "
-            f"{result['reference']}"]),
-        Table("Ratio of each pair", each, pairs),
+        Table("Median ratio of interleaved pairs", ratios, result["cells"], notes=[reference]),
         Table("Median rates", rates, result["cells"]),
-        Table("Fixed costs", [Column("what", "what"), Column("value", "value")],
-              [{"what": k, "value": v} for k, v in result["fixed"].items()]),
-    ]  # fmt: skip
+        Table("Fixed costs", costs, fixed),
+    ]
 
 
 _RATIOS = {
@@ -171,22 +159,8 @@ _RATIOS = {
     "prefix_vs_nixl": ("prefix", "nixl_prefix"),
     "write_vs_nixl": ("write", "nixl_write"),
 }
-_RATES = (
-    "read",
-    "prefix",
-    "busy",
-    "unverified",
-    "threads",
-    "write",
-    "fio_read",
-    "fio_write",
-    "hicache_file_cold",
-    "hicache_file_warm",
-    "hicache_file_write",
-    "nixl_read",
-    "nixl_prefix",
-    "nixl_write",
-)
+_RATES = tuple(dict.fromkeys(name for sides in _RATIOS.values() for name in sides))
+"""What is measured, in bytes per second."""
 
 
 def _cells(
@@ -228,15 +202,15 @@ def _cells(
 
 def _peers(args: argparse.Namespace, folder: str, size: int, nbytes: int) -> Peers:
     peers: Peers = {}
-    for name, python in (("hicache_file", args.sglang_python), ("nixl", args.nixl_python)):
-        os.makedirs(os.path.join(folder, name))
+    os.makedirs(folder)
+    for name, make, python in (
+        ("hicache_file", Peer, args.sglang_python),
+        ("nixl", NixlPeer, args.nixl_python),
+    ):
         if python:
             at = os.path.join(folder, name)
-            peers[name] = (
-                NixlPeer(python, at, size, nbytes, memory_slots(size, nbytes))
-                if name == "nixl"
-                else Peer(python, at, size, nbytes)
-            )
+            os.makedirs(at)
+            peers[name] = make(python, at, size, nbytes, memory_slots(size, nbytes))
     return peers
 
 

@@ -1,5 +1,5 @@
-"""HiCache's file backend as the benchmark drives it: in a process of its own, with the Python that
-has SGLang.
+"""Other stores as the benchmark drives them, each in a process of its own with the Python that has
+it: HiCache's file backend, and NIXL's POSIX backend with io_uring.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.storebench.disk import huge_pages
 
-_PROGRAM = r"""
+_HICACHE_FILE = r"""
 import json, os, sys, time
 folder, page_bytes, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 import torch
@@ -71,25 +71,80 @@ for line in sys.stdin:
 """Uses SGLang's public backend class and nothing of ours."""
 
 
+_NIXL = r"""
+import ctypes, json, mmap, os, random, sys, time
+folder, page_bytes, nbytes, slots = sys.argv[1], *map(int, sys.argv[2:5])
+from nixl._api import nixl_agent, nixl_agent_config
+count = max(1, nbytes // page_bytes)
+memory = mmap.mmap(-1, page_bytes * slots, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.madvise(mmap.MADV_HUGEPAGE)
+memory[:] = (os.urandom(1 << 20) * (len(memory) // (1 << 20) + 1))[:len(memory)]
+start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+agent = nixl_agent("bench", nixl_agent_config(backends=[]))
+agent.create_backend("POSIX", {"use_uring": "true"})
+agent.register_memory([(start, len(memory), 0, "")], "DRAM")
+paths = [os.path.join(folder, str(i)) for i in range(count)]
+used = 0
+def move(kind, batch):
+    global used
+    if used + len(batch) > slots:
+        used = 0
+    into = start + used * page_bytes
+    used += len(batch)
+    flags = os.O_RDWR | os.O_DIRECT | (os.O_CREAT if kind == "WRITE" else 0)
+    fds = [os.open(p, flags, 0o600) for p in batch]
+    files = agent.register_memory([(0, page_bytes, fd, "") for fd in fds], "FILE")
+    places = [(into + i * page_bytes, page_bytes, 0) for i in range(len(fds))]
+    ours = agent.get_xfer_descs(places, "DRAM")
+    handle = agent.initialize_xfer(kind, ours, files.trim(), "bench")
+    state = agent.transfer(handle)
+    while state not in ("DONE", "ERR"):
+        time.sleep(0.0001)
+        state = agent.check_xfer_state(handle)
+    assert state == "DONE", state
+    agent.release_xfer_handle(handle)
+    agent.deregister_memory(files)
+    for fd in fds:
+        os.close(fd)
+def run(kind, order):
+    started = time.monotonic()
+    for i in range(0, count, 128):
+        move(kind, order[i:i + 128])
+    if kind == "WRITE":
+        os.sync()
+    return count * page_bytes / (time.monotonic() - started)
+def write():
+    for name in os.listdir(folder):
+        os.unlink(os.path.join(folder, name))
+    os.sync()
+    return run("WRITE", paths)
+def cold():
+    return run("READ", random.sample(paths, count))
+def prefix():
+    return run("READ", paths)
+print(json.dumps("ready"), flush=True)
+for line in sys.stdin:
+    what, *arguments = json.loads(line)
+    print(json.dumps(globals()[what](*arguments)), flush=True)
+"""
+"""Polls every 100 us, as SGLang's backend does. O_DIRECT: cold without dropping a cache."""
+
+
 class Peer:
     """The backend, filled on request. Methods return bytes per second or seconds. Raises BenchError
     when it stops.
     """
 
-    program = _PROGRAM
+    program = _HICACHE_FILE
     name = "HiCacheFile"
     option = "--sglang-python"
 
-    def __init__(self, python: str, folder: str, page_bytes: int, nbytes: int, *more: int) -> None:
-        command = [
-            python,
-            "-W",
-            "ignore",
-            "-c",
-            self.program,
-            folder,
-            *map(str, (page_bytes, nbytes, *more)),
-        ]
+    def __init__(
+        self, python: str, folder: str, page_bytes: int, nbytes: int, slots: int = 0
+    ) -> None:
+        """`slots`: how many pages NIXL's memory holds."""
+        numbers = map(str, (page_bytes, nbytes, slots))
+        command = [python, "-W", "ignore", "-c", self.program, folder, *numbers]
         try:
             self._process = subprocess.Popen(
                 command,
@@ -148,3 +203,21 @@ class Peer:
                 continue  # something SGLang printed
         _, errors = self._process.communicate()
         raise BenchError(f"the {self.name} process stopped: {errors.strip()[-400:]}")
+
+
+class NixlPeer(Peer):
+    """One O_DIRECT file per page, as SGLang's backend keeps them.
+
+    It reads in the order that ours reads in: at random, or as the pages were written. The latter
+    lets the system join neighbouring files into one request. It goes round as much memory as ours
+    does, since memory that was used just before is still in the processors' caches. Only `write`,
+    `read_cold` and `read_prefix` mean anything here.
+    """
+
+    program = _NIXL
+    name = "nixl"
+    option = "--nixl-python"
+
+    def read_prefix(self) -> float:
+        """In the order the pages were written."""
+        return float(self._ask("prefix"))
