@@ -6,7 +6,6 @@ import argparse
 import json
 from pathlib import Path
 
-from sgl_kvtier.arguments import seed
 from sgl_kvtier.console import (
     Column,
     Table,
@@ -38,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"where (default {models_dir()}; of drawn models /dev/shm where it has room)",
     )
     parser.add_argument(
-        "--seed", type=seed, default=0, help="another seed gives other weights (default 0)"
-    )
-    parser.add_argument(
         "--json", metavar="FILE", help="write the result as JSON (- for standard output)"
     )
 
@@ -51,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.json)
     if args.name is None:
         return _list(args.json)
-    path = write_named(args.name, seed=args.seed, folder=args.folder)
+    path = write_named(args.name, folder=args.folder)
     if args.json is None:
         print(path)
     else:

@@ -91,15 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     exporting = actions.add_parser(
-        "export", help="write a workload for the benchmark of SGLang, and read it again as a trace"
+        "export",
+        help=f"write a workload for the benchmark of SGLang (--dataset-name {FORMAT}), and read it "
+        "again as a trace",
     )
     _add_source(exporting)
-    exporting.add_argument(
-        "--format",
-        choices=(FORMAT,),
-        default=FORMAT,
-        help=f"{FORMAT}: python -m sglang.bench_serving --dataset-name {FORMAT} (default)",
-    )
     exporting.add_argument(
         "--out", required=True, metavar="FILE", help="a .json file, or - for standard output"
     )
