@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import TraceError
-from sgl_kvtier.lab.workload.catalogue import Origin, name_of
 from sgl_kvtier.lab.workload.chats import UNKNOWN_OUTPUT_TOKENS, message_of
 from sgl_kvtier.lab.workload.encoder import Encoder, PromptTokens
-from sgl_kvtier.lab.workload.lines import BadRecord, count_of, list_of, seconds_of, text_of
+from sgl_kvtier.lab.workload.lines import BadRecord, count_of, inside, list_of, seconds_of, text_of
+from sgl_kvtier.lab.workload.reader import Reader
 from sgl_kvtier.lab.workload.session import Append, Call, Context, Edit, Event, Message, Session
 from sgl_kvtier.outside import shown
 
@@ -34,18 +33,39 @@ def conversations_of(document: dict[str, Any]) -> list[Any]:
     return list(zip(conversations, heads, strict=True))
 
 
-class AgenticReader:
+class AgenticReader(Reader):
     """Conversations to sessions."""
-
-    def __init__(self, path: Path, origin: Origin, left_out: Counter[str]) -> None:
-        self._stem = name_of(path)
-        self._origin = origin
-        self._left_out = left_out
 
     def sessions(self, number: int, conversation: tuple[Any, dict[str, Any]], /) -> list[Session]:
         """The session of one of `conversations_of`. Raises BadRecord."""
         turns, head = conversation
-        return [_session(f"{self._stem}-{number}", turns, head, self._origin, self._left_out)]
+        if not isinstance(turns, list):
+            raise BadRecord(f"a conversation must be a list of turns, not {shown(turns)}")
+        events: list[Event] = []
+        tools: Message | None = None
+        for place, turn in enumerate(turns):
+            with inside(f"turn {place}"):
+                new, call = _turn(turn, self.left_out)
+            if not events and new and new[0].role == _TOOLS:
+                tools = new.pop(0)
+            events += [*map(Append, new), call]
+        if not events:
+            raise BadRecord("the conversation has no turn")
+        clipped = count_of(head, "clipped_messages") if "clipped_messages" in head else 0
+        return [
+            self.session(
+                text_of(head, "session_id", f"{self.stem}-{number}"),
+                events,
+                source=text_of(head, "source", self.origin.source),
+                licence=text_of(head, "licence", self.origin.licence),
+                tools=tools,
+                start_s=seconds_of(head, "start_s") or 0.0,
+                model=text_of(head, "model", ""),
+                batch=text_of(head, "batch", ""),
+                truncated=head.get("truncated") is True,
+                clipped_messages=clipped,
+            )
+        ]
 
 
 def to_document(sessions: Sequence[Session], encoder: Encoder) -> dict[str, Any]:
@@ -72,38 +92,6 @@ def _heads(document: dict[str, Any], count: int) -> list[dict[str, Any]]:
     if whole and all(isinstance(head, dict) for head in found):  # type: ignore[union-attr]
         return found  # type: ignore[return-value]
     return [{}] * count
-
-
-def _session(
-    name: str, turns: Any, head: dict[str, Any], origin: Origin, left_out: Counter[str]
-) -> Session:
-    if not isinstance(turns, list):
-        raise BadRecord(f"a conversation must be a list of turns, not {shown(turns)}")
-    events: list[Event] = []
-    tools: Message | None = None
-    for number, turn in enumerate(turns):
-        try:
-            new, call = _turn(turn, left_out)
-        except BadRecord as error:
-            raise BadRecord(f"turn {number}: {error}") from error
-        if not events and new and new[0].role == _TOOLS:
-            tools = new.pop(0)
-        events += [Append(message) for message in new]
-        events.append(call)
-    if not events:
-        raise BadRecord("the conversation has no turn")
-    return Session(
-        session_id=text_of(head, "session_id", name),
-        source=text_of(head, "source", origin.source),
-        events=tuple(events),
-        tools=tools,
-        start_s=seconds_of(head, "start_s") or 0.0,
-        licence=text_of(head, "licence", origin.licence),
-        model=text_of(head, "model", ""),
-        batch=text_of(head, "batch", ""),
-        truncated=head.get("truncated") is True,
-        clipped_messages=count_of(head, "clipped_messages") if "clipped_messages" in head else 0,
-    )
 
 
 def _turn(turn: Any, left_out: Counter[str]) -> tuple[list[Message], Call]:

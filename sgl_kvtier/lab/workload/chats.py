@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from sgl_kvtier.lab.workload.catalogue import Origin, name_of
 from sgl_kvtier.lab.workload.lines import (
     MOST_LINE_BYTES,
     BadRecord,
     count_of,
+    inside,
     list_of,
     milliseconds_of,
     text_of,
 )
+from sgl_kvtier.lab.workload.reader import Reader, Setting
 from sgl_kvtier.lab.workload.session import Append, Call, Edit, Event, Message, Session
 from sgl_kvtier.outside import is_text, is_whole, shown
 from sgl_kvtier.types import Span
@@ -75,7 +76,7 @@ def message_of(record: Any, left_out: Counter[str]) -> Message:
     calls = list_of(record, "tool_calls") if record.get("tool_calls") else []
     if record.get("function_call"):
         calls = [*calls, {"function": record["function_call"]}]
-    pieces += [_tool_call(call) for call in calls]
+    pieces += [tool_call_text(call) for call in calls]
     for key, value in record.items():
         if value is not None and key not in _WITHOUT_TEXT:
             left_out[f"{shown(key)} fields of messages"] += 1
@@ -99,7 +100,8 @@ def _content(content: Any, left_out: Counter[str]) -> str:
     return "".join(texts)
 
 
-def _tool_call(call: Any) -> str:
+def tool_call_text(call: Any) -> str:
+    """A tool call as text: its name and its arguments. Raises BadRecord."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise BadRecord(f"a tool call must be an object, not {shown(call)}")
@@ -169,15 +171,13 @@ def whole_prompts(requests: Sequence[Request], left_out: Counter[str]) -> list[E
     return events
 
 
-class ChatReader:
+class ChatReader(Reader):
     """Records of one of the formats of this file to sessions. Requests that name a session are kept
     until the end of the file, and are one session then.
     """
 
-    def __init__(self, path: Path, origin: Origin, left_out: Counter[str]) -> None:
-        self._stem = name_of(path)
-        self._origin = origin
-        self._left_out = left_out
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
         self._by_session: dict[str, tuple[int, list[dict[str, Any]]]] = {}
 
     def share_gpt(self, line: int, record: dict[str, Any]) -> list[Session]:
@@ -190,7 +190,7 @@ class ChatReader:
             if speaker not in _SPEAKERS:
                 raise BadRecord(f"turn {number}: 'from' = {shown(speaker)} is no known speaker")
             messages.append(Message(_SPEAKERS[speaker], text_of(turn, "value", "")))
-        return [self._session(line, record, transcript(messages, self._left_out))]
+        return [self._session(line, record, transcript(messages, self.left_out))]
 
     def messages(self, line: int, record: dict[str, Any]) -> list[Session]:
         """A list of `messages`: a request of a session that is named, or that ends with the
@@ -208,7 +208,7 @@ class ChatReader:
             return []
         last = record["messages"][-1] if record["messages"] else None
         if isinstance(last, dict) and last.get("role") == "assistant":
-            events = transcript(self._messages(record), self._left_out)
+            events = transcript(self._messages(record), self.left_out)
             return [self._session(line, record, events, record)]
         return [self._of_requests(line, record, [record])]
 
@@ -235,7 +235,7 @@ class ChatReader:
         events: list[Event] = []
         start_s: float | None = None
         for number, turn in enumerate(list_of(record, "turns")):
-            try:
+            with inside(f"turn {number}"):
                 texts = self._texts(turn)
                 at_s = milliseconds_of(turn, "timestamp")
                 start_s = at_s if start_s is None else start_s
@@ -245,22 +245,14 @@ class ChatReader:
                     milliseconds_of(turn, "delay") or 0.0,
                     arrival_s=None if at_s is None or start_s is None else at_s - start_s,
                 )
-            except BadRecord as error:
-                raise BadRecord(f"turn {number}: {error}") from error
             events += [*(Append(Message(text_of(turn, "role", "user"), t)) for t in texts), call]
         if not events:
             raise BadRecord("the session has no turn")
         return [self._session(line, record, events, start_s=start_s or 0.0)]
 
-    def rest(self) -> list[tuple[int, list[Session] | BadRecord]]:
-        """The sessions of the requests that were kept, each with the number of its first line."""
-        found: list[tuple[int, list[Session] | BadRecord]] = []
+    def kept(self) -> Iterator[tuple[int, Callable[[], Session]]]:
         for number, rows in self._by_session.values():
-            try:
-                found.append((number, [self._of_requests(number, rows[0], rows)]))
-            except BadRecord as error:
-                found.append((number, error))
-        return found
+            yield number, partial(self._of_requests, number, rows[0], rows)
 
     def _of_requests(
         self, line: int, record: dict[str, Any], bodies: Sequence[dict[str, Any]]
@@ -278,16 +270,16 @@ class ChatReader:
                 (count_of(body, key) for key in _LENGTHS if body.get(key) is not None), None
             )
             requests.append(Request(self._messages(body), tokens, round(gap_s, 6), arrival_s))
-        events = whole_prompts(requests, self._left_out)
+        events = whole_prompts(requests, self.left_out)
         return self._session(line, record, events, bodies[0], start_s=first_s or 0.0)
 
     def _messages(self, body: dict[str, Any]) -> list[Message]:
-        return [message_of(one, self._left_out) for one in list_of(body, "messages")]
+        return [message_of(one, self.left_out) for one in list_of(body, "messages")]
 
     def _length(self, turn: dict[str, Any]) -> int:
         if turn.get("output_length") is not None:
             return count_of(turn, "output_length")
-        self._left_out[NO_LENGTH] += 1
+        self.left_out[NO_LENGTH] += 1
         return UNKNOWN_OUTPUT_TOKENS
 
     def _texts(self, turn: Any) -> list[str]:
@@ -300,7 +292,7 @@ class ChatReader:
         known = ("text", "texts", "timestamp", "delay", "role", "output_length")
         for key, value in turn.items():
             if value is not None and key not in known:
-                self._left_out[f"{shown(key)} fields of turns"] += 1
+                self.left_out[f"{shown(key)} fields of turns"] += 1
         return texts
 
     def _session(
@@ -318,12 +310,10 @@ class ChatReader:
         schemas = json.dumps(tools, ensure_ascii=False) if tools else None
         if schemas is not None and not is_text(schemas, MOST_LINE_BYTES):
             raise BadRecord("'tools' holds what UTF-8 cannot")
-        return Session(
-            session_id=f"{self._stem}:{said}",
-            source=self._origin.source,
-            events=tuple(events),
+        return self.session(
+            f"{self.stem}:{said}",
+            events,
             tools=None if schemas is None else Message(_TOOLS, schemas),
             start_s=start_s,
-            licence=self._origin.licence,
             model=text_of(body, "model", "") if body is not None else "",
         )

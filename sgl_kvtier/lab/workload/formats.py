@@ -9,7 +9,6 @@ file's name says nothing.
 from __future__ import annotations
 
 import csv
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.workload.agentic import AgenticReader, conversations_of
-from sgl_kvtier.lab.workload.catalogue import Origin
 from sgl_kvtier.lab.workload.chats import ChatReader
 from sgl_kvtier.lab.workload.hashed import (
     AZURE_COLUMNS,
@@ -36,7 +34,7 @@ from sgl_kvtier.lab.workload.lines import (
     read_document,
     read_lines,
 )
-from sgl_kvtier.lab.workload.session import Session
+from sgl_kvtier.lab.workload.reader import Reader
 from sgl_kvtier.lab.workload.swe import SweReader
 from sgl_kvtier.outside import shown
 
@@ -45,34 +43,15 @@ _SNIFFED_BYTES = 1 << 16
 _MOST_FIELDS = 8
 CAPTURES = "Claude Code captures (Weka)"
 
-Found = list[tuple[int, list[Session] | BadRecord]]
-Sessions = Callable[[int, Any], list[Session]]
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One file being read: what makes sessions of a record, and of records that were kept."""
-
-    sessions: Sessions
-    rest: Callable[[], Found] = list
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What a reader is made with. `left_out` counts what it leaves out, by what it is."""
-
-    path: Path
-    origin: Origin
-    left_out: Counter[str]
-    block_tokens: int | None
-
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format. `read` None: it is refused, with `instead` as what to do."""
+    """One format. `reader` None: it is refused, with `instead` as what to do."""
 
     name: str
-    read: Callable[[Setting], Reading] | None
+    reader: type[Reader] | None
+    method: str = "sessions"
+    """Of the reader: what makes sessions of a record."""
     knows: Callable[[dict[str, Any]], bool] = bool
     instead: str = ""
     inside: Callable[[dict[str, Any]], list[Any]] | None = None
@@ -83,26 +62,6 @@ class Format:
     """Whether several records may be one session, which the end of the file completes."""
     sized: bool = False
     """Whether --block-tokens can say how many tokens its blocks have."""
-
-
-def _chat(method: str) -> Callable[[Setting], Reading]:
-    def read(s: Setting) -> Reading:
-        reader = ChatReader(s.path, s.origin, s.left_out)
-        return Reading(getattr(reader, method), reader.rest)
-
-    return read
-
-
-def _lengths(method: str) -> Callable[[Setting], Reading]:
-    def read(s: Setting) -> Reading:
-        reader = LengthReader(s.path, s.origin, s.left_out, s.block_tokens)
-        return Reading(getattr(reader, method), reader.rest)
-
-    return read
-
-
-def _csv(method: str) -> Callable[[Setting], Reading]:
-    return lambda s: Reading(getattr(CsvReader(s.path, s.origin, s.left_out), method))
 
 
 def _has_list(record: dict[str, Any], key: str, *inner: str) -> bool:
@@ -118,60 +77,70 @@ FORMATS: tuple[Format, ...] = (
     Format(
         "vLLM's settings for generated conversations",
         None,
-        lambda r: r.get("filetype") == "generate_conversations",
-        "it holds no conversations: run vLLM's benchmark_serving_multi_turn.py with "
+        knows=lambda r: r.get("filetype") == "generate_conversations",
+        instead="it holds no conversations: run vLLM's benchmark_serving_multi_turn.py with "
         "--output-file, and read what that writes",
     ),
-    Format("ShareGPT", _chat("share_gpt"), lambda r: _has_list(r, "conversations", "from")),
+    Format("ShareGPT", ChatReader, "share_gpt", lambda r: _has_list(r, "conversations", "from")),
     Format(
         "agentic-trace",
-        lambda s: Reading(AgenticReader(s.path, s.origin, s.left_out).sessions),
+        AgenticReader,
+        "sessions",
         lambda r: "conversations" in r,
         inside=conversations_of,
     ),
     Format(
         "aiperf's file of inputs",
-        _chat("payloads"),
+        ChatReader,
+        "payloads",
         lambda r: _has_list(r, "data", "payloads"),
         inside=lambda r: list(r["data"]),
     ),
-    Format("a session of aiperf's file of inputs", _chat("payloads"), lambda r: "payloads" in r),
+    Format(
+        "a session of aiperf's file of inputs", ChatReader, "payloads", lambda r: "payloads" in r
+    ),
     Format(
         "aiperf's multi-turn sessions",
-        _chat("turns"),
+        ChatReader,
+        "turns",
         lambda r: _has_list(r, "turns", "text", "texts", "image", "images"),
     ),
     Format(
-        "agent sessions (swe)",
-        lambda s: Reading(SweReader(s.path, s.origin).sessions),
-        lambda r: isinstance(r.get("turns"), list),
+        "agent sessions (swe)", SweReader, "sessions", lambda r: isinstance(r.get("turns"), list)
     ),
     Format(
         CAPTURES,
-        lambda s: Reading(ClaudeCodeReader(s.path, s.origin, s.left_out).sessions),
+        ClaudeCodeReader,
+        "sessions",
         lambda r: "block_size" in r and isinstance(r.get("requests"), list),
     ),
-    Format("OpenAI's batch", _chat("batch"), lambda r: "custom_id" in r and "body" in r),
+    Format("OpenAI's batch", ChatReader, "batch", lambda r: "custom_id" in r and "body" in r),
     Format(
-        "messages", _chat("messages"), lambda r: isinstance(r.get("messages"), list), gathers=True
+        "messages",
+        ChatReader,
+        "messages",
+        lambda r: isinstance(r.get("messages"), list),
+        gathers=True,
     ),
     Format(
         "Qwen-Bailian",
-        _lengths("bailian"),
+        LengthReader,
+        "bailian",
         lambda r: "chat_id" in r and "input_length" in r,
         gathers=True,
         sized=True,
     ),
     Format(
         "Mooncake",
-        _lengths("mooncake"),
+        LengthReader,
+        "mooncake",
         lambda r: "input_length" in r and ("output_length" in r or "hash_ids" in r),
         gathers=True,
         sized=True,
     ),
-    Format("Azure", _csv("azure"), columns=AZURE_COLUMNS),
-    Format("BurstGPT", _csv("burst_gpt"), columns=BURST_COLUMNS),
-    Format("BurstGPT with sessions", _csv("burst_gpt"), columns=BURST_SESSION_COLUMNS),
+    Format("Azure", CsvReader, "azure", columns=AZURE_COLUMNS),
+    Format("BurstGPT", CsvReader, "burst_gpt", columns=BURST_COLUMNS),
+    Format("BurstGPT with sessions", CsvReader, "burst_gpt", columns=BURST_SESSION_COLUMNS),
 )
 _RECORDS = tuple(form for form in FORMATS if not form.columns)
 
@@ -222,7 +191,7 @@ def recognise(path: Path) -> Recognised:
 def is_trace(path: Path) -> bool:
     """Whether a file is of a format that is read."""
     try:
-        return recognise(path).form.read is not None
+        return recognise(path).form.reader is not None
     except TraceError:
         return False
 
@@ -302,7 +271,7 @@ def _of_header(text: str) -> Format | None:
 
 
 def _read_or_refused(path: Path, form: Format) -> Format:
-    if form.read is None:
+    if form.reader is None:
         raise TraceError(f"{path} is {form.name}, which is not read: {form.instead}")
     return form
 
@@ -310,7 +279,7 @@ def _read_or_refused(path: Path, form: Format) -> Format:
 def _unknown(path: Path, seen: list[dict[str, Any]], more: str = "") -> TraceError:
     fields = [shown(name) for name in (seen[0] if seen else {})][:_MOST_FIELDS]
     has = f" (its first object has {', '.join(fields)})" if fields else ""
-    names = dict.fromkeys(form.name for form in FORMATS if form.read is not None)
+    names = dict.fromkeys(form.name for form in FORMATS if form.reader is not None)
     return TraceError(
         f"{path} is in no format this reads{has}: {', '.join(names)}. "
         f"docs/manual/workloads.md says what each is known by{more}"

@@ -17,22 +17,24 @@ from __future__ import annotations
 import bisect
 import datetime
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from sgl_kvtier.errors import TraceError
-from sgl_kvtier.lab.workload.catalogue import Origin, name_of
 from sgl_kvtier.lab.workload.lines import (
     MOST_TOKENS,
     BadRecord,
     count_of,
+    inside,
     list_of,
     milliseconds_of,
     seconds_of,
     text_of,
     whole,
 )
+from sgl_kvtier.lab.workload.reader import Reader, Setting
 from sgl_kvtier.lab.workload.session import (
     FILLED,
     Append,
@@ -67,13 +69,8 @@ BURST_SESSION_COLUMNS = (BURST_COLUMNS[0], "Session ID", "Elapsed time", *BURST_
 NO_HASHES = "requests without hash_ids, which share no prefix"
 
 
-class ClaudeCodeReader:
+class ClaudeCodeReader(Reader):
     """Claude Code captures to sessions: as published, or as claude_code_blocks64 has them."""
-
-    def __init__(self, path: Path, origin: Origin, left_out: Counter[str]) -> None:
-        self._stem = name_of(path)
-        self._origin = origin
-        self._left_out = left_out
 
     def sessions(self, _line: int, record: dict[str, Any], /) -> list[Session]:
         """The session of an object, and those of its sub-agents. Raises BadRecord."""
@@ -84,7 +81,7 @@ class ClaudeCodeReader:
         if not block_tokens:
             raise BadRecord("'block_size' must be at least 1")
         found: list[Session] = []
-        scope = _Scope(f"{self._stem}:{name}", block_tokens)
+        scope = _Scope(f"{self.stem}:{name}", block_tokens)
         own_clocks = _agents_have_own_clocks(record)
         self._collect(record, name, None, 0.0, scope, found, own_clocks)
         return found
@@ -103,33 +100,25 @@ class ClaudeCodeReader:
         if level > _MOST_AGENTS:
             raise BadRecord(f"sub-agents nested more than {_MOST_AGENTS} times")
         zero_s = 0.0 if own_clocks else start_s
-        context = _BlockContext(scope, zero_s, self._left_out)
+        context = _BlockContext(scope, zero_s, self.left_out)
         agents: list[tuple[str, float, dict[str, Any]]] = []
         for number, request in enumerate(list_of(record, "requests")):
             if not isinstance(request, dict):
                 raise BadRecord(f"request {number}: must be an object")
-            try:
+            with inside(f"request {number}"):
                 if "requests" in request:  # of a session begun by this one
                     at_s = max(0.0, (seconds_of(request, "t") or 0.0) - zero_s)
                     agents.append((_name_of(request, "agent_id"), at_s, request))
                 elif request.get("type") == "subagent":
-                    self._left_out["sub-agents without recorded requests"] += 1
+                    self.left_out["sub-agents without recorded requests"] += 1
                 else:
                     context.take(request)
-            except BadRecord as error:
-                raise BadRecord(f"request {number}: {error}") from error
         if not context.events and parent is None:
             raise BadRecord("the session makes no request")
         if context.events:
             found.append(
-                Session(
-                    session_id=name,
-                    source=self._origin.source,
-                    events=tuple(context.events),
-                    start_s=start_s,
-                    licence=self._origin.licence,
-                    model=context.model,
-                    parent=parent,
+                self.session(
+                    name, context.events, start_s=start_s, model=context.model, parent=parent
                 )
             )
         for agent, at_s, inner in agents:
@@ -168,19 +157,14 @@ class _Row:
     delay_s: float | None = None
 
 
-class LengthReader:
+class LengthReader(Reader):
     """Rows of Mooncake or of one of its dialects to sessions. A row that names a session, or the
     row before it in a chat, is kept until the end of the file; such rows are one session then.
     """
 
-    def __init__(
-        self, path: Path, origin: Origin, left_out: Counter[str], block_tokens: int | None
-    ) -> None:
-        self._path = path
-        self._stem = name_of(path)
-        self._origin = origin
-        self._left_out = left_out
-        self._given = block_tokens
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._given = setting.block_tokens
         self._fitting = self._misfits = 0
         self._says_whole_prompts = False
         self._block = 0
@@ -230,15 +214,9 @@ class LengthReader:
         self._put(chat, row, parent if parent != -1 else None, block_tokens)
         return []
 
-    def rest(self) -> list[tuple[int, list[Session] | BadRecord]]:
-        """The sessions of the rows that were kept, in the order of their first rows."""
-        found: list[tuple[int, list[Session] | BadRecord]] = []
+    def kept(self) -> Iterator[tuple[int, Callable[[], Session]]]:
         for name, rows in self._chains:
-            try:
-                found.append((rows[0].line, [self._session(name, rows, self._block)]))
-            except BadRecord as error:
-                found.append((rows[0].line, error))
-        return found
+            yield rows[0].line, partial(self._of_rows, name, rows, self._block)
 
     def _block_tokens(self, record: dict[str, Any], usual: int) -> int:
         own = count_of(record, "block_size") if record.get("block_size") is not None else None
@@ -246,7 +224,7 @@ class LengthReader:
             raise BadRecord("'block_size' must be at least 1")
         if own is not None and self._given not in (None, own):
             raise TraceError(
-                f"{self._path}: its rows say 'block_size' = {own}. Leave --block-tokens out"
+                f"{self.path}: its rows say 'block_size' = {own}. Leave --block-tokens out"
             )
         return own or self._given or usual
 
@@ -264,13 +242,13 @@ class LengthReader:
         if not tokens:
             raise BadRecord("'input_length' must be at least 1")
         if record.get("hash_ids") is None:
-            self._left_out[NO_HASHES] += 1
+            self.left_out[NO_HASHES] += 1
         else:
             ids = [whole(i, "a hash id") for i in list_of(record, "hash_ids")]
             tokens = self._fit(line, tokens, len(ids), block_tokens, cut=cut)
         for key, value in record.items():
             if value is not None and key not in known:
-                self._left_out[f"{shown(key)} fields of rows"] += 1
+                self.left_out[f"{shown(key)} fields of rows"] += 1
         return _Row(line, tokens, count_of(record, "output_length"), ids)
 
     def _fit(self, line: int, tokens: int, ids: int, block_tokens: int, *, cut: bool) -> int:
@@ -282,7 +260,7 @@ class LengthReader:
             return tokens
         if not cut and ids and ids == tokens // block_tokens:
             self._fitting += 1
-            self._left_out["tokens behind a prompt's last whole block"] += tokens % block_tokens
+            self.left_out["tokens behind a prompt's last whole block"] += tokens % block_tokens
             return ids * block_tokens
         self._misfits += 1
         said = f"{ids} hash_ids for 'input_length' = {tokens} do not fit blocks of "
@@ -291,7 +269,7 @@ class LengthReader:
             lowest, highest = -(-tokens // max(1, ids)), -(-tokens // max(1, ids - 1)) - 1
             sizes = f" (here {lowest} to {highest})" if 1 < ids <= tokens else ""
             raise TraceError(
-                f"{self._path}:{line}: {said}: say with --block-tokens how many tokens a block of "
+                f"{self.path}:{line}: {said}: say with --block-tokens how many tokens a block of "
                 f"this trace has{sizes}"
             )
         raise BadRecord(said)
@@ -302,18 +280,19 @@ class LengthReader:
         place = self._chain_of.pop(before, None) if before is not None else None
         if place is None:
             place = len(self._chains)
-            self._chains.append((f"{self._stem}:{key}", []))
+            self._chains.append((f"{self.stem}:{key}", []))
         self._chains[place][1].append(row)
         self._chain_of[key] = place
 
     def _alone(self, row: _Row, block_tokens: int) -> Session:
-        name = f"{self._stem}:{row.line}"
+        name = f"{self.stem}:{row.line}"
         if row.ids is not None:
-            return self._session(name, [row], block_tokens)
-        return self._made(name, _only_lengths(name, row.tokens, row.output_tokens), row.at_s)
+            return self._of_rows(name, [row], block_tokens)
+        events = _only_lengths(name, row.tokens, row.output_tokens)
+        return self.session(name, events, start_s=row.at_s or 0.0)
 
-    def _session(self, name: str, rows: list[_Row], block_tokens: int) -> Session:
-        context = _BlockContext(_Scope(self._stem, block_tokens), 0.0, self._left_out)
+    def _of_rows(self, name: str, rows: list[_Row], block_tokens: int) -> Session:
+        context = _BlockContext(_Scope(self.stem, block_tokens), 0.0, self.left_out)
         before: _Row | None = None
         for row in rows:
             ids = row.ids or []
@@ -337,29 +316,17 @@ class LengthReader:
             )
             context.follow(ids, row.tokens, call)
             before = row
-        return self._made(name, tuple(context.events), rows[0].at_s)
-
-    def _made(self, name: str, events: tuple[Event, ...], start_s: float | None) -> Session:
-        return Session(
-            session_id=name,
-            source=self._origin.source,
-            events=events,
-            start_s=start_s or 0.0,
-            licence=self._origin.licence,
-        )
+        return self.session(name, context.events, start_s=rows[0].at_s or 0.0)
 
 
 _MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
-class CsvReader:
+class CsvReader(Reader):
     """Rows of arrival times and lengths to sessions of one call that share nothing."""
 
-    def __init__(self, path: Path, origin: Origin, left_out: Counter[str]) -> None:
-        self._path = path
-        self._stem = name_of(path)
-        self._origin = origin
-        self._left_out = left_out
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
         self._first: datetime.datetime | None = None
         self._last_s = 0.0
 
@@ -376,10 +343,10 @@ class CsvReader:
             raise BadRecord(f"no TIMESTAMP of an Azure trace: {str(error)[:_MOST_SAID]}") from error
         if not is_number(start_s, -_MOST_SECONDS, _MOST_SECONDS):
             raise BadRecord(f"{start_s:g} s after the first row")
-        made = self._session(line, start_s, tokens, output)
+        made = self._of_row(line, start_s, tokens, output)
         if start_s < self._last_s:
             raise TraceError(
-                f"{self._path}:{line}: an Azure trace whose rows are not in the order of "
+                f"{self.path}:{line}: an Azure trace whose rows are not in the order of "
                 "TIMESTAMP. Sort the rows below its header"
             )
         self._first, self._last_s = self._first or at, start_s
@@ -391,17 +358,15 @@ class CsvReader:
         """
         start_s = _seconds(row, "Timestamp")
         if row["Response tokens"].strip() == "0":
-            self._left_out["failed requests, which have no response tokens"] += 1
+            self.left_out["failed requests, which have no response tokens"] += 1
             return []
         latency_s = _seconds(row, "Elapsed time") if row.get("Elapsed time") else None
         if row.get("Session ID"):
-            self._left_out[
-                "session ids: the trace does not say what a session's prompts share"
-            ] += 1
+            self.left_out["session ids: the trace does not say what a session's prompts share"] += 1
         tokens, output = row["Request tokens"], row["Response tokens"]
-        return self._session(line, start_s, tokens, output, latency_s, row["Model"])
+        return self._of_row(line, start_s, tokens, output, latency_s, row["Model"])
 
-    def _session(
+    def _of_row(
         self,
         line: int,
         start_s: float,
@@ -416,17 +381,9 @@ class CsvReader:
             raise BadRecord(f"not a row of this trace: {str(error)[:_MOST_SAID]}") from error
         if not is_whole(given, 1, MOST_TOKENS) or not is_whole(made, 0, MOST_TOKENS):
             raise BadRecord(f"{shown(given)} input and {shown(made)} output tokens")
-        name = f"{self._stem}:{line}"
-        return [
-            Session(
-                session_id=name,
-                source=self._origin.source,
-                events=_only_lengths(name, given, made, latency_s),
-                start_s=start_s,
-                licence=self._origin.licence,
-                model=model[:_MOST_NAME],
-            )
-        ]
+        name = f"{self.stem}:{line}"
+        events = _only_lengths(name, given, made, latency_s)
+        return [self.session(name, events, start_s=start_s, model=model[:_MOST_NAME])]
 
 
 def _seconds(row: dict[str, str], column: str) -> float:

@@ -9,6 +9,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,15 @@ class BadRecord(ValueError):
     """One line is not what its format says. Caught where lines are read, and noted as a
     `BadLine`.
     """
+
+
+@contextmanager
+def inside(what: str) -> Iterator[None]:
+    """Names the part of a record in the reason of a BadRecord: `turn 3: ...`."""
+    try:
+        yield
+    except BadRecord as error:
+        raise BadRecord(f"{what}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,10 @@ from pathlib import Path
 from sgl_kvtier.errors import ConfigError, TraceError
 from sgl_kvtier.lab.workload.catalogue import find_trace, name_of, origin_of
 from sgl_kvtier.lab.workload.encoder import Encoder, PromptTokens
-from sgl_kvtier.lab.workload.formats import (
-    CAPTURES,
-    Recognised,
-    Setting,
-    decoded,
-    recognise,
-    records_of,
-)
+from sgl_kvtier.lab.workload.formats import CAPTURES, Recognised, decoded, recognise, records_of
 from sgl_kvtier.lab.workload.generate import generate, load_preset
 from sgl_kvtier.lab.workload.lines import BadLine, BadRecord, note
+from sgl_kvtier.lab.workload.reader import Setting
 from sgl_kvtier.lab.workload.session import Append, Call, Context, Event, Session
 
 GENERATED = "generated:"
@@ -278,19 +272,20 @@ def _read_file(
         raise ConfigError(
             f"{path} is {form.name}, whose blocks are known: leave --block-tokens out"
         )
-    assert form.read is not None
-    reading = form.read(setting)
+    assert form.reader is not None
+    reader = form.reader(setting)
+    sessions_of = getattr(reader, form.method)
 
     def groups(first: int) -> Iterator[list[Session]]:
         for number, record in records_of(path, found, first, bad):
             try:
-                sessions = reading.sessions(number, decoded(form, record))
+                sessions = sessions_of(number, decoded(form, record))
             except BadRecord as error:
                 note(bad, path, number, str(error))
                 continue
             if sessions:
                 yield sessions
-        for number, kept in reading.rest():
+        for number, kept in reader.rest():
             if isinstance(kept, BadRecord):
                 note(bad, path, number, str(kept))
             else:

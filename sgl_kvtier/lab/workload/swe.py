@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import TraceError
-from sgl_kvtier.lab.workload.catalogue import Origin
+from sgl_kvtier.lab.workload.chats import tool_call_text
 from sgl_kvtier.lab.workload.lines import (
     MOST_LINE_BYTES,
     BadRecord,
     count_of,
+    inside,
     list_of,
     seconds_of,
     text_of,
     whole,
 )
+from sgl_kvtier.lab.workload.reader import Reader, Setting
 from sgl_kvtier.lab.workload.session import Append, Call, Edit, Event, Message, Session
 from sgl_kvtier.outside import is_text, parse_json, read_bounded, shown
 from sgl_kvtier.types import Span
@@ -37,13 +38,14 @@ TOOLS_FILE = "swe_tools.json"
 _INPUT_ROLES = ("system", "user", "tool")
 
 
-class SweReader:
+class SweReader(Reader):
     """Lines of one swe_*.jsonl file to sessions. Tool schemas come from swe_tools.json in the same
     folder.
     """
 
-    def __init__(self, path: Path, _origin: Origin) -> None:
-        self._tools_path = path.parent / TOOLS_FILE
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._tools_path = self.path.parent / TOOLS_FILE
         self._schemas: dict[str, Any] | None = None
         self._tools: dict[str, Message] = {}
 
@@ -54,14 +56,12 @@ class SweReader:
         reference = text_of(record, "tools_ref", "")
         walk = _Turns()
         for number, turn in enumerate(list_of(record, "turns")):
-            try:
+            with inside(f"turn {number}"):
                 walk.take(turn)
-            except BadRecord as error:
-                raise BadRecord(f"turn {number}: {error}") from error
-        session = Session(
-            session_id=text_of(record, "session_id"),
+        session = self.session(
+            text_of(record, "session_id"),
+            walk.events,
             source=text_of(record, "source", ""),
-            events=tuple(walk.events),
             tools=self._tools_message(reference) if reference else None,
             start_s=seconds_of(record, "batch_offset_s") or 0.0,
             licence=text_of(record, "licence", ""),
@@ -188,10 +188,7 @@ def message_text(turn: dict[str, Any]) -> str:
     each tool call's name and arguments.
     """
     pieces = [text_of(turn, "reasoning", ""), text_of(turn, "content", "")]
-    for call in list_of(turn, "tool_calls") if turn.get("tool_calls") else ():
-        if not isinstance(call, dict):
-            raise BadRecord("a tool call must be an object")
-        pieces.append(f"{text_of(call, 'name')} {text_of(call, 'arguments', '')}")
+    pieces += map(tool_call_text, list_of(turn, "tool_calls") if turn.get("tool_calls") else ())
     return "\n".join(piece for piece in pieces if piece)
 
 

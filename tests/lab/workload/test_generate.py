@@ -26,6 +26,7 @@ from sgl_kvtier.lab.workload.generate import (
     load_preset,
     presets,
 )
+from sgl_kvtier.lab.workload.reader import Setting
 from sgl_kvtier.lab.workload.session import Append, Call, Context, Edit, Session
 from sgl_kvtier.lab.workload.swe import SweReader, to_line
 from sgl_kvtier.types import Span
@@ -71,7 +72,7 @@ def test_other_seeds_and_other_indices_give_other_sessions() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_generated_session_survives_being_written_and_read(name: str) -> None:
     for session in some(name, 5):
-        (again,) = SweReader(Path("x.jsonl"), Origin("", "")).sessions(
+        (again,) = SweReader(Setting(Path("x.jsonl"), Origin("", ""))).sessions(
             1, json.loads(to_line(session))
         )
         timed = load_preset(name).latency_s is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ from trace_records import claude_record, request
 from sgl_kvtier.lab.workload.catalogue import Origin
 from sgl_kvtier.lab.workload.hashed import ClaudeCodeReader
 from sgl_kvtier.lab.workload.lines import BadRecord
+from sgl_kvtier.lab.workload.reader import Setting
 from sgl_kvtier.lab.workload.session import Call, Context, Edit, Prompt, Session
 
 ORIGIN = Origin("owner/repo", "MIT")
 
 
 def claude(record: dict[str, Any]) -> list[Session]:
-    return ClaudeCodeReader(Path("cc.jsonl"), ORIGIN, Counter()).sessions(1, record)
+    return ClaudeCodeReader(Setting(Path("cc.jsonl"), ORIGIN)).sessions(1, record)
 
 
 def ids_of(prompt: Prompt) -> list[int]:

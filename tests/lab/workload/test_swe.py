@@ -14,13 +14,14 @@ from trace_records import assistant, swe_record, tool, user
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.workload.catalogue import Origin
 from sgl_kvtier.lab.workload.lines import BadRecord
+from sgl_kvtier.lab.workload.reader import Setting
 from sgl_kvtier.lab.workload.session import Append, Call, Context, Edit, Message, Session
 from sgl_kvtier.lab.workload.swe import SweReader, to_line
 from sgl_kvtier.types import Span
 
 
 def read(record: dict[str, Any], folder: Path = Path()) -> Session:
-    (session,) = SweReader(folder / "swe_x.jsonl", Origin("", "")).sessions(1, record)
+    (session,) = SweReader(Setting(folder / "swe_x.jsonl", Origin("", ""))).sessions(1, record)
     return session
 
 
@@ -90,7 +91,7 @@ def test_an_edit_with_a_wrong_range_is_a_bad_line_that_names_its_turn(part: obje
 def test_tool_schemas_come_first_and_are_one_object_for_all_sessions(tmp_path: Path) -> None:
     (tmp_path / "swe_tools.json").write_text(json.dumps({"kit": [{"name": "bash"}]}))
     record = swe_record(user("a"), assistant("b"), tools_ref="kit")
-    reader = SweReader(tmp_path / "swe_x.jsonl", Origin("", ""))
+    reader = SweReader(Setting(tmp_path / "swe_x.jsonl", Origin("", "")))
     first, second = (reader.sessions(n, record)[0] for n in (1, 2))
     assert prompts(first) == [['[{"name": "bash"}]', "a"]]
     assert first.tools is second.tools
