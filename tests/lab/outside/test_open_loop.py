@@ -47,11 +47,6 @@ def test_the_same_seed_gives_the_same_arrivals_to_every_arm_and_round() -> None:
     assert arrivals(5, 0.5, 3) != arrivals(5, 0.5, 4)
 
 
-def test_more_sessions_leave_the_arrivals_before_them_as_they_were() -> None:
-    assert arrivals(9, 2.0, 1)[:4] == arrivals(4, 2.0, 1)
-    assert arrivals(0, 2.0, 1) == []
-
-
 def test_arrivals_come_at_the_rate_asked_for_on_average() -> None:
     times = arrivals(20_000, 4.0, 0)
     assert all(later >= sooner for sooner, later in pairwise(times))
@@ -68,9 +63,3 @@ def test_the_turns_of_a_session_wait_for_their_answers_and_their_tools() -> None
 def test_a_slower_device_has_as_much_later_arrivals() -> None:
     slower = begun(replayed(TimedClient(dilation=4.0), OPEN, 5))
     assert slower == pytest.approx([4 * at for at in arrivals(5, 0.5, 3)])
-
-
-def test_without_a_rate_sessions_wait_for_their_turn() -> None:
-    client = TimedClient(answer_s=1000.0)
-    replayed(client, ReplayOptions(concurrency=2), 6)
-    assert client.most_running == 2

@@ -21,7 +21,6 @@ from sgl_kvtier.lab.outside.server import (
     Launch,
     Server,
     end_on_signals,
-    free_port,
     stop_all,
     stop_servers,
 )
@@ -127,11 +126,6 @@ def test_a_taken_port_is_named_with_the_process_that_has_it(tmp_path: Path) -> N
             BenchError, match=f"port {port} cannot be used.*process {os.getpid()}.*--port"
         ):
             make_server(tmp_path, port=port).start()
-
-
-def test_free_ports_can_be_listened_on() -> None:
-    with socket.socket() as probe:
-        probe.bind((HOST, free_port()))
 
 
 def test_sigterm_becomes_a_keyboard_interrupt_inside_the_block_only() -> None:

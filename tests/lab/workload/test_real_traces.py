@@ -48,38 +48,21 @@ def swe(
     return SWE[request.param], loaded, describe(loaded.sessions, ByteEncoder(WIDE), page_tokens=64)
 
 
-@pytest.fixture(scope="module")
-def claude(traces_dir: Path) -> LoadResult:
-    return load_sessions("claude_code_blocks64", traces_dir=traces_dir)
-
-
 def calls_of(sessions: tuple[Session, ...]) -> list[Call]:
     return [event for session in sessions for event in session.events if isinstance(event, Call)]
 
 
-def test_agent_traces_have_the_published_counts(
+def test_agent_traces_have_the_published_counts_lengths_and_reuse(
     swe: tuple[Published, LoadResult, WorkloadStats],
 ) -> None:
     published, loaded, stats = swe
     assert (stats.sessions, stats.calls, stats.edits) == published[:3]
     assert loaded.bad_lines == ()
-    (row,) = [row for row in stats.rows() if row["quantity"] == "calls per session"]
-    assert (row["p50"], round(row["p90"], 1)) == (published.calls_p50, published.calls_p90)
-
-
-def test_agent_traces_have_about_the_published_lengths_and_reuse(
-    swe: tuple[Published, LoadResult, WorkloadStats],
-) -> None:
-    published, _, stats = swe
-    (row,) = [row for row in stats.rows() if row["quantity"] == "prompt per call"]
-    assert row["p50"] == pytest.approx(published.prompt_p50, rel=0.12)
+    rows = {row["quantity"]: row for row in stats.rows()}
+    calls = rows["calls per session"]
+    assert (calls["p50"], round(calls["p90"], 1)) == (published.calls_p50, published.calls_p90)
+    assert rows["prompt per call"]["p50"] == pytest.approx(published.prompt_p50, rel=0.12)
     assert stats.session_reuse == pytest.approx(published.reuse, abs=0.002)
-
-
-def test_agent_sessions_all_carry_their_licence_and_no_wait_is_negative(
-    swe: tuple[Published, LoadResult, WorkloadStats],
-) -> None:
-    _, loaded, _ = swe
     assert {s.licence for s in loaded.sessions} <= {"MIT", "Apache-2.0"}
     assert all(c.gap_s >= 0 and (c.latency_s or 0) >= 0 for c in calls_of(loaded.sessions))
 
@@ -104,7 +87,8 @@ def test_tool_schemas_stand_before_every_prompt_that_had_them(traces_dir: Path) 
         assert [s.tools is not None for s in loaded.sessions] == [with_tools] * 3
 
 
-def test_claude_code_has_the_published_counts(claude: LoadResult) -> None:
+def test_claude_code_has_the_published_counts_lengths_and_reuse(traces_dir: Path) -> None:
+    claude = load_sessions("claude_code_blocks64", traces_dir=traces_dir)
     owners = [s for s in claude.sessions if s.parent is None]
     helpers = [s for s in claude.sessions if s.parent is not None]
     assert (len(owners), len(helpers), claude.calls) == (710, 63, 49_334)
@@ -118,18 +102,14 @@ def test_claude_code_has_the_published_counts(claude: LoadResult) -> None:
     ]
     assert len(dropped) == 1_350
     assert len({s.parent or s.session_id for s, _ in dropped}) == 397
-
-
-def test_claude_code_has_the_published_reuse_and_lengths(claude: LoadResult) -> None:
     # One token a block. The published 6.04 G tokens include the up to 63 behind a prompt's last
     # whole block.
     stats = describe(claude.sessions, ByteEncoder(WIDE, 64), page_tokens=64)
     assert stats.session_reuse == pytest.approx(0.9626, abs=0.0005)
     missing = 6_037_445_403 - 64 * stats.prompt_tokens_total
     assert 0 <= missing <= 63 * 49_334
-    assert sum(c.output_tokens or 0 for c in calls_of(claude.sessions)) / 49_334 == pytest.approx(
-        440.06, abs=0.01
-    )
+    outputs = sum(c.output_tokens or 0 for c in calls_of(claude.sessions))
+    assert outputs / 49_334 == pytest.approx(440.06, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +150,3 @@ def test_azure_has_the_published_counts(
     assert sum(c.output_tokens or 0 for c in calls_of(loaded.sessions)) / requests == pytest.approx(
         output, abs=0.001
     )
-
-
-def test_a_few_sessions_of_the_large_file_are_loaded_without_the_rest(traces_dir: Path) -> None:
-    all_in_order = load_sessions("swe_mini_deepseek", traces_dir=traces_dir, limit=4)
-    two = load_sessions("swe_mini_deepseek", traces_dir=traces_dir, limit=2, skip=2)
-    assert two.sessions == all_in_order.sessions[2:]
