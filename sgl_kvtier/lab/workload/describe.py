@@ -19,6 +19,10 @@ from sgl_kvtier.lab.workload.encoder import Encoder, Ids, PromptTokens
 from sgl_kvtier.lab.workload.encoder import output_tokens as tokens_asked
 from sgl_kvtier.lab.workload.session import Call, Context, Session
 
+_COUNTS = (
+    *("sessions", "sub_agents", "calls", "edits", "clipped_messages", "truncated_sessions"),
+    *("divisor", "page_tokens", "prompt_tokens_total"),
+)
 _SHOWN = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
@@ -65,15 +69,7 @@ class WorkloadStats:
     def totals(self) -> dict[str, Any]:
         """The single numbers, by name."""
         return {
-            "sessions": self.sessions,
-            "sub_agents": self.sub_agents,
-            "calls": self.calls,
-            "edits": self.edits,
-            "clipped_messages": self.clipped_messages,
-            "truncated_sessions": self.truncated_sessions,
-            "divisor": self.divisor,
-            "page_tokens": self.page_tokens,
-            "prompt_tokens_total": self.prompt_tokens_total,
+            **{name: getattr(self, name) for name in _COUNTS},
             "session_reuse_fraction": self.session_reuse,
             "infinite_cache_fraction": self.infinite_cache,
         }

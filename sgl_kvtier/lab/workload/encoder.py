@@ -12,9 +12,9 @@ structure of prompts (who shares what with whom) is kept, and all lengths are di
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,20 +36,35 @@ _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
-class Encoder(Protocol):
-    """Turns one message into token ids, always the same ones. Prompts are the concatenation of
-    their messages' ids.
+class Encoder(ABC):
+    """Turns one message into token ids in [first_id, vocab_size), always the same ones. Prompts are
+    the concatenation of their messages' ids.
     """
 
-    @property
-    def divisor(self) -> int:
-        """Factor by which token counts are scaled down; 1 = not at all."""
+    divisor = 1
+    """Factor by which token counts are scaled down; 1 = not at all."""
+
+    def __init__(self, vocab_size: int, first_id: int, seed: int) -> None:
+        self.vocab_size = vocab_size
+        self._first_id = first_id
+        self._seed = seed
 
     def encode(self, message: Message) -> Ids:
         """The message's token ids: at least one, all in the model's vocabulary."""
+        if message.token_ids is not None:
+            return np.asarray(message.token_ids, np.int32)
+        if message.blocks is None:
+            return self._text_ids(message.role, message.text or "")
+        return block_token_ids(
+            message.blocks, self._first_id, self.vocab_size, self.divisor, self._seed
+        )
+
+    @abstractmethod
+    def _text_ids(self, role: str, text: str) -> Ids:
+        """The ids of a message that is text."""
 
 
-class ByteEncoder:
+class ByteEncoder(Encoder):
     """The encoder for small models without a real tokenizer: ids are hashes in [first_id,
     vocab_size), at a reduced scale.
     """
@@ -64,41 +79,24 @@ class ByteEncoder:
                 f"vocab_size = {vocab_size}: must leave 64 ids or more from first_id = {first_id} "
                 "on"
             )
-        self.vocab_size = vocab_size
-        self._divisor = divisor
-        self._first_id = first_id
+        super().__init__(vocab_size, first_id, seed)
+        self.divisor = divisor
         self._window = CHARS_PER_TOKEN * divisor
-        self._seed = _digest(f"kvtier text {seed}")
-        self._block_seed = seed
+        self._text_seed = np.uint64(_digest(f"kvtier text {seed}"))
         steps = np.arange(1, self._window + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
         self._weights = _mix(steps) | np.uint64(1)
 
-    @property
-    def divisor(self) -> int:
-        """Factor by which token counts are scaled down; 1 = not at all."""
-        return self._divisor
-
-    def encode(self, message: Message) -> Ids:
-        """The message's token ids: at least one."""
-        if message.token_ids is not None:
-            return np.asarray(message.token_ids, np.int32)
-        if message.blocks is not None:
-            return block_token_ids(
-                message.blocks, self._first_id, self.vocab_size, self._divisor, self._block_seed
-            )
-        assert message.text is not None
+    def _text_ids(self, role: str, text: str) -> Ids:
         # Logs hold lone surrogates now and then; they must not stop a replay.
-        raw = np.frombuffer(message.text.encode("utf-8", "surrogatepass"), np.uint8)
+        raw = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
         whole = raw[: len(raw) // self._window * self._window].reshape(-1, self._window)
         hashes = np.empty(len(whole) + 1, np.uint64)
-        hashes[0] = _digest(f"kvtier role {message.role}")
-        hashes[1:] = (whole.astype(np.uint64) + np.uint64(1)) @ self._weights + np.uint64(
-            self._seed
-        )
+        hashes[0] = _digest(f"kvtier role {role}")
+        hashes[1:] = (whole.astype(np.uint64) + np.uint64(1)) @ self._weights + self._text_seed
         return _into_range(_mix(hashes), self._first_id, self.vocab_size)
 
 
-class TokenizerEncoder:
+class TokenizerEncoder(Encoder):
     """A real model's tokenizer.json. Each message is encoded on its own, so prompts that share
     messages share ids.
 
@@ -124,24 +122,12 @@ class TokenizerEncoder:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises bare Exception on a file it cannot read
             raise ConfigError(f"{file} is not a tokenizer.json: {error}") from error
-        self.vocab_size = int(self._tokenizer.get_vocab_size())
-        self._first_id = min(first_id, self.vocab_size // 2)
-        self._seed = seed
+        size = int(self._tokenizer.get_vocab_size())
+        super().__init__(size, min(first_id, size // 2), seed)
 
-    @property
-    def divisor(self) -> int:
-        """Always 1: real lengths."""
-        return 1
-
-    def encode(self, message: Message) -> Ids:
-        """The message's token ids: at least one."""
-        if message.token_ids is not None:
-            return np.asarray(message.token_ids, np.int32)
-        if message.blocks is not None:
-            return block_token_ids(message.blocks, self._first_id, self.vocab_size, 1, self._seed)
-        assert message.text is not None
-        text = message.text.encode("utf-8", "replace").decode()
-        encoding = self._tokenizer.encode(f"{message.role}\n{text}\n", add_special_tokens=False)
+    def _text_ids(self, role: str, text: str) -> Ids:
+        text = text.encode("utf-8", "replace").decode()
+        encoding = self._tokenizer.encode(f"{role}\n{text}\n", add_special_tokens=False)
         return np.asarray(encoding.ids, np.int32)
 
 
