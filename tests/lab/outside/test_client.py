@@ -240,34 +240,9 @@ def events(*events: Any) -> bytes:
 
 DONE = {"finish_reason": {"type": "length"}, "completion_tokens": 1}
 WRONG: list[Any] = [
-    5,
-    -1,
-    "x",
-    True,
-    [1],
-    {"a": 1},
-    [None],
-    [[]],
-    ["x"],
-    math.nan,
-    math.inf,
-    1e308,
-    10**400,
-    [10**400],
-    [-1],
-    [1.5],
-    [True],
+    *(5, -1, "x", True, [1], {"a": 1}, [None], [[]], ["x"], math.nan, math.inf, 1e308, 10**400),
+    *([10**400], [-1], [1.5], [True]),
 ]
-FIELDS = (
-    "prompt_tokens",
-    "cached_tokens",
-    "cached_tokens_details",
-    "queue_time",
-    "storage_prefetch_wait",
-    "id",
-    "output_token_logprobs",
-    "finish_reason",
-)
 RIGHT = {
     "prompt_tokens": [5],
     "cached_tokens": [5],
@@ -275,106 +250,91 @@ RIGHT = {
     "queue_time": [5, -1],
     "storage_prefetch_wait": [5, -1],
     "id": ["x"],
+    "output_token_logprobs": [],
+    "finish_reason": [],
 }
-MALFORMED: dict[str, HostileServer] = {
+"""The fields of an event's `meta_info`, and which of `WRONG` are right there."""
+
+
+def said(**meta: Any) -> bytes:
+    """An answer of one token with these fields."""
+    return events({"output_ids": [1], "meta_info": {**DONE, **meta}})
+
+
+CHUNKED = b"transfer-encoding: chunked"
+# name: what the server answers.
+MALFORMED: dict[str, bytes] = {
     **{
-        f"output_ids {n}": HostileServer(events({"output_ids": value, "meta_info": DONE}))
+        f"output_ids {n}": events({"output_ids": value, "meta_info": DONE})
         for n, value in enumerate(WRONG)
         if value != [1]
     },
     **{
-        f"meta_info {n}": HostileServer(events({"output_ids": [1], "meta_info": value}))
+        f"meta_info {n}": events({"output_ids": [1], "meta_info": value})
         for n, value in enumerate(WRONG)
     },
     **{
-        f"{name} {n}": HostileServer(
-            events({"output_ids": [1], "meta_info": {**DONE, name: value}})
-        )
-        for name in FIELDS
+        f"{name} {n}": said(**{name: value})
+        for name, right in RIGHT.items()
         for n, value in enumerate(WRONG)
-        if value not in RIGHT.get(name, [])
+        if value not in right
     },
-    **{
-        f"event {n}": HostileServer(events(value)) for n, value in enumerate([*WRONG, None, [], {}])
-    },
-    "error is a list": HostileServer(events({"error": []})),
-    "error is deep": HostileServer(events({"error": {"message": [[["x" * 1_000_000]]]}})),
-    "tier is a text": HostileServer(
-        events(
-            {
-                "output_ids": [1],
-                "meta_info": {**DONE, "cached_tokens": 1, "cached_tokens_details": {"host": "x"}},
-            }
-        )
+    **{f"event {n}": events(value) for n, value in enumerate([*WRONG, None, [], {}])},
+    "error is a list": events({"error": []}),
+    "error is deep": events({"error": {"message": [[["x" * 1_000_000]]]}}),
+    "tier is a text": said(cached_tokens=1, cached_tokens_details={"host": "x"}),
+    "abort with a list": said(finish_reason={"type": "abort", "message": []}),
+    "reason is deep": said(finish_reason={"type": [[]]}),
+    "more tokens than asked for": events({"output_ids": list(range(100_000)), "meta_info": DONE}),
+    "deep nesting": events(b"[" * 200_000),
+    "deep objects": events(b'{"a":' * 100_000),
+    "not UTF-8": events(b'{"error": "\xff\xfe"}'),
+    "digits": events(b'{"output_ids": [' + b"1" * 5000 + b"]}"),
+    "not JSON": events(b"x" * 3_000_000),
+    "half a line": http(b'data: {"output_ids": [1], "meta_info"'),
+    "nothing": http(b""),
+    "a chunk that is cut off": http(b"ffffff\r\ndata: ", CHUNKED),
+    "a chunk without a size": http(b"zz\r\n", CHUNKED),
+    "less than announced": http(b"data: ", b"content-length: 100"),
+    "a length that is none": http(b"data: ", b"content-length: -7"),
+    "not packed": http(b"xxxxxxxx", b"content-encoding: gzip"),
+    "packed without end": http(
+        gzip.compress(bytes(4 * MOST_LINE_BYTES), 1), b"content-encoding: gzip"
     ),
-    "abort with a list": HostileServer(
-        events(
-            {"output_ids": [1], "meta_info": {"finish_reason": {"type": "abort", "message": []}}}
-        )
-    ),
-    "reason is deep": HostileServer(
-        events({"output_ids": [1], "meta_info": {"finish_reason": {"type": [[]]}}})
-    ),
-    "more tokens than asked for": HostileServer(
-        events({"output_ids": list(range(100_000)), "meta_info": DONE})
-    ),
-    "deep nesting": HostileServer(events(b"[" * 200_000)),
-    "deep objects": HostileServer(events(b'{"a":' * 100_000)),
-    "not UTF-8": HostileServer(events(b'{"error": "\xff\xfe"}')),
-    "digits": HostileServer(events(b'{"output_ids": [' + b"1" * 5000 + b"]}")),
-    "not JSON": HostileServer(events(b"x" * 3_000_000)),
-    "half a line": HostileServer(http(b'data: {"output_ids": [1], "meta_info"')),
-    "nothing": HostileServer(http(b"")),
-    "endless line": HostileServer(http(b"data: "), b"x" * 65536),
-    "endless lines": HostileServer(http(b""), b"\n" * 65536),
-    "endless events": HostileServer(
-        http(b""), b'data: {"output_ids": [1], "meta_info": {"completion_tokens": 7}}\n\n'
-    ),
-    "a chunk that never ends": HostileServer(
-        http(b"ffffff\r\ndata: ", b"transfer-encoding: chunked"), close=False
-    ),
-    "a chunk that is cut off": HostileServer(
-        http(b"ffffff\r\ndata: ", b"transfer-encoding: chunked")
-    ),
-    "a chunk without a size": HostileServer(http(b"zz\r\n", b"transfer-encoding: chunked")),
-    "less than announced": HostileServer(http(b"data: ", b"content-length: 100")),
-    "a length that is none": HostileServer(http(b"data: ", b"content-length: -7")),
-    "not packed": HostileServer(http(b"xxxxxxxx", b"content-encoding: gzip")),
-    "packed without end": HostileServer(
-        http(gzip.compress(bytes(4 * MOST_LINE_BYTES), 1), b"content-encoding: gzip")
-    ),
-    "no HTTP": HostileServer(b"\0\xff" * 1000),
-    "a head without end": HostileServer(b"HTTP/1.1 200 OK\r\nx: ", b"y" * 65536),
-    "no answer": HostileServer(b""),
+    "no HTTP": b"\0\xff" * 1000,
+    "no answer": b"",
+    "refused in no charset": http(b"\xff", b"content-type: text/plain; charset=klingon", b"500 Oh"),
+    "sent away": http(b"", b"location: nowhere://", b"302 Found"),
+}
+TOKEN = b'data: {"output_ids": [1], "meta_info": {"completion_tokens": 7}}\n\n'
+# name: what the server answers, and what it sends behind that until the client has gone.
+ENDLESS: dict[str, tuple[bytes, bytes]] = {
+    "endless line": (http(b"data: "), b"x" * 65536),
+    "endless lines": (http(b""), b"\n" * 65536),
+    "endless events": (http(b""), TOKEN),
+    "a head without end": (b"HTTP/1.1 200 OK\r\nx: ", b"y" * 65536),
+    "refused at length": (http(b"", status=b"400 Bad Request"), b"x" * 65536),
+}
+SERVERS = {
+    **{name: HostileServer(answer) for name, answer in MALFORMED.items()},
+    **{name: HostileServer(*answer) for name, answer in ENDLESS.items()},
+    "a chunk that never ends": HostileServer(http(b"ffffff\r\ndata: ", CHUNKED), close=False),
     "silence": HostileServer(b"", close=False),
-    "refused at length": HostileServer(http(b"", status=b"400 Bad Request"), b"x" * 65536),
-    "refused in no charset": HostileServer(
-        http(b"\xff", b"content-type: text/plain; charset=klingon", b"500 Oh")
-    ),
-    "sent away": HostileServer(http(b"", b"location: nowhere://", b"302 Found")),
 }
 
 
-@pytest.mark.parametrize("kind", MALFORMED)
+@pytest.mark.parametrize("kind", SERVERS)
 def test_whatever_a_server_answers_wrongly_is_an_error_of_that_request(kind: str) -> None:
     async def run() -> Completion:
-        async with MALFORMED[kind].up() as server, Client(server.url, timeout_s=1.0) as client:
+        async with SERVERS[kind].up() as server, Client(server.url, timeout_s=1.0) as client:
             return await asyncio.wait_for(client.generate([1, 2], 4, logprobs=True), 60)
 
     done = asyncio.run(run())
     assert done.error
     assert len(done.error) < 500
     assert "\n" not in done.error
-    json.dumps(
-        [
-            done.prompt_tokens,
-            done.server_queue_s,
-            done.storage_wait_s,
-            *done.output_ids,
-            *done.logprobs,
-        ],
-        allow_nan=False,
-    )
+    numbers = (done.prompt_tokens, done.server_queue_s, done.storage_wait_s)
+    json.dumps([*numbers, *done.output_ids, *done.logprobs], allow_nan=False)
 
 
 @pytest.mark.parametrize(
