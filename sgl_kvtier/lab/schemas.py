@@ -816,16 +816,9 @@ stall: object; a device that hangs
   deadline_s, free_after_s: number; deadline of the caller; when it was free, at the latest
   late_pages, in_flight_while_stalled, canary_touched: integer; pages; writes after the deadline
 together: object; processes that share one folder
-  kill, stop, suspend: integer; processes killed, closed, suspended and continued
-  step_clock, step_own_clock: integer; steps of the clock for all processes, for one
-  short_of_descriptors, disk_full: integer; times that a process could open no file, write no byte
-  take_folder: integer; times that the folder was renamed or partly removed
-  put, refused: integer; pages stored; pages refused
-  looked_for, found, compared: integer; stored pages read; those returned; those compared
-  gone_looked_for: integer; deleted pages read
-  deletes, clears: integer; deletes and clears answered
-  opened, refused_opens: integer; opens that succeeded; that a shortage refused
-  followed, evicted: integer; calls of follow; pages evicted
+  <count>: integer; how often a trouble was made (kill, stop, suspend, a step of the clock, no
+      descriptor, no space, the folder taken away), and pages, deletes, clears and opens by what
+      became of them
   wrong, resurrected, lost, failed_open, exception, stats_raised, follower_stopped: integer; must be
       0, as above
   over_cap_bytes: integer; must be 0, as above

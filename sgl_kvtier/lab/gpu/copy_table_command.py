@@ -54,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="append each row to FILE; what is in it of the same device, shape and torch is not "
         "measured again",
     )
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="not used: nothing is stored")
     parser.add_argument("--json", metavar="FILE", help="write the result (- for standard output)")
 
 
