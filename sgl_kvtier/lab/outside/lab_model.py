@@ -151,12 +151,9 @@ def write_unweighted(name: str, *, folder: Path | None = None) -> Path:
     """
     shape = UNWEIGHTED[name]
     target = (folder if folder is not None else models_dir()) / f"{name}-{model_digest(shape, 0)}"
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        _write_settings(target, shape, "bfloat16")
-    except OSError as error:
-        raise BenchError(f"cannot write the model {target}: {error.strerror}") from error
-    return target
+    return _write_once(
+        target, lambda draft: _write_settings(draft, shape, "bfloat16"), "config.json"
+    )
 
 
 def write_named(name: str, *, seed: int = 0, folder: Path | None = None) -> Path:

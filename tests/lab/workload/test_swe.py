@@ -110,64 +110,47 @@ def test_schemas_that_are_nowhere_say_which_file_to_put_where(tmp_path: Path) ->
             read(record, tmp_path)
 
 
-def test_latency_runs_from_the_turn_before_and_the_gap_from_the_response_before() -> None:
-    session = read(
-        swe_record(
-            user("a"), assistant("b", 3.0), tool("c", 3.5), tool("d", 4.25), assistant("e", 10.0)
-        )
-    )
-    first, second = calls(session)
-    assert (first.gap_s, first.latency_s, first.arrival_s) == (0.0, 3.0, 0.0)
-    assert (second.gap_s, second.latency_s, second.arrival_s) == (1.25, 5.75, 4.25)
+EDIT = {"role": "context_edit", "parts": [[0, 1]], "t_offset_s": 9.0}
+# what: the turns, and the gap, the latency and the arrival of each call.
+TIMES: dict[str, tuple[list[dict[str, Any]], list[tuple[float, float | None, float | None]]]] = {
+    "latency runs from the turn before, the gap from the response before": (
+        [user("a"), assistant("b", 3.0), tool("c", 3.5), tool("d", 4.25), assistant("e", 10.0)],
+        [(0.0, 3.0, 0.0), (1.25, 5.75, 4.25)],
+    ),
+    "condensing counts to the client's wait": (
+        [user("a"), assistant("b", 3.0), tool("c", 4.0), EDIT, assistant("d", 11.0)],
+        [(0.0, 3.0, 0.0), (6.0, 2.0, 9.0)],
+    ),
+    "times that run backwards are waits of zero": (
+        [user("a"), assistant("b", 5.0), tool("c", 4.0), assistant("d", 3.5)],
+        [(0.0, 5.0, 0.0), (0.0, 0.0, 4.0)],
+    ),
+    "an untimed turn leaves the whole interval to the server": (
+        [user("a"), assistant("b", 0.0), user("c"), assistant("d", 2.5)],
+        [(0.0, None, 0.0), (0.0, 2.5, 0.0)],
+    ),
+    "without offsets the tool's run time is the gap": (
+        [
+            *(user("a"), assistant("b"), tool("c", tool_exec_s=0.5)),
+            *(tool("d", tool_exec_s=1), assistant("e")),
+        ],
+        [(0.0, None, None), (1.5, None, None)],
+    ),
+}
 
 
-def test_condensing_counts_to_the_clients_wait() -> None:
-    edit = {"role": "context_edit", "parts": [[0, 1]], "t_offset_s": 9.0}
-    session = read(
-        swe_record(user("a"), assistant("b", 3.0), tool("c", 4.0), edit, assistant("d", 11.0))
-    )
-    assert (calls(session)[1].gap_s, calls(session)[1].latency_s) == (6.0, 2.0)
+@pytest.mark.parametrize("what", TIMES)
+def test_times_of_turns_are_waits_of_the_client_and_of_the_server(what: str) -> None:
+    turns, times = TIMES[what]
+    found = calls(read(swe_record(*turns)))
+    assert [(c.gap_s, c.latency_s, c.arrival_s) for c in found] == times
 
 
-def test_times_that_run_backwards_are_waits_of_zero() -> None:
-    session = read(swe_record(user("a"), assistant("b", 5.0), tool("c", 4.0), assistant("d", 3.5)))
-    assert (calls(session)[1].gap_s, calls(session)[1].latency_s) == (0.0, 0.0)
-
-
-def test_untimed_user_turns_leave_the_whole_interval_to_the_server() -> None:
-    session = read(swe_record(user("a"), assistant("b", 0.0), user("c"), assistant("d", 2.5)))
-    first, second = calls(session)
-    assert first.latency_s is None
-    assert (second.gap_s, second.latency_s) == (0.0, 2.5)
-
-
-def test_without_offsets_the_tools_run_time_is_the_gap() -> None:
-    session = read(
-        swe_record(
-            user("a"),
-            assistant("b"),
-            tool("c", tool_exec_s=0.5),
-            tool("d", tool_exec_s=1),
-            assistant("e"),
-        )
-    )
-    assert [(c.gap_s, c.latency_s, c.arrival_s) for c in calls(session)] == [
-        (0.0, None, None),
-        (1.5, None, None),
-    ]
-
-
-def test_output_tokens_are_the_providers_where_it_counted() -> None:
-    session = read(
-        swe_record(user("a"), assistant("b", usage={"in": 9, "out": 7}), user("c"), assistant("d"))
-    )
+def test_the_providers_counts_and_clipped_results_are_kept() -> None:
+    turns = (user("a"), assistant("b", usage={"in": 9, "out": 7}))
+    clipped = tool("c", clipped_from_chars=99_999)
+    session = read(swe_record(*turns, clipped, assistant("d")))
     assert [c.output_tokens for c in calls(session)] == [7, None]
-
-
-def test_clipped_results_are_counted() -> None:
-    session = read(
-        swe_record(user("a"), assistant("b"), tool("c", clipped_from_chars=99_999), assistant("d"))
-    )
     assert session.clipped_messages == 1
 
 

@@ -23,26 +23,13 @@ def test_generated_sessions_can_be_described_from_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "mine.jsonl.gz"
-    assert (
-        kvtier_trace(
-            "generate", "swe-openhands", "--sessions", "4", "--seed", "3", "--out", str(out)
-        )
-        == 0
-    )
-    assert kvtier_trace("describe", str(out), "--json", str(tmp_path / "file.json")) == 0
-    assert (
-        kvtier_trace(
-            "describe",
-            "generated:swe-openhands",
-            "--sessions",
-            "4",
-            "--seed",
-            "3",
-            "--json",
-            str(tmp_path / "made.json"),
-        )
-        == 0
-    )
+    load = ("--sessions", "4", "--seed", "3")
+    assert kvtier_trace("generate", "swe-openhands", *load, "--out", str(out)) == 0
+    for name, source in (
+        ("file.json", (str(out),)),
+        ("made.json", ("generated:swe-openhands", *load)),
+    ):
+        assert kvtier_trace("describe", *source, "--json", str(tmp_path / name)) == 0
     assert "4 sessions of swe-openhands, seed 3" in capsys.readouterr().out
     from_file, made = (
         json.loads((tmp_path / name).read_text()) for name in ("file.json", "made.json")
