@@ -6,12 +6,10 @@ for servers that are started with them to measure what a rule is worth.
 
     Cake, CacheFlow, TierKV         as published; the first two say what of it they leave out
     LongestFirst, ShortestFirst     kvtier's, with another order of requests to load for
-    Uncharged                       kvtier's, computing not made dearer by requests that wait
-    DecodesCharged                  kvtier's, computing made dearer by requests that decode
     ByArrival                       kvtier's, requests computed in the order they came
     NeverRestores, NeverHolds       every prefix left to the engine; and none waits for sessions
     ByLayers                        lower layers of a whole prefix computed, upper ones loaded
-    InTurn                          one of these at a time, changed in the running server
+    InTurn                          one of `IN_TURN` at a time, changed in the running server
     FixedSplit                      a share of every prefix is computed, whatever happens
     K0, K1, K2 ...                  kvtier's, with that many iterations of lookahead
     LFU                             eviction: TierKV's Frequency
@@ -78,18 +76,6 @@ class CacheFlow(Cake, LongestFirst):
     """
 
 
-class Uncharged(Rules):
-    """kvtier's, with a second of computing as dear as one of loading, however many wait."""
-
-    queue_charge = 0.0
-
-
-class DecodesCharged(Rules):
-    """kvtier's, with a second of computing dearer by one for each request that decodes."""
-
-    decode_charge = 1.0
-
-
 class ByArrival(Rules):
     """kvtier's, with requests computed in the order they came."""
 
@@ -134,12 +120,7 @@ IN_TURN: Mapping[str, type[Rules]] = {
     "kvtier": Rules,
     "cake": Cake,
     "cacheflow": CacheFlow,
-    "longest-io-first": LongestFirst,
-    "shortest-io-first": ShortestFirst,
-    "uncharged": Uncharged,
-    "decodes-charged": DecodesCharged,
     "by-arrival": ByArrival,
-    "layers": ByLayers,
 }
 """Rules of restoring that a server may have in turn, by the name of their arm."""
 

@@ -17,9 +17,8 @@ from fake_sglang import FakeServer
 from sgl_kvtier.cli import main
 from sgl_kvtier.lab.experiment import frame, rounds
 from sgl_kvtier.lab.experiment.remote import run as remote_run
-from sgl_kvtier.lab.experiment.restore import batch as restore_batch
 from sgl_kvtier.lab.experiment.restore import server as restore_server
-from sgl_kvtier.lab.experiment.restore.trial import Trials
+from sgl_kvtier.lab.experiment.restore import trial as restore_trial
 from sgl_kvtier.lab.experiment.scenarios import remote as remote_scenario
 from sgl_kvtier.lab.experiment.scenarios import restore as restore_scenario
 from sgl_kvtier.lab.outside import peers
@@ -48,9 +47,9 @@ def kvtier() -> Iterator[Command]:
     patch.setattr(rounds, "Servers", FakeEngine)
     patch.setattr(remote_scenario, "missing_engine", lambda: "")
     patch.setattr(peers, "missing_mooncake", lambda: None)
-    quick = functools.partial(Trials, unwatched_s=0.0, pace=lambda: 1.0)
+    quick = functools.partial(restore_trial.Trials, look_every_s=0.0, pace=lambda: 1.0)
     patch.setattr(restore_scenario, "Trials", quick)
-    patch.setattr(restore_batch, "PUBLISHED_S", 0.0)
+    patch.setattr(restore_trial, "PUBLISHED_S", 0.0)
     for name in ("_IDLE_S", "_ROLL_S", "_PUBLISHED_S"):
         patch.setattr(fuzz_run, name, 0.01)
 

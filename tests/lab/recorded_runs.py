@@ -35,11 +35,11 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
     "restore": (*_AT_ONCE, "--lengths", "512,768", "--load-over-compute", "1/2,2", "--rounds", "2"),
     "restore-hole": (*_AT_ONCE, "--lengths", "512", "--load-over-compute", "1", "--hole", "first"),
     "at-once": (
-        *(*_AT_ONCE, "--at-once", "2,3", "--lengths", "256,512", "--decoders", "1"),
+        *(*_AT_ONCE, "--at-once", "2,3", "--lengths", "256,512"),
         *("--load-over-compute", "1,2", "--rounds", "2"),
     ),
     "at-once-stream": (
-        *(*_AT_ONCE, "--at-once", "2,3", "--lengths", "256,512", "--decoders", "1"),
+        *(*_AT_ONCE, "--at-once", "2,3", "--lengths", "256,512"),
         *("--rounds", "2", "--poisson", "4", "--arms", "kvtier,by-arrival,stall-any"),
     ),
     "lookahead": (

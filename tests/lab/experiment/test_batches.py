@@ -15,10 +15,9 @@ from aiohttp import web
 from fake_restore import PAGE, PAGE_BYTES, RestoringServer
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.restore import batch as restore_batch
+from sgl_kvtier.lab.experiment.restore import trial as restore_trial
 from sgl_kvtier.lab.experiment.restore.arms import BATCH_ARMS, DEFAULT_BATCH_ARMS
-from sgl_kvtier.lab.experiment.restore.batch import gaps_within
-from sgl_kvtier.lab.experiment.restore.batch_cells import batch_results
+from sgl_kvtier.lab.experiment.restore.cells import batch_results
 from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME, RestoreLog
 from sgl_kvtier.lab.experiment.restore.plan import (
     RestorePlan,
@@ -29,7 +28,7 @@ from sgl_kvtier.lab.experiment.restore.plan import (
     prompts_of,
 )
 from sgl_kvtier.lab.experiment.restore.run import Together
-from sgl_kvtier.lab.experiment.restore.trial import Batch, ServerCpu, Trials
+from sgl_kvtier.lab.experiment.restore.trial import Batch, ServerCpu, Trials, gaps_within
 from sgl_kvtier.lab.outside.client import Client, Completion
 from sgl_kvtier.lab.rules import IN_TURN
 
@@ -61,14 +60,14 @@ def measure(server: RestoringServer, options: RestorePlan, log: RestoreLog) -> N
                 client,
                 ServerCpu(None),
                 quiet_foreign=1e9,
-                unwatched_s=0.0,
+                look_every_s=0.0,
                 pace=lambda: 1.0,
                 discard=log.keep,
                 arms=BATCH_ARMS,
             )
             await Together(options, trials, log).run()
 
-    with patch.object(restore_batch, "PUBLISHED_S", 0.0):
+    with patch.object(restore_trial, "PUBLISHED_S", 0.0):
         asyncio.run(go())
 
 

@@ -24,10 +24,10 @@ ARMS = ("stock", "compute", "load", "cake", "cacheflow", "kvtier", "both")
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Three prefixes at once beside two requests that decode, every arm once."""
+    """Three prefixes at once beside requests that decode, every arm once."""
     folder = tmp_path_factory.mktemp("batches")
     out = folder / "out.json"
-    words = ("--at-once", "3", "--lengths", "512,1024", "--decoders", "2", "--rounds", "1")
+    words = ("--at-once", "3", "--lengths", "512,1024", "--rounds", "1")
     where = ("--device", "cpu", "--models", "tiny-qwen3", "--folder", str(folder / "work"))
     arms = ("--arms", ",".join(ARMS), "--foreign", "99", "--json", str(out))
     assert main(["compare", "restore", *words, *where, *arms]) == 0

@@ -66,8 +66,8 @@ def restore(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measure: Any, *extra: str
 ) -> tuple[int, dict[str, Any]]:
     @contextlib.contextmanager
-    def target(_: Restoring, model: str) -> Iterator[Target]:
-        yield Target(model, "http://nowhere", None, None, 16, 512)
+    def target(*_: object) -> Iterator[Target]:
+        yield Target("http://nowhere", "key", None)
 
     monkeypatch.setattr(Restoring, "_target", target)
     monkeypatch.setattr(Restoring, "measure_on", lambda self, *_: measure(self.log))
@@ -139,27 +139,9 @@ def test_a_log_gets_more_of_the_same_and_nothing_else(
     assert restore(monkeypatch, tmp_path, measure, *log)[0] == 0
     more = ["--rounds", "9", "--load-over-compute", "4", "--arms", "compute,load", "--foreign", "2"]
     assert restore(monkeypatch, tmp_path, measure, *log, *more)[0] == 0
-    for other in (
-        ["--seed", "1"],
-        ["--threads", "2"],
-        ["--chunk", "128"],
-        ["--server-arg=--x"],
-        ["--url", "http://x"],
-        ["--dtype", "bfloat16"],
-    ):
+    for other in (["--seed", "1"], ["--chunk", "128"], ["--server-arg=--x"]):
         assert restore(monkeypatch, tmp_path, measure, *log, *other)[0] == 1
         assert "Name another --log" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("pid", "told"), [([], True), (["--pid", "1"], False)])
-def test_a_server_whose_process_is_not_known_is_said_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pid: list[str], told: bool
-) -> None:
-    def measure(log: RestoreLog) -> None:
-        restore_trials(log)
-
-    _, result = restore(monkeypatch, tmp_path, measure, "--url", "http://x", *pid)
-    assert any(note.startswith("Without --pid") for note in result["notes"]) is told
 
 
 def test_rounds_are_reported_when_a_server_dies(

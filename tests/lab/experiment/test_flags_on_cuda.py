@@ -17,7 +17,7 @@ from sgl_kvtier.lab.experiment import arms
 from sgl_kvtier.lab.experiment.argtypes import shape_of
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
 from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions
-from sgl_kvtier.lab.experiment.restore.server import Demand, setup_for, storage_bytes
+from sgl_kvtier.lab.experiment.restore.server import setup_for, storage_bytes
 from sgl_kvtier.lab.experiment.scenarios import restore
 from sgl_kvtier.lab.stress.server import command as fuzz
 
@@ -93,8 +93,10 @@ def test_a_restore_server_on_a_card_serves_bfloat16_from_a_store_of_the_size_ask
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    args = RestoreOptions.of(parsed(restore, "--device", "cuda", "--storage-size", "30GiB"))
-    setup = setup_for(args, shape_of(args, "shape-8b"), "shape-8b", Demand([65536]), "", "key")
+    words = ("--device", "cuda", "--storage-size", "30GiB", "--lengths", "64k")
+    args = RestoreOptions.of(parsed(restore, *words))
+    planned = restore.options_of(args, "shape-8b", page=64, chunk=4096)
+    setup = setup_for(args, shape_of(args, "shape-8b"), planned, "", "key")
     found = options(prepare(OURS, setup, tmp_path / "server").arguments)
     assert (found["--dtype"], found["--load-format"]) == ("bfloat16", "dummy")
     assert "--context-length" not in found  # the model's own, which is long enough

@@ -1,6 +1,4 @@
-"""`kvtier replay` and `compare restore --url` against a server that says it is on a paced device,
-with a fake for it.
-"""
+"""`kvtier replay` against a server that says it is on a paced device, with a fake for it."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_restore import RestoringServer
 from fake_sglang import FakeServer
 
 from sgl_kvtier.cli import main
@@ -85,17 +82,3 @@ def test_a_profile_that_is_not_known_here_is_refused_with_those_that_are() -> No
     said = Metrics.parse('kvtier:paced_dilation{profile="h900"} 1.0').to_json()
     with pytest.raises(BenchError, match=r"no profile named 'h900'. There are: .*h100-llama8b"):
         launching.of_server(said)
-
-
-def test_the_grid_refuses_a_paced_server_that_it_did_not_start(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    class Paced(RestoringServer):
-        async def metrics(self, request: Any) -> Any:
-            answer = await super().metrics(request)
-            answer.text = f"{answer.text}{SAID}"
-            return answer
-
-    with served(Paced()) as url:
-        assert main(["compare", "restore", "--url", url, "--admin-key", "secret"]) == 1
-    assert "is on a paced device" in capsys.readouterr().err

@@ -32,7 +32,7 @@ from sgl_kvtier.lab.experiment.restore.log import (
     RestoreLog,
     Scale,
 )
-from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, UNWATCHED_S, ServerCpu, Trial, Trials
+from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, ServerCpu, Trial, Trials
 from sgl_kvtier.lab.outside.client import Client
 
 ONE = dataclasses.replace(SMALL, ratios=(1.0,), rounds=1)
@@ -123,7 +123,7 @@ def test_what_failed_beside_the_rounds_counts_and_is_made_again(kind: str, arm: 
 
 
 def attempts(
-    server: RestoringServer, shares: list[float], cpu: ServerCpu, monkeypatch: pytest.MonkeyPatch
+    server: RestoringServer, shares: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Trial, list[Trial]]:
     """A trial beside which others use so many cores, attempt by attempt, and what was discarded."""
     left = iter(shares)
@@ -142,9 +142,8 @@ def attempts(
         async with server.up(), Client(server.url, admin_key="secret") as client:
             trials = Trials(
                 client,
-                cpu,
+                ServerCpu(None),
                 look_every_s=0.0,
-                unwatched_s=0.0,
                 pace=lambda: 1.0,
                 discard=discarded.append,
             )
@@ -153,19 +152,11 @@ def attempts(
     return asyncio.run(go()), discarded
 
 
-class Idle(ServerCpu):
-    """A server whose process is known and does nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.known = True
-
-
 def test_a_repeat_that_fails_is_the_trial_however_disturbed_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept, discarded = attempts(
-        failing(lambda server: len(server.requests) == 2), [1.0, 9.0], Idle(), monkeypatch
+        failing(lambda server: len(server.requests) == 2), [1.0, 9.0], monkeypatch
     )
     assert kept.error is not None and (kept.repeats, kept.foreign_cores) == (1, 9.0)
     assert [(one.kind, one.foreign_cores, one.error) for one in discarded] == [
@@ -176,7 +167,7 @@ def test_a_repeat_that_fails_is_the_trial_however_disturbed_it_was(
 def test_attempts_that_do_not_count_are_told_of_the_least_disturbed_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept, discarded = attempts(RestoringServer(), [3.0, 1.0, 2.0], Idle(), monkeypatch)
+    kept, discarded = attempts(RestoringServer(), [3.0, 1.0, 2.0], monkeypatch)
     assert (kept.kind, kept.foreign_cores, kept.repeats) == (GRID, 1.0, 2)
     assert [(one.kind, one.foreign_cores, one.load_over_compute) for one in discarded] == [
         (DISCARDED, 3.0, 1.0),
@@ -199,26 +190,6 @@ def test_a_discarded_answer_that_differs_is_seen_and_is_not_the_trial() -> None:
         pytest.approx(5 / 6),
     )
     assert worse["ttft_ms"] == row["ttft_ms"]
-
-
-def test_without_a_process_others_are_not_known_and_nothing_is_repeated_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept, discarded = attempts(RestoringServer(), [5.0], ServerCpu(None), monkeypatch)
-    assert (kept.foreign_cores, kept.repeats, discarded) == (None, 0, [])
-
-
-def test_a_server_that_cannot_be_watched_is_left_alone_for_a_fixed_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    waited: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waited.append(seconds)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    asyncio.run(Trials(Client("http://nowhere"), ServerCpu(None)).settle())
-    assert waited == [UNWATCHED_S]
 
 
 def test_tokens_log_probs_and_failures_decide() -> None:

@@ -29,7 +29,7 @@ def measure(server: RestoringServer, options: RestorePlan, log: RestoreLog) -> N
                 client,
                 ServerCpu(None),
                 quiet_foreign=1e9,
-                unwatched_s=0.0,
+                look_every_s=0.0,
                 pace=lambda: 1.0,
                 discard=log.keep,
             )
@@ -91,7 +91,7 @@ def test_a_trial_on_a_slow_machine_is_repeated_and_the_least_disturbed_kept() ->
                 client,
                 ServerCpu(None),
                 quiet_foreign=1e9,
-                unwatched_s=0.0,
+                look_every_s=0.0,
                 pace=lambda: next(paces),
             )
             base = Trial("fake", 64, GRID, "compute", 1, 0.0)

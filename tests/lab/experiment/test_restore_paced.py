@@ -19,7 +19,7 @@ from sgl_kvtier.lab.experiment.restore.cells import pace_of, results_of
 from sgl_kvtier.lab.experiment.restore.log import GRID, WARM, RestoreLog
 from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions, RestorePlan
 from sgl_kvtier.lab.experiment.restore.run import Grid
-from sgl_kvtier.lab.experiment.restore.server import Demand, setup_for
+from sgl_kvtier.lab.experiment.restore.server import setup_for
 from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, ServerCpu, Trial, Trials
 from sgl_kvtier.lab.experiment.scenarios import restore
 from sgl_kvtier.lab.outside.client import Client
@@ -75,7 +75,7 @@ def measure(server: Device, path: Path, log: RestoreLog, **changed: Any) -> None
                 client,
                 ServerCpu(None),
                 quiet_foreign=1e9,
-                unwatched_s=0.0,
+                look_every_s=0.0,
                 pace=lambda: 1.0,
                 discard=log.keep,
                 bytes_scale=SCALE,
@@ -186,7 +186,8 @@ def test_a_server_gets_the_devices_own_model_disk_and_deadlines(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     args = parsed("--dilation", "2")
     shape = restore.shape_of(args, "h100-llama8b")
-    setup = setup_for(args, shape, "h100-llama8b", Demand([65536]), "", "key")
+    options = restore.options_of(args, "h100-llama8b", shape.page, shape.chunk)
+    setup = setup_for(args, shape, options, "", "key")
     assert (setup.served_name, setup.page_size, setup.chunk_tokens) == ("paced-mha-1", 64, 8192)
     assert setup.context_tokens == setup.device_tokens
     policy = setup.sections["policy"]
@@ -198,7 +199,6 @@ def test_a_server_gets_the_devices_own_model_disk_and_deadlines(
     ("words", "said"),
     [
         (("--models", "lab-mha"), "--models: paced:h100-llama8b brings a model of its own"),
-        (("--url", "http://127.0.0.1:1"), "--url: paced:h100-llama8b is started by this command"),
         (("--page-size", "16"), "--page-size 16: paced:h100-llama8b has 64"),
         (("--lengths", "8016"), "--lengths: must be whole pages of 64 tokens"),
     ],

@@ -103,7 +103,7 @@ class Watched:
 @pytest.mark.slow
 def test_chunks_beside_requests_that_decode_take_no_longer_than_the_bound(tmp_path: Path) -> None:
     out, log = tmp_path / "out.json", tmp_path / "decisions.jsonl"
-    cells = ("--at-once", "2", "--lengths", "16k", "--load-over-compute", "4", "--decoders", "2")
+    cells = ("--at-once", "2", "--lengths", "16k", "--load-over-compute", "4")
     runs = ("--arms", "both,stall-any", "--rounds", "1", "--foreign", "99")
     files = ("--folder", str(tmp_path / "work"), "--json", str(out), "--decision-log", str(log))
     main(["compare", "restore", *PACED, *cells, *runs, *files])  # it may have lost its pace

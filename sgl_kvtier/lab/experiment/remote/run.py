@@ -239,7 +239,7 @@ class _Play:
             remote_bytes=read * (1.0 if self._paced is None else self._paced.bytes_scale),
             lost_s=self._lost_s(base.server, done.sent_s),
         )
-        return outcome(made, done, len(ids))  # type: ignore[return-value]
+        return outcome(made, done, len(ids))
 
     def _lost_s(self, place: int, began: float) -> float | None:
         """Seconds that a paced device lost. Raises BenchError where rows were not those of their

@@ -1,4 +1,4 @@
-"""The arms of the restoration bench: ways to restore a stored prefix, or several at once, all in one
+"""The arms of `compare restore`: ways to restore one stored prefix, or several at once, all in one
 running server.
 
 An arm is a few settings of that server, changed between two requests. One is `policy.restore` of
@@ -19,12 +19,10 @@ from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.rules import IN_TURN
 
 COMPUTE, LOAD, STOCK, OURS, BOTH_ENDS = "compute", "load", "stock_timeout", "kvtier", "both"
-LAYERS = "layers"
 RULES_IN_TURN = "sgl_kvtier.lab.rules:InTurn"
 """policy.rules of a server in which one class of rules can take the place of another."""
 _STALL_MS: float = PolicyConfig().max_stall_ms
-BACKEND = "kvtier"
-"""The storage backend of a server that can be measured so."""
+_BACKEND = "kvtier"
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ RESTORE_ARMS = {
     BOTH_ENDS: RestoreArm("both", "timeout", "the same, never one of both alone"),
     "load_kvtier": RestoreArm("load", "timeout", "our engine loads all of the prefix"),
 }
-"""Every arm. The first four are measured unless others are named."""
+"""The arms of one prefix at a time. The first four are measured unless others are named."""
 
 DEFAULT_RESTORE_ARMS = (COMPUTE, LOAD, STOCK, OURS)
 SINGLES = (COMPUTE, LOAD, "load_kvtier")
@@ -80,23 +78,21 @@ PAPERS = ("cake", "cacheflow")
 BY_ARRIVAL, STALL_ANY = "by-arrival", "stall-any"
 """Ours with one thing taken away: the planner's order of the queue, the bound of the gaps."""
 SHORTEST_FIRST = "-shortest-first"
-"""The end of the name of an arm with another order of compute."""
+"""The end of the name of an arm whose requests are computed in the order of their length."""
+
+
+def _paper(name: str, about: str) -> RestoreArm:
+    return RestoreArm("auto", "timeout", about, rule=name, stall_ms=0.0)
+
 
 _OURS = replace(RESTORE_ARMS[OURS], rule="kvtier")
 _SPLITTING: dict[str, RestoreArm] = {
-    "cake": RestoreArm(
-        "auto",
-        "timeout",
-        "Cake's rule: computed and loaded at once always, in whole chunks, loads by arrival",
-        "cake",
-        stall_ms=0.0,
+    "cake": _paper(
+        "cake", "Cake's rule: computed and loaded at once always, in whole chunks, loads by arrival"
     ),
-    "cacheflow": RestoreArm(
-        "auto",
-        "timeout",
-        "CacheFlow's rule: as Cake's, loads for the longest remaining restoration first",
+    "cacheflow": _paper(
         "cacheflow",
-        stall_ms=0.0,
+        "CacheFlow's rule: as Cake's, loads for the longest remaining restoration first",
     ),
     OURS: _OURS,
     BOTH_ENDS: replace(RESTORE_ARMS[BOTH_ENDS], rule="kvtier"),
@@ -107,36 +103,9 @@ BATCH_ARMS: dict[str, RestoreArm] = {
     COMPUTE: replace(RESTORE_ARMS[COMPUTE], rule=BY_ARRIVAL),
     LOAD: replace(RESTORE_ARMS[LOAD], rule=BY_ARRIVAL),
     **_SPLITTING,
-    "longest-io-first": replace(
-        _OURS, rule="longest-io-first", about="kvtier, loads for the longest restoration first"
-    ),
-    "shortest-io-first": replace(
-        _OURS, rule="shortest-io-first", about="kvtier, loads for the shortest restoration first"
-    ),
-    "uncharged": replace(
-        _OURS, rule="uncharged", about="kvtier, computing not made dearer by requests that wait"
-    ),
-    "decodes-charged": replace(
-        _OURS, rule="decodes-charged", about="kvtier, computing made dearer by requests that decode"
-    ),
     BY_ARRIVAL: replace(
         _OURS, rule=BY_ARRIVAL, about="kvtier, requests computed in the order they came"
     ),
-    LAYERS: RestoreArm(
-        "auto",
-        "timeout",
-        "CacheFlow's layer axis: lower layers of the whole prefix computed, upper ones loaded",
-        "layers",
-        stall_ms=0.0,
-    ),
-    **{
-        f"stall-{stall_ms}": replace(
-            _OURS,
-            stall_ms=float(stall_ms),
-            about=f"kvtier, requests that decode stand still for {stall_ms} ms at most",
-        )
-        for stall_ms in (50, 200)
-    },
     STALL_ANY: replace(
         _OURS, stall_ms=0.0, about="kvtier, no bound on how long requests that decode stand still"
     ),
@@ -149,7 +118,7 @@ BATCH_ARMS: dict[str, RestoreArm] = {
         for name, arm in _SPLITTING.items()
     },
 }
-"""Every arm. The first six are measured unless others are named."""
+"""The arms of several prefixes at once. The first six are measured unless others are named."""
 
 DEFAULT_BATCH_ARMS = tuple(BATCH_ARMS)[:6]
 
@@ -172,7 +141,7 @@ def restore_choice(name: str) -> float:
 
 
 class ArmSwitch:
-    """Sets a server to an arm and a bandwidth. Remembers both and sends only what changes.
+    """Sets a server to an arm and a bandwidth, and sends only what changes.
 
     Bandwidths are those of the modelled machine. A paced device moves one byte for `bytes_scale` of
     them, and its client knows its dilation.
@@ -187,30 +156,24 @@ class ArmSwitch:
         self._client = client
         self._arms = arms
         self._slower = bytes_scale * client.dilation
-        self._restore: str | None = None
         self._prefetch: str | None = None
-        self._rule: str | None = None
-        self._stall_ms = _STALL_MS
-        self._gbps: float | None = None
+        self._state = {"kvtier.policy.max_stall_ms": _STALL_MS * client.dilation}
 
     async def use(self, arm: str, read_gbps: float) -> None:
         """Switches the server to an arm, from the next request on. Raises BenchError when the
         server refuses.
         """
         wanted = self._arms[arm]
-        if wanted.restore != self._restore:
-            await self._client.set_state({"kvtier.policy.restore": restore_choice(wanted.restore)})
-            self._restore = wanted.restore
+        await self._set("kvtier.policy.restore", restore_choice(wanted.restore))
         if wanted.prefetch != self._prefetch:
-            await self._client.set_prefetch_policy(BACKEND, wanted.prefetch)
+            await self._client.set_prefetch_policy(_BACKEND, wanted.prefetch)
             self._prefetch = wanted.prefetch
-        if wanted.rule not in (None, self._rule):
-            await self._client.set_state({"kvtier.rules.place": list(IN_TURN).index(wanted.rule)})
-            self._rule = wanted.rule
-        if wanted.stall_ms != self._stall_ms:
-            wall_ms = wanted.stall_ms * self._client.dilation
-            await self._client.set_state({"kvtier.policy.max_stall_ms": wall_ms})
-            self._stall_ms = wanted.stall_ms
-        if read_gbps != self._gbps:
-            await self._client.set_state({"kvtier.throttle.read_gbps": read_gbps / self._slower})
-            self._gbps = read_gbps
+        if wanted.rule is not None:
+            await self._set("kvtier.rules.place", list(IN_TURN).index(wanted.rule))
+        await self._set("kvtier.policy.max_stall_ms", wanted.stall_ms * self._client.dilation)
+        await self._set("kvtier.throttle.read_gbps", read_gbps / self._slower)
+
+    async def _set(self, name: str, value: float) -> None:
+        if self._state.get(name) != value:
+            await self._client.set_state({name: value})
+            self._state[name] = value

@@ -1,17 +1,29 @@
-"""From trials to the result of a restoration's grid (schema kvtier.restore/1).
+"""From what was measured to the result of a run: one prefix at a time (schema kvtier.restore/1) or
+several (kvtier.restore.batches/1, both in docs/manual/json.md).
 
-It has medians per arm, speedups, shares of the bound, equality with recomputing, and which aims
-were met.
+A cell has the figures of its arms, equality with computing each prompt alone, and which aims were
+met; one prefix at a time also speed-ups and shares of the bound.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, LOAD, OURS, RESTORE_ARMS, SINGLES
+from sgl_kvtier.lab.experiment.restore.arms import (
+    BATCH_ARMS,
+    BY_ARRIVAL,
+    COMPUTE,
+    LOAD,
+    OURS,
+    PAPERS,
+    RESTORE_ARMS,
+    SINGLES,
+    STALL_ANY,
+)
 from sgl_kvtier.lab.experiment.restore.bound import (
     ComputeCurve,
     optimal,
@@ -31,23 +43,96 @@ from sgl_kvtier.lab.experiment.restore.log import (
     Scale,
     seconds,
 )
-from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, Attempt, Trial
+from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, Attempt, Batch, Trial
 from sgl_kvtier.lab.outside.replay import milliseconds
 from sgl_kvtier.lab.paced import pace
-from sgl_kvtier.lab.pages.stats import percentile
+from sgl_kvtier.lab.pages.stats import pair_ratios, percentile, summary
 
 LOGPROB_TOLERANCE = 1e-3
 """Largest difference of log-probs called equal: float32 with other chunk borders moves them by less
 than 1e-4.
 """
 
-
 NEVER_SLOWER, OPTIMAL_EACH = 0.97, 0.90
 BALANCED, HALF = 1.85, 1.4
-"""The aims. First, against the better of one resource everywhere. Then the share of T_opt of
-each cell with the ratio in [1/4, 4]. Then the speedup over both resources where loading takes as
-long as computing, and half and twice as long.
+"""The aims of one prefix at a time. First, against the better of one resource everywhere. Then the
+share of T_opt of each cell with the ratio in [1/4, 4]. Then the speedup over both resources where
+loading takes as long as computing, and half and twice as long.
 """
+
+MEAN_AIMS = {2: 0.90, 4: 0.85, 8: 0.75}
+"""The aims for our mean time to first token over that of the better of the papers' rules, by the
+size of the batch.
+"""
+MAKESPAN_AIM = 1.03
+"""The same for the makespan, at most."""
+STREAM_AIMS = {"ttft_ms_mean": 0.88, "ttft_ms_max": 1.25}
+"""The aims for our mean time to first token, and for the longest one, over those of the order of
+arrival, where requests arrive at random.
+"""
+_NAMES = {
+    "ttft_ms_mean": "mean time to first token",
+    "ttft_ms_max": "longest time to first token",
+    "makespan_s": "makespan",
+}
+
+
+def is_sound(summary: Mapping[str, Any]) -> bool:
+    """Nothing failed, and every answer that was compared has the tokens and log-probs of the
+    computed one.
+    """
+    return (
+        not summary["errors"]
+        and summary["equal_tokens"] is not False
+        and summary["equal_logprobs"] is not False
+    )
+
+
+def failures(attempts: Iterable[Attempt], count: int) -> list[str]:
+    """A note on the requests that failed."""
+    if not count:
+        return []
+    messages = sorted({one.error for one in attempts if one.error is not None})[:3]
+    return [
+        f"{count} requests failed; they count as answers that are not equal. Of one that was made again, by a run that went on from "
+        f"the log, only the last attempt counts. {'; '.join(messages)}"
+    ]
+
+
+def pace_of(attempts: Iterable[Attempt], dilation: float) -> dict[str, dict[str, Any]]:
+    """How well a paced device kept pace until the first token, by arm: in the attempts that count.
+    Wrong keys and values count in all.
+    """
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for one in attempts:
+        counts = one.kind not in (WARM, DISCARDED, PRIME)
+        found = [row for row in one.steps if counts or "mismatch" in row]
+        if counts or found:
+            rows.setdefault(one.arm, []).extend(found)
+    return {arm: pace.figures(steps, dilation) for arm, steps in rows.items()}
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """The largest difference of two answers' log-probs; None where they cannot be compared."""
+    if not ours or len(ours) != len(theirs):
+        return None
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _compare(pairs: Iterable[tuple[Trial, Trial]]) -> tuple[list[bool], list[bool], float | None]:
+    """Of answers and those they are compared with: which have the same tokens, which the same
+    log-probs, and the largest difference of these. One that failed has neither.
+    """
+    tokens, logprobs, differences = [], [], []
+    for one, wanted in pairs:
+        gap = None if one.error else difference(one.logprobs, wanted.logprobs)
+        tokens.append(one.error is None and one.output_ids == wanted.output_ids)
+        logprobs.append(gap is not None and gap <= LOGPROB_TOLERANCE)
+        differences += [] if gap is None else [gap]
+    return tokens, logprobs, max(differences, default=None)
+
+
+# One prefix at a time
 
 
 def results_of(log: RestoreLog) -> dict[str, Any]:
@@ -58,24 +143,11 @@ def results_of(log: RestoreLog) -> dict[str, Any]:
         "cells": rows,
         "summary": summary_of(rows, measured),
         "curves": measured,
-        "trials": [_row(trial) for trial in log.trials],
+        "trials": [_trial_row(trial) for trial in log.trials],
     }
 
 
-def pace_of(attempts: Iterable[Attempt], dilation: float) -> dict[str, dict[str, Any]]:
-    """How well a paced device kept pace until the first token, by arm: in the attempts that count.
-    Wrong keys and values count in all.
-    """
-    rows: dict[str, list[Mapping[str, Any]]] = {}
-    for trial in attempts:
-        counts = trial.kind not in (WARM, DISCARDED, PRIME)
-        found = [row for row in trial.steps if counts or "mismatch" in row]
-        if counts or found:
-            rows.setdefault(trial.arm, []).extend(found)
-    return {arm: pace.figures(steps, dilation) for arm, steps in rows.items()}
-
-
-def _row(trial: Trial) -> dict[str, Any]:
+def _trial_row(trial: Trial) -> dict[str, Any]:
     row = dataclasses.asdict(dataclasses.replace(trial, steps=()))
     del row["steps"]
     return row
@@ -88,12 +160,8 @@ def cells(log: RestoreLog) -> list[dict[str, Any]]:
     rows = []
     for scale in log.scales:
         trials = _made(log, scale, GRID)
-        for ratio in sorted(
-            {t.load_over_compute for t in trials if t.load_over_compute is not None}
-        ):
-            rows.append(
-                _cell(log, scale, ratio, [t for t in trials if t.load_over_compute == ratio])
-            )
+        ratios = {t.load_over_compute for t in trials if t.load_over_compute is not None}
+        rows += [_cell(log, scale, ratio, trials) for ratio in sorted(ratios)]
     return rows
 
 
@@ -118,6 +186,7 @@ def curves(log: RestoreLog) -> list[dict[str, Any]]:
     rows = []
     for scale in log.scales:
         curve = curve_of(log, scale)
+        failed = [log.failed(scale.model, scale.length, kind) for kind in (CURVE, RESIDENT, PAGE)]
         rows.append(
             {
                 "model": scale.model,
@@ -126,10 +195,7 @@ def curves(log: RestoreLog) -> list[dict[str, Any]]:
                 "balanced_gbps": scale.gbps(1.0),
                 "request_ms": milliseconds(curve.request_s),
                 "resident_ms": milliseconds(resident_seconds(log, scale)),
-                "errors": sum(
-                    len(log.failed(scale.model, scale.length, kind))
-                    for kind in (CURVE, RESIDENT, PAGE)
-                ),
+                "errors": sum(map(len, failed)),
                 "points": [
                     {"tokens": n, "ttft_ms": milliseconds(s)}
                     for n, s in sorted(curve.first_token_s.items())
@@ -146,44 +212,38 @@ def summary_of(
     of the `measured` curves.
     """
     middle = [row for row in rows if 0.25 <= row["load_over_compute"] <= 4]
+    failed = sum(sum(row["errors"].values()) for row in rows)
     return {
         "cells": len(rows),
         "worst_speedup_vs_best_single": min(_known(rows, "speedup_vs_best_single"), default=None),
         "median_bound_fraction": percentile(_known(middle, "bound_fraction"), 50),
         "worst_bound_fraction": min(_known(middle, "bound_fraction"), default=None),
         "median_link_bound_fraction": percentile(_known(middle, "link_bound_fraction"), 50),
-        "errors": sum(sum(row["errors"].values()) for row in rows)
-        + sum(curve["errors"] for curve in measured),
-        "equal_tokens": all(row["equal_tokens_fraction"] == 1.0 for row in rows) if rows else None,
-        "equal_logprobs": all(row["equal_logprobs_fraction"] == 1.0 for row in rows)
-        if rows
-        else None,
-        "missed": [text for row in rows for text in _missed(row)],
+        "errors": failed + sum(curve["errors"] for curve in measured),
+        **{
+            f"equal_{what}": all(row[f"equal_{what}_fraction"] == 1.0 for row in rows)
+            if rows
+            else None
+            for what in ("tokens", "logprobs")
+        },
+        "missed": [text for row in rows for text in _missed_alone(row)],
     }
 
 
-def is_sound(summary: Mapping[str, Any]) -> bool:
-    """Nothing failed, and every answer that was compared has the tokens and log-probs of the
-    computed one.
-    """
-    return (
-        not summary["errors"]
-        and summary["equal_tokens"] is not False
-        and summary["equal_logprobs"] is not False
-    )
+def _cell(log: RestoreLog, scale: Scale, ratio: float, made: Sequence[Trial]) -> dict[str, Any]:
+    def of_cell(trials: Iterable[Trial]) -> list[Trial]:
+        return [t for t in trials if t.load_over_compute == ratio]
 
+    def by_arm(figure: Callable[[list[float]], Any], trials: Sequence[Trial]) -> dict[str, Any]:
+        return {arm: figure(seconds(t for t in trials if t.arm == arm)) for arm in arms}
 
-def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) -> dict[str, Any]:
+    trials, first = of_cell(made), of_cell(_made(log, scale, FIRST))
+    discarded = of_cell(log.of(scale.model, scale.length, DISCARDED))
     good = [t for t in trials if t.error is None]
     arms = list(dict.fromkeys(t.arm for t in trials))
-    times = {arm: seconds(t for t in trials if t.arm == arm) for arm in arms}
-    middle = {arm: percentile(values, 50) for arm, values in times.items()}
+    middle = by_arm(_median, trials)
     ours, compute, load = middle.get(OURS), middle.get(COMPUTE), middle.get(LOAD)
     single = min((value for arm in SINGLES if (value := middle.get(arm)) is not None), default=None)
-    first = [t for t in _made(log, scale, FIRST) if t.load_over_compute == ratio]
-    discarded = [
-        t for t in log.of(scale.model, scale.length, DISCARDED) if t.load_over_compute == ratio
-    ]
     loaded = {arm: _loaded(good, arm) for arm in arms}
     return {
         "model": scale.model,
@@ -192,41 +252,20 @@ def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) 
         "measured_load_over_compute": _over(load, compute),
         "read_gbps": trials[0].gbps,
         "ttft_ms": {arm: milliseconds(value) for arm, value in middle.items()},
-        "ttft_ms_low": {
-            arm: milliseconds(min(values, default=None)) for arm, values in times.items()
-        },
-        "ttft_ms_high": {
-            arm: milliseconds(max(values, default=None)) for arm, values in times.items()
-        },
-        "first_ttft_ms": {
-            arm: milliseconds(percentile(seconds(t for t in first if t.arm == arm), 50))
-            for arm in arms
-        },
-        "rounds": {arm: len(values) for arm, values in times.items()},
+        "ttft_ms_low": by_arm(lambda times: milliseconds(min(times, default=None)), trials),
+        "ttft_ms_high": by_arm(lambda times: milliseconds(max(times, default=None)), trials),
+        "first_ttft_ms": by_arm(lambda times: milliseconds(_median(times)), first),
+        "rounds": by_arm(len, trials),
         "speedup_vs_load": _over(load, ours),
         "speedup_vs_compute": _over(compute, ours),
         "speedup_vs_best_single": _over(single, ours),
         **_bounds(log, scale, trials[0].gbps, {} if loaded.get(LOAD) == 0 else middle),
         "loaded_tokens": loaded,
-        **equality(log, scale, [*trials, *first, *discarded]),
+        **_equality_of(log, scale, [*trials, *first, *discarded]),
         "errors": errors_by_arm([*trials, *first]),
-        "foreign_cores": max(
-            (t.foreign_cores for t in good if t.foreign_cores is not None), default=None
-        ),
-        "slowness": max((t.slowness for t in good), default=None),
+        **_disturbed(good),
         "repeated": sum(t.repeats for t in trials),
     }
-
-
-def failures(attempts: Iterable[Attempt], count: int) -> list[str]:
-    """A note on the requests that failed."""
-    if not count:
-        return []
-    messages = sorted({one.error for one in attempts if one.error is not None})[:3]
-    return [
-        f"{count} requests failed; they count as answers that are not equal. Of one that was made again, by a run that went on from "
-        f"the log, only the last attempt counts. {'; '.join(messages)}"
-    ]
 
 
 def errors_by_arm(trials: Iterable[Trial]) -> dict[str, int]:
@@ -269,39 +308,19 @@ def _bounds(
     }
 
 
-def equality(log: RestoreLog, scale: Scale, trials: Sequence[Trial]) -> dict[str, Any]:
+def _equality_of(log: RestoreLog, scale: Scale, trials: Sequence[Trial]) -> dict[str, Any]:
     """How many of these trials have the tokens, and log-probs, that computing the whole prompt gave
-    when it was stored. One that failed has neither.
+    when it was stored.
     """
     references = log.of(scale.model, scale.length, PRIME)
-    if not references:
-        return {
-            "equal_tokens_fraction": None,
-            "equal_logprobs_fraction": None,
-            "logprob_difference": None,
-            "compared": 0,
-        }
-    wanted = references[0]
-    compared = [
-        t for t in trials if t.error is None and len(t.output_ids) == len(wanted.output_ids)
-    ]
-    differences = [difference(t.logprobs, wanted.logprobs) for t in compared]
-    known = [d for d in differences if d is not None]
+    pairs = [(trial, references[0]) for trial in trials] if references else []
+    tokens, logprobs, most = _compare(pairs)
     return {
-        "equal_tokens_fraction": _share(
-            sum(t.output_ids == wanted.output_ids for t in compared), len(trials)
-        ),
-        "equal_logprobs_fraction": _share(sum(d <= LOGPROB_TOLERANCE for d in known), len(trials)),
-        "logprob_difference": max(known, default=None),
-        "compared": len(trials),
+        "equal_tokens_fraction": _share(tokens),
+        "equal_logprobs_fraction": _share(logprobs),
+        "logprob_difference": most,
+        "compared": len(pairs),
     }
-
-
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
-    """The largest difference of two answers' log-probs; None where they cannot be compared."""
-    if not ours or len(ours) != len(theirs):
-        return None
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _loaded(trials: Sequence[Trial], arm: str) -> float | None:
@@ -311,28 +330,12 @@ def _loaded(trials: Sequence[Trial], arm: str) -> float | None:
     )
 
 
-def _over(numerator: float | None, denominator: float | None) -> float | None:
-    return numerator / denominator if numerator is not None and denominator else None
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
-def _missed(row: Mapping[str, Any]) -> list[str]:
+def _missed_alone(row: Mapping[str, Any]) -> list[str]:
     where = f"{row['model']} {row['length']} tokens, load/compute {row['load_over_compute']:g}"
-    single, bound = row["speedup_vs_best_single"], row["bound_fraction"]
-    both = min(
-        (
-            value
-            for key in ("speedup_vs_load", "speedup_vs_compute")
-            if (value := row[key]) is not None
-        ),
-        default=None,
-    )
-    aims = [(single, NEVER_SLOWER, "of the better of one resource")]
+    both = min(_known([row], "speedup_vs_load") + _known([row], "speedup_vs_compute"), default=None)
+    aims = [(row["speedup_vs_best_single"], NEVER_SLOWER, "of the better of one resource")]
     if 0.25 <= row["load_over_compute"] <= 4:
-        aims.append((bound, OPTIMAL_EACH, "of T_opt"))
+        aims.append((row["bound_fraction"], OPTIMAL_EACH, "of T_opt"))
     if row["load_over_compute"] == 1:
         aims.append((both, BALANCED, "times as fast as either resource alone"))
     if row["load_over_compute"] in (0.5, 2):
@@ -344,5 +347,260 @@ def _missed(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+# Several prefixes at once
+
+
+def batch_results(log: RestoreLog) -> dict[str, Any]:
+    """Everything a table, a page or a reader needs, beside the settings."""
+    rows = _batch_cells(log)
+    arms = [arm for row in rows for arm in row["arms"].values()]
+    return {
+        "arms": {arm: BATCH_ARMS[arm].about for row in rows for arm in row["arms"]},
+        "cells": rows,
+        "summary": {
+            "cells": len(rows),
+            "errors": sum(arm["errors"] for arm in arms),
+            "equal_tokens": _all_equal(arms, "equal_tokens_fraction"),
+            "equal_logprobs": _all_equal(arms, "equal_logprobs_fraction"),
+            "missed": [text for row in rows for text in _missed_together(row)],
+        },
+        "scales": [
+            {
+                "model": one.model,
+                "length": one.length,
+                "prefix_bytes": one.prefix_bytes,
+                "compute_ms": milliseconds(one.compute_s),
+            }
+            for one in log.scales
+        ],
+        "trials": [_batch_row(log, one) for one in log.batches if one.kind in (GRID, DISCARDED)],
+    }
+
+
+def _batch_cells(log: RestoreLog) -> list[dict[str, Any]]:
+    """One row per model, size, load and ratio that has batches, in the order of measuring."""
+    found: dict[tuple[Any, ...], list[Batch]] = {}
+    for one in log.batches:
+        if one.kind in (GRID, DISCARDED):
+            place = (one.model, one.poisson or 0, one.load_over_compute, one.at_once)
+            found.setdefault(place, []).append(one)
+    cells = [found[place] for place in sorted(found)]
+    return [_batch_cell(log, made) for made in cells if any(one.kind == GRID for one in made)]
+
+
+def _batch_cell(log: RestoreLog, batches: Sequence[Batch]) -> dict[str, Any]:
+    first = batches[0]
+    arms = {
+        arm: [one for one in batches if one.arm == arm]
+        for arm in dict.fromkeys(one.arm for one in batches)
+    }
+    figures = {arm: _batch_arm(log, made) for arm, made in arms.items()}
+    counting = [one for one in batches if one.kind == GRID]
+    ours = _last(arms.get(OURS, ()))
+    return {
+        "model": first.model,
+        "at_once": first.at_once,
+        "poisson": first.poisson,
+        "load_over_compute": first.load_over_compute,
+        "read_gbps": first.gbps,
+        "lengths": sorted({one.prompt_tokens for b in batches for one in b.requests}),
+        "arms": figures,
+        "ratios": {
+            f"{OURS}/{arm}": _ratios(ours, _last(made))
+            for arm, made in arms.items()
+            if arm != OURS and OURS in arms
+        },
+        "vs_best_paper": _vs_best_paper(figures),
+        "vs_variants": _vs_variants(figures),
+        **_disturbed(counting),
+        "repeated": sum(one.repeats for one in counting),
+    }
+
+
+def _batch_arm(log: RestoreLog, made: Sequence[Batch]) -> dict[str, Any]:
+    last = list(_last(made).values())
+    good = [one for one in last if one.error is None]
+    gaps = [gap for one in good for gap in one.gaps_s]
+    took_s = sum(one.makespan_s or 0.0 for one in good)
+    moved_s = sum(one.read_bytes * 8e-9 / one.gbps for one in good if one.gbps)
+    computing = [one.computing_s for one in good if one.computing_s is not None]
+    ttft_ms = [ms for one in good for ms in _times_ms(one)]
+    answers: Counter[str] = Counter()
+    for one in last:
+        answers.update(one.answers)
+    return {
+        "ttft_ms": {**summary(ttft_ms), "max": max(ttft_ms, default=None)},
+        "makespan_s": percentile((one.makespan_s for one in good), 50),
+        "prompt_tokens": _mean([sum(r.prompt_tokens for r in one.requests) for one in good]),
+        "computed_tokens": _mean([_computed(one) for one in good]),
+        "link_busy_fraction": moved_s / took_s if took_s else None,
+        "compute_busy_fraction": sum(computing) / took_s if took_s and computing else None,
+        "token_gap_ms": {
+            "p50": milliseconds(percentile(gaps, 50)),
+            "p99": milliseconds(percentile(gaps, 99)),
+            "max": milliseconds(max(gaps, default=None)),
+            "n": len(gaps),
+        },
+        **_batch_equality(log, [*last, *(one for one in made if one.kind == DISCARDED)]),
+        "answers": dict(answers),
+        "rounds": len(good),
+        "errors": sum(one.error is not None for one in last),
+        "error_messages": sorted({one.error for one in last if one.error is not None})[:5],
+    }
+
+
+def _last(made: Iterable[Batch]) -> dict[int, Batch]:
+    """The batch of each round that counts: of one that failed, the last attempt."""
+    return {one.round: one for one in made if one.kind == GRID}
+
+
+def _computed(one: Batch) -> int:
+    return sum(r.prompt_tokens - (r.cached.total if r.cached else 0) for r in one.requests)
+
+
+def _ratios(ours: Mapping[int, Batch], theirs: Mapping[int, Batch]) -> dict[str, Any]:
+    """Our batches over another arm's, round by round."""
+    return {
+        name: pair_ratios(*([figure(made.get(n)) for n in ours] for made in (ours, theirs)))
+        for name, figure in (("ttft_ms_mean", _mean_ms), ("makespan_s", _makespan))
+    }
+
+
+def _mean_ms(one: Batch | None) -> float | None:
+    return None if one is None or one.error is not None else _mean(_times_ms(one))
+
+
+def _times_ms(one: Batch) -> list[float]:
+    return [ms for r in one.requests if (ms := milliseconds(r.ttft_s)) is not None]
+
+
+def _makespan(one: Batch | None) -> float | None:
+    return None if one is None or one.error is not None else one.makespan_s
+
+
+def _vs_best_paper(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+    """Our mean time to first token, and makespan, over the least of the papers' rules."""
+
+    def over(figure: Callable[[Mapping[str, Any]], float | None]) -> float | None:
+        papers = (figure(figures[arm]) for arm in PAPERS if arm in figures)
+        least = min((value for value in papers if value is not None), default=None)
+        return _over(figure(figures[OURS]), least) if OURS in figures else None
+
+    return {
+        "ttft_ms_mean": over(lambda one: one["ttft_ms"]["mean"]),
+        "makespan_s": over(lambda one: one["makespan_s"]),
+    }
+
+
+def _vs_variants(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Our mean and longest time to first token over those of ours without the planner's order of
+    the queue, and without a bound of the gaps.
+    """
+    times = {arm: one["ttft_ms"] for arm, one in figures.items()}
+    return {
+        arm: {
+            f"ttft_ms_{name}": _over(times[OURS][name], times[arm][name])
+            for name in ("mean", "max")
+        }
+        for arm in (BY_ARRIVAL, STALL_ANY)
+        if OURS in times and arm in times
+    }
+
+
+def _missed_together(row: Mapping[str, Any]) -> list[str]:
+    if row["load_over_compute"] != 1:
+        return []
+    where = f"{row['at_once']} at once"
+    if row["poisson"] is None:
+        mean_aim = MEAN_AIMS.get(row["at_once"])
+        aims: Mapping[str, float | None] = {"ttft_ms_mean": mean_aim, "makespan_s": MAKESPAN_AIM}
+        found, whose = row["vs_best_paper"], f"the better of {' and '.join(PAPERS)}"
+    else:
+        where += f" as a stream of load {row['poisson']:g}"
+        aims, found, whose = STREAM_AIMS, row["vs_variants"].get(BY_ARRIVAL, {}), BY_ARRIVAL
+    return [
+        f"{where}: {_NAMES[name]} {over:.3f} of {whose}, the aim is {aim:g}"
+        for name, aim in aims.items()
+        if aim is not None and (over := found.get(name)) is not None and over > aim
+    ]
+
+
+def _batch_equality(log: RestoreLog, batches: Sequence[Batch]) -> dict[str, float | None]:
+    """Shares of the requests with the tokens, and with these and the log-probs, that computing each
+    alone gave, and of those beside with the tokens of the first ones beside.
+    """
+    tokens, logprobs, _ = _compare(pair for one in batches for pair in _compared(log, one))
+    return {
+        "equal_tokens_fraction": _share(tokens),
+        "equal_logprobs_fraction": _share(list(map(all, zip(tokens, logprobs, strict=True)))),
+        "beside_equal_fraction": _share([same for one in batches for same in _beside(log, one)]),
+    }
+
+
+def _compared(log: RestoreLog, one: Batch) -> list[tuple[Trial, Trial]]:
+    reference = log.reference(one)
+    return [] if reference is None else list(zip(one.requests, reference.requests, strict=True))
+
+
+def _beside(log: RestoreLog, one: Batch) -> list[bool]:
+    """Whether each request beside said the same as in the first batch, as far as both went."""
+    same = (b.decoded for b in log.batches if b.model == one.model and b.error is None)
+    first = next(filter(None, same), ())
+    return [
+        mine[: len(theirs)] == theirs[: len(mine)]
+        for mine, theirs in zip(one.decoded, first, strict=False)
+    ]
+
+
+def _batch_row(log: RestoreLog, one: Batch) -> dict[str, Any]:
+    equal, _, _ = _compare(_compared(log, one))
+    names = (
+        *("kind", "arm", "round", "at_once", "poisson", "load_over_compute", "gbps"),
+        *("makespan_s", "computing_s", "read_bytes", "answers", "lost_s", "foreign_cores"),
+        *("slowness", "repeats", "error"),
+    )
+    return {
+        **{name: getattr(one, name) for name in names},
+        "requests": [
+            {
+                "prompt_tokens": r.prompt_tokens,
+                "ttft_ms": milliseconds(r.ttft_s),
+                "cached_tokens": None if r.cached is None else r.cached.total,
+                "equal": same,
+            }
+            for r, same in itertools.zip_longest(one.requests, equal)
+        ],
+    }
+
+
+def _disturbed(counting: Sequence[Attempt]) -> dict[str, float | None]:
+    cores = (one.foreign_cores for one in counting if one.foreign_cores is not None)
+    return {
+        "foreign_cores": max(cores, default=None),
+        "slowness": max((one.slowness for one in counting), default=None),
+    }
+
+
+def _all_equal(arms: Sequence[Mapping[str, Any]], key: str) -> bool | None:
+    known = _known(arms, key)
+    return all(value == 1.0 for value in known) if known else None
+
+
 def _known(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     return [row[key] for row in rows if row[key] is not None]
+
+
+def _over(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _share(same: Sequence[bool]) -> float | None:
+    return sum(same) / len(same) if same else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _median(values: Iterable[float]) -> float | None:
+    return percentile(values, 50)

@@ -20,8 +20,7 @@ from sgl_kvtier.lab.experiment.restore.trial import Trial
 from sgl_kvtier.lab.experiment.rounds import backwards
 
 DECODERS = 4
-MOST_DECODED = 4096
-"""Tokens that a request beside generates at most."""
+"""Requests that decode next to a batch."""
 CURVE_ROUNDS = 3
 
 _BYTES = 256
@@ -34,6 +33,7 @@ class RestoreOptions(Options):
 
     device: str = ""
     dilation: float = 1.0
+    threads: int = 1
     lengths: Sequence[int] | None = None
     load_over_compute: Sequence[float] | None = None
     slow_rounds: int | None = None
@@ -41,12 +41,9 @@ class RestoreOptions(Options):
     hole: str | None = None
     at_once: Sequence[int] | None = None
     poisson: float | None = None
-    decoders: int | None = None
     foreign: float | None = None
     models: Sequence[str] | None = None
     decision_log: Path | None = None
-    admin_key: str | None = None
-    pid: int | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.restore.arms import BOTH_ENDS, COMPUTE, LOAD, OURS, RESTORE_ARMS
-from sgl_kvtier.lab.experiment.restore.batch import Batches
 from sgl_kvtier.lab.experiment.restore.log import (
     CURVE,
     FIRST,
@@ -65,11 +64,6 @@ class Run:
     log: RestoreLog
     advance: Callable[[], None] = lambda: None
     describe: Callable[[str], None] = lambda _: None
-
-    @staticmethod
-    def steps(options: RestorePlan) -> int:
-        """How much there is to do."""
-        raise NotImplementedError
 
     async def run(self) -> None:
         """Does it. Raises BenchError when the server cannot be measured so."""
@@ -121,10 +115,6 @@ def _not_computed(ids: Sequence[int], why: str) -> str:
 
 class Grid(Run):
     """One restoration at a time."""
-
-    @staticmethod
-    def steps(options: RestorePlan) -> int:
-        return sum(len(list(planned(options, length))) for length in options.lengths)
 
     async def run(self) -> None:
         for length in self.options.lengths:
@@ -229,13 +219,8 @@ class Grid(Run):
 class Together(Run):
     """Several restorations at once."""
 
-    @staticmethod
-    def steps(options: RestorePlan) -> int:
-        return options.rounds * len(order(options, 1))
-
     async def run(self) -> None:
         options = self.options
-        self._batches = Batches(self.trials, decoders_of(options))
         numbers = range(1, options.rounds + 1)
         left = [(number, *cell) for number in numbers for cell in order(options, number)]
         wanted = [one for one in left if not self.log.made(self._base(GRID, *one))]
@@ -258,7 +243,7 @@ class Together(Run):
             base = self._base(GRID, number, ratio, at_once, arm, gbps)
             after_s = arrivals_of(options, at_once, number, mean_service_s(scales, ratio))
             prompts = prompts_of(options, at_once, number)
-            self.log.keep(await self._batches.run(base, prompts, after_s))
+            self.log.keep(await self.trials.batch(base, prompts, after_s, decoders_of(options)))
             self.advance()
 
     def _base(
@@ -297,8 +282,16 @@ class Together(Run):
         for arm in options.arms if first else ():
             self.describe(f"{at_once} at once: warming up {arm}")
             batch = self._base(WARM, number, 1.0, at_once, arm, gbps)
-            together_s = (0.0,) * at_once
-            self.log.keep(await self._batches.run(batch, prompts, together_s, repeat=False))
+            together_s, beside = (0.0,) * at_once, decoders_of(options)
+            made = await self.trials.batch(batch, prompts, together_s, beside, repeat=False)
+            self.log.keep(made)
+
+
+def steps(options: RestorePlan) -> int:
+    """How much there is to do."""
+    if options.at_once:
+        return options.rounds * len(order(options, 1))
+    return sum(len(list(planned(options, length))) for length in options.lengths)
 
 
 def balanced_gbps(scales: Sequence[Scale]) -> float:

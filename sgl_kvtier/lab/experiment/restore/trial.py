@@ -1,11 +1,13 @@
-"""One measurement of one restoration: caches emptied, arm set, request streamed, neighbours on the
-machine watched.
+"""One measurement of one restoration, or of a batch of them: caches emptied, arm set, requests
+streamed, neighbours on the machine watched.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,7 +17,7 @@ import psutil
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.machine import CpuWatch, pace_seconds
 from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, RESTORE_ARMS, ArmSwitch, RestoreArm
-from sgl_kvtier.lab.outside.client import Cached, Client, Completion, Metrics
+from sgl_kvtier.lab.outside.client import ABORTED, Cached, Client, Completion, Metrics
 from sgl_kvtier.lab.paced.pace import MOST_OVERRUN, Reader, lost_seconds
 
 OUTPUT_TOKENS = 4
@@ -26,12 +28,16 @@ equality.
 QUIET_CORES = 0.15
 """A server that uses less than this has done with writing pages back."""
 
-UNWATCHED_S = 1.0
-"""Seconds a server is left alone before a trial where its processor use cannot be read. Whether it
-still writes pages back is not seen then.
-"""
-
 STORED_WITHIN_S = 60.0
+_MOST_REPEATS = 2
+
+PUBLISHED_S = 0.7
+"""Seconds after which a server's counters are in its /metrics: it publishes them twice a second."""
+
+MOST_DECODED = 4096
+"""Tokens that a request that decodes beside a batch generates at most."""
+
+_ANSWERS = ("kvtier:restore_started_total", "kvtier:restore_declined_total")
 
 DISCARDED = "discarded"
 """The kind of attempts that were disturbed and made again: their times count for nothing, their
@@ -59,7 +65,7 @@ class Attempt:
     gbps: float
     load_over_compute: float | None = None
     foreign_cores: float | None = 0.0
-    """None where the server's own use is not known, and so not told from that of others."""
+    """None in old logs, of a server whose own use was not known."""
     stolen_cores: float = 0.0
     slowness: float = 1.0
     """The machine's slowness around it: seconds of a fixed piece of computing, over the least of
@@ -136,17 +142,15 @@ class Batch(Attempt):
 
 
 _Made = TypeVar("_Made", bound=Attempt)
+_One = TypeVar("_One", bound=Trial)
 
 
 class ServerCpu:
     """Processor seconds of a server's process tree. The tree is listed once, since listing costs
-    more than reading.
-
-    `known` is False, and all seconds 0, where its process is not known.
+    more than reading. Without a process there is none to add up.
     """
 
     def __init__(self, pid: int | None) -> None:
-        self.known = pid is not None
         self._processes: list[psutil.Process] = []
         if pid is not None:
             try:
@@ -168,12 +172,12 @@ class ServerCpu:
 
 
 class Trials:
-    """Makes trials against one server.
+    """Makes trials and batches against one server.
 
-    A trial is repeated when others use more than `quiet_foreign` cores, when the machine's slowness
-    is above `slowest`, or when a paced device lost too much of its time. `discard` takes the
-    attempts that do not count, as such. Of a paced device `bytes_scale` is the bytes of the model
-    for each byte moved, and `steps` its log.
+    One is repeated when others use more than `quiet_foreign` cores, when the machine's slowness is
+    above `slowest`, or when a paced device lost too much of its time. `discard` takes the attempts
+    that do not count, as such. Of a paced device `bytes_scale` is the bytes of the model for each
+    byte moved, and `steps` its log.
     """
 
     def __init__(
@@ -183,24 +187,21 @@ class Trials:
         *,
         quiet_foreign: float = 0.1,
         slowest: float = SLOWEST,
-        most_repeats: int = 2,
         look_every_s: float = 0.08,
-        unwatched_s: float = UNWATCHED_S,
         pace: Callable[[], float] = pace_seconds,
         discard: Callable[[Any], None] = lambda _: None,
         bytes_scale: float = 1.0,
         steps: Reader | None = None,
         arms: Mapping[str, RestoreArm] = RESTORE_ARMS,
     ) -> None:
-        self.client = client
-        self.switch = ArmSwitch(client, bytes_scale, arms)
-        self.bytes_scale = bytes_scale
+        self._client = client
+        self._arms = arms
+        self._switch = ArmSwitch(client, bytes_scale, arms)
+        self._bytes_scale = bytes_scale
         self._steps = steps
         self._cpu = cpu
         self._quiet_foreign = quiet_foreign
-        self._most_repeats = most_repeats
         self._look_every_s = look_every_s
-        self._unwatched_s = unwatched_s
         self._discard = discard
         self._slowest = slowest
         self._pace = pace
@@ -215,19 +216,82 @@ class Trials:
         refuses a setting or to flush; a request that fails is a trial with `error`.
         """
 
-        async def once() -> Trial:
-            await self.ready(base, flush=flush)
-            return await self.watched(lambda: self._ask(base, ids))
+        async def ask() -> Trial:
+            done = await self._client.generate(ids, OUTPUT_TOKENS, logprobs=True)
+            return outcome(base, done, len(ids))
 
-        return await self.repeated(once, repeat=repeat)
+        return await self._measured(base, ask, flush=flush, repeat=repeat)
 
-    async def repeated(self, once: Callable[[], Awaitable[_Made]], *, repeat: bool = True) -> _Made:
+    async def batch(
+        self,
+        base: Batch,
+        prompts: Sequence[Sequence[int]],
+        after_s: Sequence[float],
+        beside: Sequence[Sequence[int]] = (),
+        *,
+        repeat: bool = True,
+    ) -> Batch:
+        """The same of a batch. `after_s` says when each request is sent, in seconds from the first;
+        `beside` are the prompts of requests that decode meanwhile.
+        """
+        places = list(range(len(prompts)))
+        if self._arms[base.arm].shortest_first:
+            places.sort(key=lambda place: len(prompts[place]))
+
+        async def ask() -> Batch:
+            before = await self._client.metrics()
+            decoders = Decoders(self._client, beside)
+            await decoders.begin()
+            done = await self._send([prompts[place] for place in places], after_s)
+            decoded = await decoders.end()
+            await asyncio.sleep(PUBLISHED_S)
+            after = await self._client.metrics()
+            read_bytes = grown(before, after, "kvtier:read_bytes_total") * self._bytes_scale
+            first = _answers(before)
+            answers = {name: n - first.get(name, 0.0) for name, n in _answers(after).items()}
+            answers = {name: n for name, n in answers.items() if n > 0}
+            counted = dataclasses.replace(base, read_bytes=read_bytes, answers=answers)
+            drawn = [one for _, one in sorted(zip(places, done, strict=True))]
+            tokens = [len(ids) for ids in prompts]
+            return _batch_outcome(counted, drawn, tokens, decoded, self._client.dilation)
+
+        return await self._measured(base, ask, repeat=repeat)
+
+    async def prime(self, model: str, ids: Sequence[int], page: int) -> tuple[Trial, float]:
+        """Computes a prompt and waits until the store has all its whole pages.
+
+        Returns the trial, and the bytes of one page of the modelled machine. Raises BenchError when
+        the pages do not get there.
+        """
+        base = Trial(model, len(ids) - page, "prime", COMPUTE, 0, 0.0)
+        await self._ready(base)
+        before = await self._client.metrics()
+        done = await self._client.generate(ids, OUTPUT_TOKENS, logprobs=True)
+        if done.error is not None:
+            raise BenchError(f"the prompt of {len(ids)} tokens was not answered: {done.error}")
+        after = await self._stored(len(ids) // page, before)
+        # Over the store's whole life: all its pages have one size, and those of this prompt may
+        # have been there before.
+        nbytes = (after.total("kvtier:written_bytes_total") or 0.0) / max(
+            after.total("kvtier:pages_written_total") or 0.0, 1.0
+        )
+        return outcome(base, done, len(ids)), nbytes * self._bytes_scale
+
+    async def _measured(
+        self,
+        base: Attempt,
+        ask: Callable[[], Awaitable[_Made]],
+        *,
+        flush: bool = True,
+        repeat: bool = True,
+    ) -> _Made:
         """The least disturbed of several attempts, or the first that was not. One that fails is
         kept at once: how disturbed it was is no excuse.
         """
         made: list[_Made] = []
-        for attempt in range(self._most_repeats + 1 if repeat else 1):
-            made.append(dataclasses.replace(await once(), repeats=attempt))
+        for attempt in range(_MOST_REPEATS + 1 if repeat else 1):
+            await self._ready(base, flush=flush)
+            made.append(dataclasses.replace(await self._watched(ask), repeats=attempt))
             if made[-1].error is not None or self._disturbance(made[-1]) <= 1:
                 break
         kept = min(made, key=self._disturbance) if made[-1].error is None else made[-1]
@@ -237,117 +301,134 @@ class Trials:
         return dataclasses.replace(kept, repeats=attempt)
 
     def _disturbance(self, one: Attempt) -> float:
-        """Above 1 it was disturbed. Others' use that is not known does not count."""
+        """Above 1 it was disturbed."""
         others = (one.foreign_cores or 0.0) + one.stolen_cores
         lost = one.lost_s / one.took_s if one.lost_s and one.took_s else 0.0
         return max(others / self._quiet_foreign, one.slowness / self._slowest, lost / MOST_OVERRUN)
 
-    def _slowness(self) -> float:
-        now = self._pace()
-        self._best_pace_s = min(self._best_pace_s, now)
-        return now / self._best_pace_s
-
-    async def ready(self, base: Attempt, *, flush: bool = True) -> None:
+    async def _ready(self, base: Attempt, *, flush: bool = True) -> None:
         """Waits until the server does nothing, empties its caches and sets it to an attempt's
         arm.
         """
-        await self.settle()
+        await self._settle()
         if flush:
-            await self.client.flush()
-        await self.switch.use(base.arm, base.gbps)
+            await self._client.flush()
+        await self._switch.use(base.arm, base.gbps)
 
-    async def watched(self, make: Callable[[], Awaitable[_Made]]) -> _Made:
-        """What `make` measures, with what disturbed it meanwhile."""
-        before = self._slowness()
-        watch = CpuWatch(self._cpu.seconds)
-        made = await make()
-        share = watch.stop()
-        return dataclasses.replace(
-            made,
-            foreign_cores=share.foreign_cores if self._cpu.known else None,
-            stolen_cores=share.stolen_cores,
-            slowness=max(before, self._slowness()),
-            **self._kept_pace(made.sent_s),
-        )
-
-    async def _ask(self, base: Trial, ids: Sequence[int]) -> Trial:
-        done = await self.client.generate(ids, OUTPUT_TOKENS, logprobs=True)
-        return outcome(base, done, len(ids))
-
-    def _kept_pace(self, began: float) -> dict[str, Any]:
-        """What a paced device wrote of an attempt. What it found wrong before belongs to it too, so
-        that nothing is passed over.
-        """
-        if self._steps is None:
-            return {}
-        new = self._steps.new()
-        first = [row for row in new if row.get("step") == "prefill" and row["at"] >= began]
-        wrong = [row for row in new if "mismatch" in row]
-        return {"steps": (*first, *wrong), "lost_s": lost_seconds(first) / self.client.dilation}
-
-    async def prime(self, model: str, ids: Sequence[int], page: int) -> tuple[Trial, float]:
-        """Computes a prompt and waits until the store has all its whole pages.
-
-        Returns the trial, and the bytes of one page of the modelled machine. Raises BenchError when
-        the pages do not get there.
-        """
-        await self.settle()
-        await self.client.flush()
-        await self.switch.use(COMPUTE, 0.0)
-        before = await self.client.metrics()
-        done = await self.client.generate(ids, OUTPUT_TOKENS, logprobs=True)
-        if done.error is not None:
-            raise BenchError(f"the prompt of {len(ids)} tokens was not answered: {done.error}")
-        pages = len(ids) // page
-        after = await self._stored(pages, before)
-        # Over the store's whole life: all its pages have one size, and those of this prompt may
-        # have been there before.
-        nbytes = (after.total("kvtier:written_bytes_total") or 0.0) / max(
-            after.total("kvtier:pages_written_total") or 0.0, 1.0
-        )
-        trial = outcome(Trial(model, len(ids) - page, "prime", COMPUTE, 0, 0.0), done, len(ids))
-        return trial, nbytes * self.bytes_scale
-
-    async def settle(self, most_s: float = 20.0) -> None:
+    async def _settle(self, most_s: float = 20.0) -> None:
         """Waits until the server does nothing: what follows is not slowed by pages still being
-        written back. Where that cannot be seen, a fixed time.
+        written back.
         """
-        if not self._cpu.known:
-            await asyncio.sleep(self._unwatched_s)
-            return
         loop = asyncio.get_running_loop()
         until, calm, last = loop.time() + most_s, 0, self._cpu.seconds()
         while calm < 2 and loop.time() < until:
             began = loop.time()
             await asyncio.sleep(self._look_every_s)
             now = self._cpu.seconds()
-            calm = (
-                calm + 1 if now - last < QUIET_CORES * (loop.time() - began) or now == last else 0
-            )
-            last = now
+            quiet = now == last or now - last < QUIET_CORES * (loop.time() - began)
+            calm, last = calm + 1 if quiet else 0, now
+
+    async def _watched(self, ask: Callable[[], Awaitable[_Made]]) -> _Made:
+        """What was asked for, with what disturbed it meanwhile."""
+        before = self._slowness()
+        watch = CpuWatch(self._cpu.seconds)
+        made = await ask()
+        share = watch.stop()
+        return dataclasses.replace(
+            made,
+            foreign_cores=share.foreign_cores,
+            stolen_cores=share.stolen_cores,
+            slowness=max(before, self._slowness()),
+            **self._kept_pace(made),
+        )
+
+    def _slowness(self) -> float:
+        now = self._pace()
+        self._best_pace_s = min(self._best_pace_s, now)
+        return now / self._best_pace_s
+
+    def _kept_pace(self, made: Attempt) -> dict[str, Any]:
+        """What a paced device wrote of an attempt. What it found wrong before belongs to it too, so
+        that nothing is passed over.
+        """
+        if self._steps is None:
+            return {}
+        dilation, new = self._client.dilation, self._steps.new()
+        first = [row for row in new if row.get("step") == "prefill" and row["at"] >= made.sent_s]
+        wrong = [row for row in new if "mismatch" in row]
+        found = {"steps": (*first, *wrong), "lost_s": lost_seconds(first) / dilation}
+        if isinstance(made, Batch) and first:
+            found["computing_s"] = sum(row["seconds"] for row in first) / dilation
+        return found
+
+    async def _send(
+        self, prompts: Sequence[Sequence[int]], after_s: Sequence[float]
+    ) -> list[Completion]:
+        """Each is sent at its time, or as soon as the server has read the one before: it reads one
+        at a time anyhow, and a long prompt longer, so that shorter ones would be there first.
+        """
+        client, tasks = self._client, []
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        for ids, delay_s in zip(prompts, after_s, strict=True):
+            await asyncio.sleep(begin_s + delay_s * client.dilation - loop.time())
+            taken = asyncio.Event()
+            asking = client.generate(ids, OUTPUT_TOKENS, logprobs=True, taken=taken)
+            tasks.append(asyncio.create_task(asking))
+            await taken.wait()
+        return list(await asyncio.gather(*tasks))
 
     async def _stored(self, pages: int, before: Metrics) -> Metrics:
         loop = asyncio.get_running_loop()
-        within_s = STORED_WITHIN_S * self.client.dilation
+        within_s = STORED_WITHIN_S * self._client.dilation
         until = loop.time() + within_s
         while loop.time() < until:
-            after = await self.client.metrics()
+            after = await self._client.metrics()
+            written = grown(before, after, "kvtier:pages_written_total")
             # A page of a prompt that was primed before is kept, not written again.
-            if (
-                grown(before, after, "kvtier:pages_written_total")
-                + grown(before, after, "kvtier:pages_kept_total")
-                >= pages
-            ):
+            if written + grown(before, after, "kvtier:pages_kept_total") >= pages:
                 return after
             await asyncio.sleep(min(0.25, 3 * self._look_every_s))
         raise BenchError(
-            f"{pages} pages were not in the store after {within_s:.0f} s, only "
-            f"{grown(before, after, 'kvtier:pages_written_total'):.0f}. Does the server run with the kvtier backend, "
-            "--enable-metrics and write-through?"
+            f"{pages} pages were not in the store after {within_s:.0f} s, only {written:.0f}. Does the "
+            "server run with the kvtier backend, --enable-metrics and write-through?"
         )
 
 
-def outcome(base: Trial, done: Completion, prompt_tokens: int) -> Trial:
+class Decoders:
+    """Requests that decode all the while. They are begun before a batch and ended after it."""
+
+    def __init__(self, client: Client, prompts: Sequence[Sequence[int]]) -> None:
+        self._client = client
+        self._prompts = prompts
+        self._tasks: dict[str, asyncio.Task[Completion]] = {}
+
+    async def begin(self) -> None:
+        """Returns when each has its first token, or has failed."""
+        for ids in self._prompts:
+            begun, rid = asyncio.Event(), f"beside-{uuid.uuid4().hex}"
+            task = self._tasks[rid] = asyncio.create_task(
+                self._client.generate(ids, MOST_DECODED, rid=rid, begun=begun)
+            )
+            first = asyncio.create_task(begun.wait())
+            await asyncio.wait((task, first), return_when=asyncio.FIRST_COMPLETED)
+            first.cancel()
+
+    async def end(self) -> list[Completion]:
+        """What they were given. Being ended here is no error of theirs."""
+        for rid, task in self._tasks.items():
+            if not task.done():
+                await self._client.abort(rid)
+        done = await asyncio.gather(*self._tasks.values())
+        return [
+            dataclasses.replace(one, error=None)
+            if one.error is not None and one.error.startswith(ABORTED)
+            else one
+            for one in done
+        ]
+
+
+def outcome(base: _One, done: Completion, prompt_tokens: int) -> _One:
     """The trial with what came of its request."""
     return dataclasses.replace(
         base,
@@ -360,6 +441,57 @@ def outcome(base: Trial, done: Completion, prompt_tokens: int) -> Trial:
         logprobs=done.logprobs,
         error=done.error,
     )
+
+
+def _batch_outcome(
+    base: Batch,
+    done: Sequence[Completion],
+    tokens: Sequence[int],
+    decoded: Sequence[Completion],
+    dilation: float,
+) -> Batch:
+    requests = tuple(
+        outcome(Trial(base.model, n, base.kind, base.arm, base.round, base.gbps), one, n)
+        for one, n in zip(done, tokens, strict=True)
+    )
+    sent_s = min(one.sent_s for one in requests)
+    ends = [
+        (one.sent_s - sent_s) / dilation + one.ttft_s for one in requests if one.ttft_s is not None
+    ]
+    makespan_s = max(ends) if len(ends) == len(requests) else None
+    until_s = sent_s + (makespan_s or 0.0) * dilation
+    return dataclasses.replace(
+        base,
+        requests=requests,
+        sent_s=sent_s,
+        makespan_s=makespan_s,
+        gaps_s=tuple(gap for one in decoded for gap in gaps_within(one, sent_s, until_s, dilation)),
+        decoded=tuple(one.output_ids for one in decoded),
+        error=next((one.error for one in (*done, *decoded) if one.error is not None), None),
+    )
+
+
+def gaps_within(one: Completion, begin_s: float, end_s: float, dilation: float) -> list[float]:
+    """Seconds between two tokens of a request, of those that reach into a time; `begin_s` and
+    `end_s` are on this machine's monotonic clock.
+    """
+    times = [one.sent_s + at * dilation for at in one.token_times_s]
+    return [
+        (later - sooner) / dilation
+        for sooner, later in itertools.pairwise(times)
+        if later > begin_s and sooner < end_s
+    ]
+
+
+def _answers(metrics: Metrics) -> dict[str, float]:
+    """The planner's answers so far, as `both: split is faster` and `declined: no room`."""
+    found: dict[str, float] = {}
+    for name, labels, value in metrics.to_json():
+        # Every rank answers the same, so one is asked.
+        if name in _ANSWERS and labels.get("tp_rank", "0") == "0":
+            text = f"{labels.get('mode', 'declined')}: {labels.get('reason', '')}"
+            found[text] = found.get(text, 0.0) + value
+    return found
 
 
 def grown(before: Metrics, after: Metrics, name: str) -> float:

@@ -33,7 +33,7 @@ from sgl_kvtier.lab.experiment.remote.arms import REMOTE_ARMS, ROUTES
 from sgl_kvtier.lab.experiment.remote.figures import about_arms, remote_results
 from sgl_kvtier.lab.experiment.remote.run import RemoteOptions, RemoteRun
 from sgl_kvtier.lab.experiment.remote.turns import NEW_TOKENS, WARM, Cell, MovedLog
-from sgl_kvtier.lab.experiment.scenarios.restore_arguments import ratios
+from sgl_kvtier.lab.experiment.scenarios.restore import ratios
 from sgl_kvtier.lab.outside.lab_model import write_named
 from sgl_kvtier.lab.paced.launching import is_paced, parse
 from sgl_kvtier.lab.paced.pace import MOST_OVERRUN

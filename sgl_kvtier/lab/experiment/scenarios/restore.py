@@ -17,11 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier import __version__
-from sgl_kvtier.console import Progress, progress
+from sgl_kvtier.arguments import above_nought, not_negative, positive
+from sgl_kvtier.console import Progress, check_target, progress
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.argtypes import shape_of
+from sgl_kvtier.lab.experiment.argtypes import (
+    PACED_SERVER,
+    RUN,
+    add_options,
+    each_once,
+    shape_of,
+    words,
+)
 from sgl_kvtier.lab.experiment.arms import check_names
-from sgl_kvtier.lab.experiment.comparison import paced_notes
+from sgl_kvtier.lab.experiment.comparison import device_of, paced_notes
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.machine import made_with
 from sgl_kvtier.lab.experiment.restore.arms import (
@@ -29,41 +37,33 @@ from sgl_kvtier.lab.experiment.restore.arms import (
     DEFAULT_BATCH_ARMS,
     DEFAULT_RESTORE_ARMS,
     RESTORE_ARMS,
+    SHORTEST_FIRST,
     RestoreArm,
     check_restore_arms,
 )
-from sgl_kvtier.lab.experiment.restore.batch_cells import batch_results
 from sgl_kvtier.lab.experiment.restore.cells import (
     LOGPROB_TOLERANCE,
+    batch_results,
     failures,
     is_sound,
     pace_of,
     results_of,
 )
 from sgl_kvtier.lab.experiment.restore.log import RestoreLog
-from sgl_kvtier.lab.experiment.restore.plan import (
-    DECODERS,
-    MOST_DECODED,
-    RestoreOptions,
-    RestorePlan,
-    all_lengths,
-)
-from sgl_kvtier.lab.experiment.restore.run import SLOW, Grid, Run, Together
-from sgl_kvtier.lab.experiment.restore.server import Demand, Target, paced_of, started
-from sgl_kvtier.lab.experiment.restore.trial import SLOWEST, UNWATCHED_S, Attempt, ServerCpu, Trials
-from sgl_kvtier.lab.experiment.scenarios.restore_arguments import (
-    FOREIGN_CORES,
-    PACED_FOREIGN_CORES,
-    add_arguments,
-    check_arguments,
-)
+from sgl_kvtier.lab.experiment.restore.plan import DECODERS, RestoreOptions, RestorePlan
+from sgl_kvtier.lab.experiment.restore.run import SLOW, Grid, Run, Together, steps
+from sgl_kvtier.lab.experiment.restore.server import Target, paced_of, started
+from sgl_kvtier.lab.experiment.restore.trial import SLOWEST, Attempt, ServerCpu, Trials
 from sgl_kvtier.lab.outside.client import Client
+from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, UNWEIGHTED
 from sgl_kvtier.lab.paced import pace
-from sgl_kvtier.lab.paced.launching import is_paced, of_server
+from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced
 from sgl_kvtier.lab.pages.cells import Kind
 from sgl_kvtier.lab.pages.kinds import BATCHES, GRID
+from sgl_kvtier.outside import is_number, is_whole
 
-__all__ = ["add_arguments", "run"]
+FOREIGN_CORES, PACED_FOREIGN_CORES = 0.1, 0.5
+"""Defaults of --foreign: a paced server leaves most of its cores to others."""
 
 _COUNTED = "kvtier:restore_"
 """Prefix of the server's counters of restorations. Their growth over a run is in the result."""
@@ -168,30 +168,167 @@ def mode_of(args: RestoreOptions) -> Mode:
     return TOGETHER if args.at_once else ALONE
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    add_options(
+        parser,
+        RUN,
+        "quick rounds json html log seed",
+        quick={
+            "help": "one length (two on a paced device), five bandwidths, two rounds: about 3 minutes on 2 cores"
+        },
+        rounds={"help": "rounds, every second one backwards (default 5)"},
+        log={
+            "help": "keep every trial in FILE and continue from what is in it; models, lengths, ratios, arms and rounds may be others then, nothing else"
+        },
+    )
+    parser.add_argument(
+        "--lengths",
+        type=lengths,
+        metavar="N,N",
+        help="prefixes in tokens, k = 1024 (default 2k,4k,8k,16k; 8k,16k,32k,64k on a paced device)",
+    )
+    parser.add_argument(
+        "--load-over-compute",
+        type=ratios,
+        metavar="X,X",
+        help="loading over computing, as 1/4,1,4: the bandwidth is derived from the measured time of computing (default 1/16 to 16)",
+    )
+    parser.add_argument(
+        "--slow-rounds",
+        type=positive,
+        metavar="N",
+        help="measure arms that take over 3 times the best of their cell in the first N rounds only (default: in all)",
+    )
+    parser.add_argument(
+        "--arms",
+        type=words,
+        metavar="A,B",
+        help=f"of {', '.join(RESTORE_ARMS)} (default {','.join(DEFAULT_RESTORE_ARMS)}); with --at-once of {', '.join(BATCH_ARMS)} "
+        f"(default {','.join(DEFAULT_BATCH_ARMS)})",
+    )
+    parser.add_argument(
+        "--hole",
+        choices=("first",),
+        help="the first page of every prefix is deleted whenever the store is asked for it: SGLang's own load reads nothing",
+    )
+    parser.add_argument(
+        "--foreign",
+        type=not_negative,
+        metavar="CORES",
+        help=f"repeat trials during which others used more (default {FOREIGN_CORES:g}; {PACED_FOREIGN_CORES:g} on a paced "
+        "device, where those that lost over 10 %% of their time to the first token are repeated too)",
+    )
+    together = parser.add_argument_group("several at once")
+    together.add_argument(
+        "--at-once",
+        type=sizes,
+        metavar="N,N",
+        help="ask for this many stored prefixes together, mixed of --lengths (then by default 1k,2k,3k,4k; 4k,8k,16k,32k on a paced "
+        f"device), next to {DECODERS} requests that decode; --load-over-compute is that of the mix (default 1)",
+    )
+    together.add_argument(
+        "--poisson",
+        type=above_nought,
+        metavar="LOAD",
+        help="they arrive at random instead: a load of 1 is one in the time that compute and link together need for it",
+    )
+    server = parser.add_argument_group("server")
+    add_options(
+        server,
+        PACED_SERVER,
+        "device dilation page-size chunk storage-size server-arg folder",
+        page_size={
+            "help": "tokens per page (default 16 on a CPU, else 64, which a paced device has alone)"
+        },
+        chunk={
+            "help": f"chunked prefill size (default 512 on a CPU, 4096 on a GPU, {CHUNK_TOKENS} on a paced device)"
+        },
+        storage_size={
+            "default": None,
+            "help": "of the store (default: 4GiB, or more where all prompts of a model of ours need it)",
+        },
+    )
+    server.add_argument(
+        "--models",
+        type=words,
+        metavar="A,B",
+        help=f"lab models ({', '.join(SHAPES)}), for an accelerator drawn ones ({', '.join(DRAWN)}) and shapes without weights "
+        f"({', '.join(UNWEIGHTED)}), folders or names (default lab-mha on a CPU, else lab-gpu-1b; a paced device brings its own)",
+    )
+    server.add_argument(
+        "--decision-log",
+        type=Path,
+        metavar="FILE",
+        help="let the server write down its planner's decisions, for kvtier bench restore-timeline; with several models one file each, the model in its name",
+    )
+
+
+def _tokens(part: str) -> int:
+    return int(part[:-1]) * 1024 if part.lower().endswith("k") else int(part)
+
+
+def _ratio(part: str) -> float:
+    above, _, below = part.partition("/")
+    divisor = float(below or 1)
+    return float(above) / divisor if divisor else 0.0
+
+
+lengths = each_once(
+    "lengths of at least 256 tokens, each once, as 2k,4k", _tokens, lambda n: is_whole(n, 256)
+)
+ratios = each_once(
+    "ratios above 0, each once, as 1/4,1,4", _ratio, lambda ratio: is_number(ratio) and ratio > 0
+)
+sizes = each_once("numbers of at least 1, each once, as 2,4,8", int, lambda n: is_whole(n, 1))
+
+
+def check_arguments(args: RestoreOptions) -> None:
+    """Raises BenchError for options that do not go together."""
+    if is_paced(args.device) and args.models:
+        raise BenchError(f"--models: {args.device} brings a model of its own")
+    if args.poisson is not None and not args.at_once:
+        raise BenchError("--poisson: add --at-once N, which it is about")
+    for name in ("hole", "slow_rounds"):
+        if args.at_once and getattr(args, name):
+            raise BenchError(
+                f"--at-once: not with --{name.replace('_', '-')}; leave one of them out"
+            )
+    arms = args.arms or mode_of(args).default_arms
+    for arm in arms:
+        if args.poisson is not None and arm.endswith(SHORTEST_FIRST):
+            raise BenchError(f"--poisson: the arm {arm} sends all together; leave one of them out")
+    if args.decision_log is not None:
+        check_target(str(args.decision_log))
+    page = shape_of(args, "").page
+    if any(length % page for length in args.lengths or ()):
+        raise BenchError(f"--lengths: must be whole pages of {page} tokens")
+    if args.at_once:
+        check_names(arms, list(BATCH_ARMS))
+    else:
+        check_restore_arms(arms)
+
+
 def run(given: argparse.Namespace) -> int:
     """Measures and reports. The exit status: 0, 1 when tokens or log-probs of an answer differed or
     a request failed, 130 after Ctrl-C. Raises KVTierError; where the bench could not go on, after
     what had been measured is reported.
     """
     args = RestoreOptions.of(given)
-    check(args, starts_servers=args.url is None)
+    check(args)
     check_arguments(args)
-    mode, paced = mode_of(args), paced_of(args)
-    if args.at_once:
-        check_names(args.arms or mode.default_arms, list(mode.arms))
-    else:
-        check_restore_arms(args.arms or mode.default_arms)
+    kind = mode_of(args).kind
     one = Restoring(args, RestoreLog.open(args.log, about(args)))
     return Experiment(
         args,
-        mode.kind.schema,
+        kind.schema,
         measure=one.measure,
         results=one.results,
-        tables=mode.kind.tables,
-        page=mode.kind.page,
-        standing=[*([HOLE] if args.hole else ()), *paced_notes(paced, *_REPEATED), *standing(args)],
+        tables=kind.tables,
+        page=kind.page,
+        standing=standing(args),
         notes=one.notes,
-        measured=lambda: bool(one.log.batches if args.at_once else one.log.trials),
+        measured=lambda: bool(one.attempts()),
         sound=lambda result: is_sound(result["summary"]) and not one.lost_pace(),
     ).run()
 
@@ -205,55 +342,53 @@ class Restoring:
     commands: dict[str, Sequence[str]] = field(default_factory=dict)
     counters: dict[str, dict[str, float]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.mode = mode_of(self.args)
+        self.paced = paced_of(self.args)
+
     def measure(self) -> None:
         """Every model. Raises BenchError when a server cannot be measured so."""
         for model in models_of(self.args):
-            with self._target(model) as target:
+            shape = shape_of(self.args, model)
+            options = options_of(self.args, model, shape.page, shape.chunk)
+            with self._target(options) as target:
                 self.commands[model] = target.command
-                self.measure_on(target, self.counters.setdefault(model, {}))
+                self.measure_on(target, options)
 
-    def measure_on(self, target: Target, counters: dict[str, float]) -> None:
+    def measure_on(self, target: Target, options: RestorePlan) -> None:
         """Everything of one model; the growth of the server's counters is added."""
-        args = self.args
 
         async def go(shown: Progress) -> None:
             async with Client(
-                target.url, admin_key=target.admin_key, dilation=args.dilation
+                target.url, admin_key=target.admin_key, dilation=self.args.dilation
             ) as client:
-                begun = await client.metrics()
-                if args.url is not None and of_server(begun.to_json()) is not None:
-                    raise BenchError(
-                        f"--url: {args.url} is on a paced device, whose own log cannot "
-                        "be read there; leave --url out, and give --device paced:PROFILE"
-                    )
-                before = begun.sums(_COUNTED)
+                before = (await client.metrics()).sums(_COUNTED)
+                trials = self._trials(client, target)
                 try:
-                    trials = self._trials(client, target)
-                    run = mode_of(args).run(
+                    await self.mode.run(
                         options, trials, self.log, shown.advance, shown.describe
-                    )
-                    await run.run()
+                    ).run()
                 finally:
                     after = (await client.metrics()).sums(_COUNTED)
-                    counters.update({name: n - before.get(name, 0.0) for name, n in after.items()})
+                    self.counters[options.model] = {
+                        name: n - before.get(name, 0.0) for name, n in after.items()
+                    }
 
-        options = options_of(args, target.model, target.page, target.chunk)
-        with progress("restoring", mode_of(args).run.steps(options), "steps") as shown:
+        with progress("restoring", steps(options), "steps") as shown:
             asyncio.run(go(shown))
 
     def _trials(self, client: Client, target: Target) -> Trials:
-        paced = paced_of(self.args)
         # A paced device takes its time however slow the machine is, and says what it lost.
-        slowest = math.inf if self.args.at_once and paced is not None else SLOWEST
+        slowest = math.inf if self.args.at_once and self.paced is not None else SLOWEST
         return Trials(
             client,
             ServerCpu(target.pid),
             quiet_foreign=_foreign(self.args),
             slowest=slowest,
             discard=self.log.keep,
-            bytes_scale=1.0 if paced is None else paced.bytes_scale,
+            bytes_scale=1.0 if self.paced is None else self.paced.bytes_scale,
             steps=None if target.pace_log is None else pace.Reader(target.pace_log),
-            arms=mode_of(self.args).arms,
+            arms=self.mode.arms,
         )
 
     def attempts(self) -> Sequence[Attempt]:
@@ -262,7 +397,7 @@ class Restoring:
 
     def results(self) -> dict[str, Any]:
         """The result, as docs/manual/json.md has it."""
-        args = self.args
+        args, paced = self.args, self.paced
         settings = {
             "threads": args.threads,
             "rounds": rounds_of(args),
@@ -273,57 +408,47 @@ class Restoring:
             "cores": os.cpu_count(),
             "server_commands": self.commands,
         }
-        paced = paced_of(args)
         return {
-            **({} if paced is None else {"device": {"paced": paced.document()}}),
+            **device_of(paced),
             "settings": settings,
-            **mode_of(args).results(self.log),
+            **self.mode.results(self.log),
             **({} if paced is None else {"pace": pace_of(self.attempts(), paced.dilation)}),
             "counters": self.counters,
         }
 
     def notes(self) -> list[str]:
         """Notes that this run has to be read with."""
-        log, args = self.log, self.args
-        found = mode_of(args).results(log)
+        found = self.mode.results(self.log)
         notes = [*self.lost_pace(), *failures(self.attempts(), found["summary"]["errors"])]
-        if log.continued:
-            notes.append(f"{log.continued} trials were in the log before this run.")
+        if self.log.continued:
+            notes.append(f"{self.log.continued} trials were in the log before this run.")
         if not found["cells"]:
             notes.append("No cell was measured.")
-        if args.url is not None and args.pid is None:
-            notes.append(
-                "Without --pid the server's processor use is not told from that of others: `foreign_cores` is null, no trial was made "
-                f"again for it, and the server was left alone for {UNWATCHED_S:g} s before each."
-            )
         return notes
 
     def lost_pace(self) -> list[str]:
         """A note for every arm that a paced device could not keep the pace of."""
-        paced = paced_of(self.args)
-        found = {} if paced is None else pace_of(self.attempts(), paced.dilation)
+        found = {} if self.paced is None else pace_of(self.attempts(), self.paced.dilation)
         return [note for arm, figures in found.items() for note in pace.verdict(arm, figures)]
 
     @contextlib.contextmanager
-    def _target(self, model: str) -> Iterator[Target]:
-        args, shape = self.args, shape_of(self.args, model)
-        if args.url is not None:
-            yield Target(model, args.url, args.admin_key, args.pid, shape.page, shape.chunk)
-            return
-        demand = demand_of(options_of(args, model, shape.page, shape.chunk))
+    def _target(self, options: RestorePlan) -> Iterator[Target]:
+        args, model = self.args, options.model
         with work_folder(args.folder, lambda: False) as own:
             folder = own / Path(model).name
             shutil.rmtree(folder / "storage", ignore_errors=True)
             print(
                 f"{model}: starting a server, its log is {folder / 'server.log'}", file=sys.stderr
             )
-            with started(args, shape, model, demand, _decision_log(args, model), folder) as target:
+            log, shape = _decision_log(args, model), shape_of(args, model)
+            with started(args, shape, options, log, folder) as target:
                 yield target
 
 
 def standing(args: RestoreOptions) -> list[str]:
     """Notes that belong to every such result."""
-    found = [*mode_of(args).standing]
+    found = [*([HOLE] if args.hole else ()), *paced_notes(paced_of(args), *_REPEATED)]
+    found += mode_of(args).standing
     if args.slow_rounds is not None:
         found.append(
             f"An arm that takes more than {SLOW:g} times the best of its cell was measured in the first {args.slow_rounds} "
@@ -352,7 +477,6 @@ def rounds_of(args: RestoreOptions) -> int:
 def options_of(args: RestoreOptions, model: str, page: int, chunk: int) -> RestorePlan:
     """What is measured on a server of that page and chunk size."""
     mode, paced = mode_of(args), is_paced(args.device)
-    decoders = DECODERS if args.decoders is None else args.decoders
     return RestorePlan(
         model=model,
         page=page,
@@ -366,17 +490,9 @@ def options_of(args: RestoreOptions, model: str, page: int, chunk: int) -> Resto
         hole=args.hole is not None,
         curve_step=min(chunk, _PACED_CURVE_STEP) if paced else None,
         at_once=args.at_once or (),
-        decoders=decoders if args.at_once else 0,
+        decoders=DECODERS if args.at_once else 0,
         poisson=args.poisson,
     )
-
-
-def demand_of(options: RestorePlan) -> Demand:
-    """What a server has to have room for."""
-    if not options.at_once:
-        return Demand(options.lengths)
-    beside = options.decoders * MOST_DECODED
-    return Demand(all_lengths(options), max(options.at_once), beside, options.decoders)
 
 
 def _decision_log(args: RestoreOptions, model: str) -> str:
@@ -398,14 +514,12 @@ def about(args: RestoreOptions) -> dict[str, Any]:
     return {
         "kvtier": __version__,
         "seed": args.seed,
-        "url": args.url is not None,
         "device": shape.device,
         **made_with(shape.device),
         "dtype": shape.dtype,
         "threads": args.threads,
         "page_size": shape.page,
         "chunk": shape.chunk,
-        "strict": False,  # was an option; logs from then go on, and results keep the field
         "server_args": args.server_arg,
         **(mix if args.at_once else {}),
         **({"hole": args.hole} if args.hole else {}),
