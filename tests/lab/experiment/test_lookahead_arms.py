@@ -13,7 +13,7 @@ import pytest
 from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup, has_storage, prepare
-from sgl_kvtier.lab.experiment.lookahead.arms import (
+from sgl_kvtier.lab.experiment.scenarios.lookahead import (
     AUTO,
     LOOKAHEAD_ARMS,
     ORACLE,

@@ -1,1 +1,0 @@
-"""`kvtier compare lookahead`."""
