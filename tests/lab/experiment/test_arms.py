@@ -18,7 +18,7 @@ from sgl_kvtier.lab.experiment.arms import (
     prepare,
     storage_folder,
 )
-from sgl_kvtier.lab.experiment.remote.arms import REMOTE_ARMS
+from sgl_kvtier.lab.experiment.remote.run import REMOTE_ARMS
 from sgl_kvtier.lab.outside import peers
 from sgl_kvtier.lab.paced.launching import MOONCAKE_WAITS
 from sgl_kvtier.launch import serve_flags

@@ -13,23 +13,22 @@ from sgl_kvtier.cli import main
 from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import Setup, prepare
-from sgl_kvtier.lab.experiment.remote.arms import (
-    ORACLE,
+from sgl_kvtier.lab.experiment.remote.run import (
+    NEW_TOKENS,
     REMOTE,
     REMOTE_ARMS,
     REMOTE_LOAD,
-    is_moved,
-    server_of,
+    Cell,
+    Moved,
+    MovedLog,
+    prompts,
 )
-from sgl_kvtier.lab.experiment.remote.figures import about_arms, remote_results
-from sgl_kvtier.lab.experiment.remote.turns import NEW_TOKENS, Cell, Moved, MovedLog, prompts
 from sgl_kvtier.lab.experiment.restore.log import Scale
 from sgl_kvtier.lab.experiment.scenarios import remote as scenario
 from sgl_kvtier.lab.outside.client import Cached
 from sgl_kvtier.lab.pages import kinds
 
 SETUP = Setup("/m", "m", "cpu", 16, 512, device_tokens=8192, storage_bytes=1 << 30)
-PLAIN = REMOTE_ARMS[REMOTE]
 FULL, BALANCE = Cell(0.0), Cell(None, 1.0)
 SCALE = Scale("lab-mha", 2048, 16, 32 << 20, 1.0)
 
@@ -62,29 +61,11 @@ def log_of(*turns: Moved) -> MovedLog:
 def results(log: MovedLog) -> dict[str, Any]:
     arms = list(dict.fromkeys(one.arm for one in log.turns))
     cells = [(cell, log.gbps(cell) or 0.0) for cell in (FULL, BALANCE)]
-    return {
-        "settings": {"tokens": 2048},
-        "arms": about_arms(arms),
-        **remote_results(log, arms, cells),
-    }
-
-
-def test_a_session_begins_on_a_and_goes_on_at_b() -> None:
-    assert [server_of("moved", PLAIN, t, 4) for t in range(4)] == [0, 0, 1, 1]
-    assert [is_moved("moved", t, 4) for t in range(4)] == [False, False, True, False]
-
-
-def test_turns_are_taken_by_both_in_turn() -> None:
-    assert [server_of("round-robin", PLAIN, t, 4) for t in range(4)] == [0, 1, 0, 1]
-    assert [is_moved("round-robin", t, 4) for t in range(4)] == [False, True, True, True]
-
-
-def test_an_oracle_served_the_session_itself() -> None:
-    assert [server_of("moved", REMOTE_ARMS[ORACLE], t, 2) for t in range(2)] == [1, 1]
+    return {"settings": {"tokens": 2048}, **scenario.remote_results(log, arms, cells)}
 
 
 def test_a_sessions_prompts_go_on_and_no_two_sessions_share_a_page() -> None:
-    one, again, other = (prompts((0, cell, 1), 256, 2) for cell in ("a", "a", "b"))
+    one, again, other = (prompts((0, cell, 1), 256) for cell in ("a", "a", "b"))
     assert one == again
     assert one[1][:256] == one[0] and len(one[1]) == 256 + NEW_TOKENS
     assert one[0][:16] != other[0][:16]
@@ -176,24 +157,17 @@ def test_a_page_of_a_run_that_was_stopped_early_has_what_there_is() -> None:
     log = log_of(turn("recompute", FULL, 100))
     cells = [(cell, log.gbps(cell) or 0.0) for cell in (FULL, BALANCE, other)]
     arms = ["recompute", REMOTE]
-    found = remote_results(log, arms, cells)
-    result = {"settings": {}, "arms": about_arms(arms), **found}
+    result = {"settings": {}, **scenario.remote_results(log, arms, cells)}
     assert kinds.REMOTE.page(result).startswith("<!DOCTYPE html>")
     (table,) = kinds.REMOTE.tables(result)
     assert len(table.rows) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [(["--arms", "recompute,none"], "no arm named none"), (["--turns", "1"], "never moved")],
-)
-def test_wrong_options_are_refused_in_one_line(
-    words: list[str], said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_arms_are_refused_in_one_line(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenario, "missing_engine", lambda: "")
-    assert main(["compare", "remote", *words]) == 1
+    assert main(["compare", "remote", "--arms", "recompute,none"]) == 1
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert said in line
+    assert "no arm named none" in line
 
 
 def test_without_mooncake_it_says_what_to_install(
@@ -210,7 +184,7 @@ def test_cells_are_full_speed_and_three_ratios_unless_others_are_named() -> None
     names = {
         words: [
             cell.name
-            for cell in scenario._cells(scenario.RemoteCommand.of(parser.parse_args(words.split())))
+            for cell in scenario._cells(scenario.RemoteOptions.of(parser.parse_args(words.split())))
         ]
         for words in ("", "--quick", "--gbps 1,2", "--gbps 1 --load-over-compute 1/2")
     }
@@ -220,3 +194,15 @@ def test_cells_are_full_speed_and_three_ratios_unless_others_are_named() -> None
         "--gbps 1,2": ["1 Gbit/s", "2 Gbit/s"],
         "--gbps 1 --load-over-compute 1/2": ["1 Gbit/s", "load/compute 0.5"],
     }
+
+
+def test_shared_memory_holds_the_prompts_of_a_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    usual, long = (
+        scenario.Moving(scenario.RemoteOptions(lab_model="lab-mha", tokens=tokens))
+        for tokens in (2048, 65536)
+    )
+    assert usual.segment_bytes() == 1 << 30
+    assert long.segment_bytes() > long.token_bytes() * 65536 * (4 + 1)

@@ -47,10 +47,17 @@ def test_moved_turns_are_asked_for_at_the_cells_speed_and_written_at_full(moved:
     assert FakeCluster.speeds == [0.0, 0.0, 3.0, 0.0]
 
 
-def test_turns_that_are_taken_in_turn_are_moved_but_for_the_first(moved: Command) -> None:
-    done = moved("--arms", "kvtier-local", "--gbps", "0", "--route", "round-robin", "--turns", "3")
-    turns = [one for one in done.result["turns"] if one["round"] == 1 and one["session"] == 1]
-    assert [(one["server"], one["moved"]) for one in turns] == [(0, False), (1, True), (0, True)]
+def test_a_session_goes_on_at_the_other_server_but_for_the_oracles(moved: Command) -> None:
+    done = moved("--arms", "kvtier-local,oracle", "--gbps", "0", "--rounds", "1")
+    found = {
+        arm: [
+            (turn["server"], turn["moved"])
+            for turn in done.result["turns"]
+            if (turn["arm"], turn["session"]) == (arm, 1)
+        ]
+        for arm in ("kvtier-local", "oracle")
+    }
+    assert found == {"kvtier-local": [(0, False), (1, True)], "oracle": [(1, False), (1, True)]}
 
 
 def test_derived_speeds_need_the_time_that_computing_takes(moved: Command) -> None:

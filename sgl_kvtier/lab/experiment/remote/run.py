@@ -1,39 +1,58 @@
-"""A run: an arm's two servers over a master and an owner of their own play every cell's sessions;
-then the next arm's do.
+"""A run of `compare remote`: an arm's two servers A and B, over a master and an owner of their own,
+play every cell's sessions; then the next arm's do.
 
-A cell's sessions take their turns together. Between two turns the servers have time to send what
-they have, at full speed; moved turns are asked for one by one, at the cell's speed.
+A session has two turns: the first goes to A, the second to B, which is what is measured. A cell's
+sessions take their turns together. Between the two the servers have time to send what they have, at
+full speed; second turns are asked for one by one, at the cell's speed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 from sgl_kvtier.errors import BenchError, StoreError
-from sgl_kvtier.lab.experiment.arms import BASELINE, Setup, has_storage, prepare, storage_folder
+from sgl_kvtier.lab.experiment.arms import (
+    BASELINE,
+    MOONCAKE,
+    OURS,
+    Setup,
+    has_storage,
+    prepare,
+    storage_folder,
+)
+from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.experiment.machine import CpuWatch
-from sgl_kvtier.lab.experiment.remote.arms import REMOTE_ARMS, RemoteArm, is_moved, server_of
-from sgl_kvtier.lab.experiment.remote.cluster import Cluster
-from sgl_kvtier.lab.experiment.remote.turns import WARM, Cell, Moved, MovedLog, prompts
+from sgl_kvtier.lab.experiment.remote.far import Far
 from sgl_kvtier.lab.experiment.restore.log import Scale
-from sgl_kvtier.lab.experiment.restore.trial import OUTPUT_TOKENS, grown, outcome
+from sgl_kvtier.lab.experiment.restore.trial import OUTPUT_TOKENS, Trial, grown, outcome
 from sgl_kvtier.lab.experiment.rounds import START_S, rotated
 from sgl_kvtier.lab.outside.client import Client, Metrics
-from sgl_kvtier.lab.outside.model_shapes import kv_bytes
+from sgl_kvtier.lab.outside.model_shapes import BYTES
 from sgl_kvtier.lab.outside.server import Server, stop_servers
 from sgl_kvtier.lab.paced.launching import LOG
 from sgl_kvtier.lab.paced.pace import Reader, lost_seconds
 from sgl_kvtier.lab.pages.stats import percentile
+from sgl_kvtier.remote import servers as mooncake
 
 NAMES = ("a", "b")
+TURNS = 2
+NEW_TOKENS = 64
+"""By which a session's prompt grows from turn to turn: an answer, and what a user or tool says."""
+WARM = 1
+"""Sessions of every cell that are played first and not counted."""
+LOCAL, REMOTE, REMOTE_LOAD, ORACLE = "kvtier-local", "kvtier-remote", "kvtier-remote-load", "oracle"
+
 _CALIBRATIONS = 3
+_LEASE_MS = 10_000
 _SENT_S, LOOK_S, _STILL = 60.0, 0.6, 2
 """Seconds a server has to send its pages; between two looks, as it publishes its counters twice a
 second; and how many equal ones mean that it is done.
@@ -47,17 +66,182 @@ _WRITTEN = (
 
 
 @dataclass(frozen=True)
-class RemoteOptions:
-    """What is measured. `length` are the tokens of a session's first prompt."""
+class RemoteArm:
+    """One way: the arm of `arms.ARMS` that both servers are, and more of kvtier.json."""
+
+    kind: str
+    about: str
+    shares: bool = False
+    """Both servers use the remote store."""
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    at_home: bool = False
+    """Both turns of a session go to B."""
+
+    def setup(self, setup: Setup, master: str) -> Setup:
+        """The servers' settings over the store of this master."""
+        sections = {**setup.sections}
+        if self.shares and self.kind == OURS:
+            sections["remote"] = {"engine": "mooncake", "master": master}
+        if self.policy:
+            sections["policy"] = {**sections.get("policy", {}), **self.policy}
+        return replace(setup, sections=sections, master=master, linked=True)
+
+
+REMOTE_ARMS = {
+    BASELINE: RemoteArm(BASELINE, "nothing is kept between servers: B computes the prompt"),
+    LOCAL: RemoteArm(OURS, "kvtier with a folder for each server, nothing shared"),
+    MOONCAKE: RemoteArm(MOONCAKE, "stock SGLang's own Mooncake backend", shares=True),
+    REMOTE: RemoteArm(OURS, "kvtier with the remote store, restored from both ends", shares=True),
+    REMOTE_LOAD: RemoteArm(OURS, "the same, loaded whole", shares=True, policy={"restore": "load"}),
+    ORACLE: RemoteArm(OURS, "B served the session itself, and has it in memory", at_home=True),
+}
+"""Every arm. The order is the one results are shown in."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A speed of the link: `gbps`, or the one at which loading a prompt takes `load_over_compute`
+    times as long as computing it.
+    """
+
+    gbps: float | None
+    load_over_compute: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What draws its sessions."""
+        ratio = self.load_over_compute
+        return f"{self.gbps:g} Gbit/s" if ratio is None else f"load/compute {ratio:g}"
+
+
+@dataclass(frozen=True)
+class Moved(Trial):
+    """A turn's outcome. `session` counts from 0, those below `WARM` do not count. `number` is the
+    turn's, from 0; `moved` says that it is the second, `server` who answered (0 is A).
+    `remote_bytes` came from the remote store meanwhile.
+    """
+
+    cell: str = ""
+    session: int = 0
+    number: int = 0
+    server: int = 0
+    moved: bool = False
+    remote_bytes: float = 0.0
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What every arm has one of."""
+        return self.round, self.cell, self.session, self.number
+
+
+class MovedLog(Log):
+    """Turns, arm by arm and cell by cell, and the scale that bandwidths follow from. An arm's cell
+    counts when it is there whole.
+    """
+
+    kinds: ClassVar = {"turn": Moved, "scale": Scale}
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__(path)
+        self._turns: dict[tuple[Any, ...], Moved] = {}
+        self.scales: list[Scale] = []
+
+    def take(self, kind: str, record: Any) -> None:
+        """Adds a record, in place of an earlier one of the same turn."""
+        if kind == "scale":
+            self.scales.append(record)
+        else:
+            key = (record.arm, *record.place)
+            self._turns[key] = record
+
+    @property
+    def turns(self) -> list[Moved]:
+        """All of them; of a cell that was begun and played again, those that were played last."""
+        return list(self._turns.values())
+
+    def gbps(self, cell: Cell) -> float | None:
+        """The bandwidth of a cell; None where it follows from computing that was not timed yet."""
+        if cell.load_over_compute is None:
+            return cell.gbps or 0.0
+        return self.scales[0].gbps(cell.load_over_compute) if self.scales else None
+
+    def has(self, arm: str, number: int, cell: Cell, turns: int) -> bool:
+        """Whether an arm's round of a cell is there whole."""
+        wanted = (arm, number, cell.name)
+        return sum((one.arm, one.round, one.cell) == wanted for one in self.turns) >= turns
+
+
+def prompts(drawn_by: tuple[object, ...], length: int) -> Sequence[Sequence[int]]:
+    """The prompts of a session's turns. They follow from what a session is drawn by alone, so they
+    are the same for all arms, and no two sessions share a page.
+    """
+    rng = random.Random(":".join(map(str, drawn_by)))
+    ids = rng.choices(range(BYTES), k=length + NEW_TOKENS)
+    return [ids[:length], ids]
+
+
+class Cluster:
+    """Mooncake's master, and an owner of memory that every arm reaches through the same relay. Use
+    it in a `with` block: all processes end with it. Raises BenchError or StoreError where they do
+    not start.
+
+    Where `throttled` is False there is no relay: speeds cannot be set, and no namespace is needed.
+    """
+
+    def __init__(self, segment_bytes: int, throttled: bool = True) -> None:
+        reason = mooncake.missing_engine()
+        if reason:
+            raise BenchError(reason)
+        self._servers = mooncake.Servers(segment_bytes, lease_ms=_LEASE_MS)
+        self._throttled = throttled
+        self._far: Far | None = None
+
+    @property
+    def master(self) -> str:
+        """Where the master listens, as host:port."""
+        return self._servers.master
+
+    def speed(self, gbps: float) -> None:
+        """Gigabits per second between servers and owner, each way; 0: as fast as it goes."""
+        if self._far is not None:
+            self._far.speed(gbps)
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._servers.start_master()
+            if not self._throttled:
+                self._servers.start_owner()
+                return self
+            self._far = Far(self._servers.commands[1], self.master)
+            until = time.monotonic() + mooncake.START_S
+            while not self._servers.segments():
+                if time.monotonic() > until:
+                    raise BenchError("Mooncake's owner gives no memory through the relay")
+                time.sleep(0.05)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._far is not None:
+            self._far.stop()
+        self._servers.stop()
+
+
+@dataclass(frozen=True)
+class RemoteRunOptions:
+    """What is measured. `length` are the tokens of a session's first prompt, `token_bytes` those of
+    the KV cache for each.
+    """
 
     model: str
     length: int
+    token_bytes: int
     arms: Sequence[str]
     cells: Sequence[Cell]
     rounds: int
     sessions: int
-    turns: int
-    route: str
     seed: int
     segment_bytes: int
     until: float | None = None
@@ -73,7 +257,7 @@ class RemoteOptions:
 class RemoteRun:
     """One run. What it measures is in the log, also when it is interrupted."""
 
-    options: RemoteOptions
+    options: RemoteRunOptions
     setup: Setup
     log: MovedLog
     folder: Path
@@ -85,9 +269,12 @@ class RemoteRun:
     def run(self) -> None:
         """All rounds. Raises BenchError where no arm could be measured."""
         options = self.options
+        turns = TURNS * (WARM + options.sessions)
         for number in range(1, options.rounds + 1):
             for arm in rotated(options.arms, number):
-                left = [cell for cell in options.cells if not self._made(arm, number, cell)]
+                left = [
+                    cell for cell in options.cells if not self.log.has(arm, number, cell, turns)
+                ]
                 for _ in range(len(options.cells) - len(left)):
                     self.advance()
                 if arm in self.failures or not left:
@@ -104,9 +291,6 @@ class RemoteRun:
                     self.notes.append(f"{arm} failed: {str(error).splitlines()[0]}")
         if len(self.failures) == len(options.arms):
             raise BenchError("no arm could be measured.\n" + "\n".join(self.failures.values()))
-
-    def _made(self, arm: str, number: int, cell: Cell) -> bool:
-        return self.log.has(arm, number, cell, (WARM + self.options.sessions) * self.options.turns)
 
     def _round(self, arm: str, number: int, cells: Sequence[Cell]) -> None:
         self.describe(f"round {number}, {arm}: starting")
@@ -134,10 +318,10 @@ class RemoteRun:
                 self.log.add("scale", await play.scale())
             for cell in cells:
                 self.describe(f"round {number}, {arm}, {cell.name}")
-                await play.cell(cell, self.gbps(cell))
+                await play.cell(cell, self._gbps(cell))
                 self.advance()
 
-    def gbps(self, cell: Cell) -> float:
+    def _gbps(self, cell: Cell) -> float:
         """The bandwidth of a cell. Raises BenchError where computing was not timed yet."""
         found = self.log.gbps(cell)
         if found is None:
@@ -181,13 +365,10 @@ class _Play:
             done = await self.clients[1].generate(ids, OUTPUT_TOKENS)
             times.append(done.ttft_s)
         middle = percentile(times, 50)
-        per_token = kv_bytes(options.model, self.run.setup.dtype)
-        if self._paced is not None:
-            per_token = self._paced.profile.kv_bytes_per_token
-        if middle is None or per_token is None:
-            raise BenchError("--load-over-compute: needs a model of ours; give --gbps instead")
+        if middle is None:
+            raise BenchError("--load-over-compute: no prompt could be computed")
         page = self.run.setup.page_size
-        nbytes = options.length // page * page * per_token
+        nbytes = options.length // page * page * options.token_bytes
         return Scale(options.model, options.length, page, nbytes, middle)
 
     async def cell(self, cell: Cell, gbps: float) -> None:
@@ -198,8 +379,8 @@ class _Play:
             await client.flush()
         sessions = range(WARM + options.sessions)
         drawn = [self._prompts(self.number, cell.name, session) for session in sessions]
-        for turn in range(options.turns):
-            moved = is_moved(options.route, turn, options.turns)
+        for turn in range(TURNS):
+            moved = turn > 0
             self._speed(gbps if moved else 0.0)
             for session in sessions:
                 base = Moved(
@@ -213,7 +394,7 @@ class _Play:
                     cell=cell.name,
                     session=session,
                     number=turn,
-                    server=server_of(options.route, REMOTE_ARMS[self.arm], turn, options.turns),
+                    server=int(moved or REMOTE_ARMS[self.arm].at_home),
                     moved=moved,
                 )
                 self.run.log.add("turn", await self._turn(base, drawn[session][turn]))
@@ -259,12 +440,11 @@ class _Play:
             self.cluster.speed(gbps / (1.0 if self._paced is None else self._paced.slower))
 
     def _prompts(self, *drawn_by: object) -> Sequence[Sequence[int]]:
-        options = self.run.options
-        return prompts((options.seed, *drawn_by), options.length, options.turns)
+        return prompts((self.run.options.seed, *drawn_by), self.run.options.length)
 
 
 @contextmanager
-def cluster_of(arm: RemoteArm, options: RemoteOptions) -> Iterator[Cluster | None]:
+def cluster_of(arm: RemoteArm, options: RemoteRunOptions) -> Iterator[Cluster | None]:
     """A fresh master and owner for an arm that shares pages: two arms with one model's name share
     keys.
     """

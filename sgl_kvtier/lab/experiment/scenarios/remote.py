@@ -5,13 +5,13 @@ store, at the speed of a network.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier import __version__
-from sgl_kvtier.arguments import positive, size
+from sgl_kvtier.arguments import positive
 from sgl_kvtier.console import progress
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
@@ -24,29 +24,44 @@ from sgl_kvtier.lab.experiment.argtypes import (
     shape_of,
     words,
 )
-from sgl_kvtier.lab.experiment.arms import Setup, check_names
-from sgl_kvtier.lab.experiment.comparison import paced_notes
+from sgl_kvtier.lab.experiment.arms import BASELINE, MOONCAKE, Setup, check_names
+from sgl_kvtier.lab.experiment.comparison import device_of, paced_notes
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.machine import made_with
 from sgl_kvtier.lab.experiment.options import Options
-from sgl_kvtier.lab.experiment.remote.arms import REMOTE_ARMS, ROUTES
-from sgl_kvtier.lab.experiment.remote.figures import about_arms, remote_results
-from sgl_kvtier.lab.experiment.remote.run import RemoteOptions, RemoteRun
-from sgl_kvtier.lab.experiment.remote.turns import NEW_TOKENS, WARM, Cell, MovedLog
+from sgl_kvtier.lab.experiment.remote.run import (
+    NEW_TOKENS,
+    REMOTE,
+    REMOTE_ARMS,
+    TURNS,
+    WARM,
+    Cell,
+    Moved,
+    MovedLog,
+    RemoteRun,
+    RemoteRunOptions,
+)
 from sgl_kvtier.lab.experiment.scenarios.restore import ratios
 from sgl_kvtier.lab.outside.lab_model import write_named
+from sgl_kvtier.lab.outside.model_shapes import kv_bytes
+from sgl_kvtier.lab.outside.replay import milliseconds
 from sgl_kvtier.lab.paced.launching import is_paced, parse
 from sgl_kvtier.lab.paced.pace import MOST_OVERRUN
-from sgl_kvtier.lab.pages.kinds import REMOTE
+from sgl_kvtier.lab.pages import kinds
+from sgl_kvtier.lab.pages.stats import pair_ratios, percentile, summary
 from sgl_kvtier.launch import host_of
 from sgl_kvtier.outside import is_number
 from sgl_kvtier.remote.servers import missing_engine
 
 _RATIOS = (0.25, 1.0, 4.0)
-_TURNS = {"moved": 2, "round-robin": 4}
 _SPARE_TOKENS = 1024
 _ROOM = 3
 """Prompts that fit into the device pool: nothing of a session under way is evicted."""
+_LEAST_SEGMENT = 1 << 30
+FULL_SPEED, BALANCED, QUARTER, NEVER = 1 / 1.10, 1.7, 1.2, 0.97
+"""Aims, as times as fast as others: at full speed than stock's Mooncake; where loading takes as
+long as computing than both; at 1/4 and 4 than the better; anywhere.
+"""
 
 _speeds = each_once(
     "gigabits per second of at least 0, each once, as 0,1,10", float, lambda x: is_number(x, 0.0)
@@ -64,18 +79,17 @@ STANDING = (
 
 
 @dataclass(frozen=True)
-class RemoteCommand(Options):
+class RemoteOptions(Options):
     """The command's options. `tokens` is known when the device is."""
 
     device: str = "cpu"
     dilation: float = 1.0
+    threads: int = 1
     lab_model: str = ""
     tokens: int = 0
     arms: Sequence[str] | None = None
-    route: str = "moved"
     gbps: Sequence[float] | None = None
     load_over_compute: Sequence[float] | None = None
-    segment: int = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,12 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--arms", type=words, metavar="A,B", help=f"of {', '.join(REMOTE_ARMS)} (default: all)"
-    )
-    parser.add_argument(
-        "--route",
-        choices=ROUTES,
-        default="moved",
-        help="moved: sessions begin on A and go on at B; round-robin: A and B take turns (default %(default)s)",
     )
     parser.add_argument(
         "--gbps",
@@ -118,17 +126,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sessions.add_argument(
         "--sessions", type=positive, metavar="N", help="of every cell and round (default 4)"
     )
-    sessions.add_argument(
-        "--turns",
-        type=positive,
-        metavar="N",
-        help=f"of a session, each {NEW_TOKENS} tokens longer (default 2, 4 with round-robin)",
-    )
-    servers = parser.add_argument_group("servers")
     add_options(
-        servers,
+        parser.add_argument_group("servers"),
         PACED_SERVER,
-        "lab-model device dilation dtype threads page-size chunk storage-size server-arg folder",
+        "lab-model device dilation page-size chunk storage-size server-arg folder",
         lab_model={
             "default": None,
             "help": "which one (default lab-mha; a paced device has its own)",
@@ -137,17 +138,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "default": "cpu",
             "help": "default %(default)s; two servers on one card would share it",
         },
-        threads={
-            "default": 1,
-            "help": "torch threads of a server (default 1: a core is left for I/O)",
-        },
-    )
-    servers.add_argument(
-        "--segment",
-        type=size,
-        default=1 << 30,
-        metavar="SIZE",
-        help="memory for shared pages (default 1GiB)",
     )
 
 
@@ -155,7 +145,7 @@ def run(given: argparse.Namespace) -> int:
     """Compares and reports. The exit status: 0, 1 when an arm failed or an answer differs, 130
     after Ctrl-C. Raises KVTierError.
     """
-    args = RemoteCommand.of(given)
+    args = RemoteOptions.of(given)
     if host_of(args.device) != "cpu":
         raise BenchError(
             f"--device {args.device}: two servers on one card would share it; leave it out"
@@ -173,11 +163,11 @@ def run(given: argparse.Namespace) -> int:
     with work_folder(args.folder, lambda: bool(one.failures)) as folder:
         return Experiment(
             args,
-            REMOTE.schema,
+            kinds.REMOTE.schema,
             measure=lambda: one.measure(log, folder),
             results=lambda: one.results(log),
-            tables=REMOTE.tables,
-            page=REMOTE.page,
+            tables=kinds.REMOTE.tables,
+            page=kinds.REMOTE.page,
             standing=[*paced_notes(one.setup.paced), *STANDING],
             notes=lambda: [*one.notes, *lost_pace(one.results(log))],
             measured=lambda: bool(log.turns),
@@ -204,7 +194,7 @@ def lost_pace(result: dict[str, Any]) -> list[str]:
 class Moving:
     """One comparison: what its options say, and what came of its arms."""
 
-    args: RemoteCommand
+    args: RemoteOptions
 
     def __post_init__(self) -> None:
         args = self.args
@@ -212,10 +202,7 @@ class Moving:
         check_names(self.arms, list(REMOTE_ARMS))
         self.arms = [arm for arm in REMOTE_ARMS if arm in self.arms]
         self.cells = _cells(args)
-        self.turns = args.turns or _TURNS[args.route]
-        if self.turns < 2:
-            raise BenchError("--turns 1: a session of one turn is never moved")
-        self.setup = _setup(args, self.turns)
+        self.setup = _setup(args)
         self.failures: dict[str, str] = {}
         self.notes: list[str] = []
 
@@ -228,8 +215,8 @@ class Moving:
             "device": args.device,
             "dilation": args.dilation,
             "tokens": args.tokens,
-            "turns": self.turns,
-            "route": args.route,
+            "turns": TURNS,
+            "route": "moved",
             "seed": args.seed,
             "page": self.setup.page_size,
             "chunk": self.setup.chunk_tokens,
@@ -240,17 +227,16 @@ class Moving:
     def measure(self, log: MovedLog, folder: Path) -> None:
         """All rounds."""
         args = self.args
-        options = RemoteOptions(
+        options = RemoteRunOptions(
             model=self.setup.served_name if self.setup.paced else args.lab_model,
             length=args.tokens,
+            token_bytes=self.token_bytes(),
             arms=self.arms,
             cells=self.cells,
             rounds=_rounds(args),
-            sessions=args.sessions or (2 if args.quick else 4),
-            turns=self.turns,
-            route=args.route,
+            sessions=self.sessions,
             seed=args.seed,
-            segment_bytes=args.segment,
+            segment_bytes=self.segment_bytes(),
             until=deadline_of(args),
         )
         total = options.rounds * len(self.arms) * len(self.cells)
@@ -258,6 +244,23 @@ class Moving:
             work = RemoteRun(options, self.setup, log, folder, shown.advance, shown.describe)
             work.failures, work.notes = self.failures, self.notes
             work.run()
+
+    @property
+    def sessions(self) -> int:
+        """How many count, of every cell and round."""
+        return self.args.sessions or (2 if self.args.quick else 4)
+
+    def token_bytes(self) -> int:
+        """The KV cache of one token, in bytes of the modelled machine."""
+        if self.setup.paced is not None:
+            return self.setup.paced.profile.kv_bytes_per_token
+        return kv_bytes(self.args.lab_model, self.setup.dtype) or 0
+
+    def segment_bytes(self) -> int:
+        """Memory for shared pages: twice what a cell's sessions have, so that none is evicted."""
+        scale = 1.0 if self.setup.paced is None else self.setup.paced.bytes_scale
+        tokens = (WARM + self.sessions) * (self.args.tokens + NEW_TOKENS)
+        return max(_LEAST_SEGMENT, round(2 * tokens * self.token_bytes() / scale))
 
     def results(self, log: MovedLog) -> dict[str, Any]:
         """The result, schema kvtier.compare.remote/1 (docs/manual/json.md)."""
@@ -267,37 +270,37 @@ class Moving:
         settings = {
             "model": self.setup.served_name,
             "tokens": args.tokens,
-            "turns": self.turns,
-            "route": args.route,
+            "turns": TURNS,
+            "route": "moved",
             "rounds": _rounds(args),
             "page_size": self.setup.page_size,
             "chunk_tokens": self.setup.chunk_tokens,
             "threads": self.setup.threads,
             "device_tokens": self.setup.device_tokens,
-            "segment_bytes": args.segment,
+            "segment_bytes": self.segment_bytes(),
         }
-        found = remote_results(log, self.arms, cells)
-        if self.setup.paced is not None:
-            found["device"] = {"paced": self.setup.paced.document()}
-        return {"settings": settings, "arms": about_arms(self.arms), **found}
+        return {
+            **device_of(self.setup.paced),
+            "settings": settings,
+            **remote_results(log, self.arms, cells),
+        }
 
 
-def _cells(args: RemoteCommand) -> Sequence[Cell]:
+def _cells(args: RemoteOptions) -> Sequence[Cell]:
     gbps = [0.0] if args.gbps is None else args.gbps
     usual = (1.0,) if args.quick else _RATIOS
     derived = args.load_over_compute or (usual if args.gbps is None else ())
     return [*(Cell(one) for one in gbps), *(Cell(None, ratio) for ratio in derived)]
 
 
-def _rounds(args: RemoteCommand) -> int:
-    found: int = args.rounds or (1 if args.quick else 3)
-    return found
+def _rounds(args: RemoteOptions) -> int:
+    return args.rounds or (1 if args.quick else 3)
 
 
-def _setup(args: RemoteCommand, turns: int) -> Setup:
+def _setup(args: RemoteOptions) -> Setup:
     shape = shape_of(args)
     paced = parse(args.device, args.dilation, args.server_arg) if is_paced(args.device) else None
-    longest = args.tokens + turns * NEW_TOKENS
+    longest = args.tokens + TURNS * NEW_TOKENS
     tokens = -(-(_ROOM * longest + _SPARE_TOKENS) // shape.page) * shape.page
     return setup_of(
         args,
@@ -308,3 +311,145 @@ def _setup(args: RemoteCommand, turns: int) -> Setup:
         max_running=8,
         sections={} if paced is None else paced.sections(),
     )
+
+
+def remote_results(
+    log: MovedLog, arms: Sequence[str], cells: Sequence[tuple[Cell, float]]
+) -> dict[str, Any]:
+    """The arms in words, and the cells, with what was aimed at and not reached."""
+    reference = answers(log)
+    rows = [_cell(log, cell, gbps, arms, reference) for cell, gbps in cells]
+    missed = [text for row in rows for text in _missed(row)]
+    return {
+        "arms": {arm: REMOTE_ARMS[arm].about for arm in arms},
+        "scale": [
+            {"length": one.length, "compute_ms": 1000 * one.compute_s, "bytes": one.prefix_bytes}
+            for one in log.scales
+        ],
+        "cells": rows,
+        "summary": {
+            "equal_tokens_fraction": _least(rows, "equal_tokens_fraction"),
+            "errors": sum(arm["errors"] for row in rows for arm in row["arms"].values()),
+            "missed": missed,
+        },
+        "turns": [_row(one, reference) for one in log.turns],
+    }
+
+
+def answers(log: MovedLog) -> dict[tuple[Any, ...], tuple[int, ...]]:
+    """What every answer is compared with: recompute's, by place; without that arm the first."""
+    found: dict[tuple[Any, ...], tuple[int, ...]] = {}
+    for one in sorted(log.turns, key=lambda one: one.arm != BASELINE):
+        if one.error is None:
+            found.setdefault(one.place, one.output_ids)
+    return found
+
+
+def _cell(
+    log: MovedLog,
+    cell: Cell,
+    gbps: float,
+    arms: Sequence[str],
+    reference: Mapping[tuple[Any, ...], tuple[int, ...]],
+) -> dict[str, Any]:
+    turns = [one for one in log.turns if one.cell == cell.name]
+    figures = {arm: _arm([one for one in turns if one.arm == arm], reference) for arm in arms}
+    return {
+        "gbps": gbps,
+        "load_over_compute": cell.load_over_compute,
+        "arms": figures,
+        "ratios": {f"{arm}/{REMOTE}": _ratio(turns, arm) for arm in arms if arm != REMOTE in arms},
+        "vs_better": _vs_better(figures),
+    }
+
+
+def _arm(
+    turns: Sequence[Moved], reference: Mapping[tuple[Any, ...], tuple[int, ...]]
+) -> dict[str, Any]:
+    counting = [one for one in turns if one.moved and one.session >= WARM]
+    good = [one for one in counting if one.error is None]
+    compared = [one.output_ids == reference[one.place] for one in turns if one.place in reference]
+    cached = [one.cached for one in good if one.cached is not None]
+    return {
+        "ttft_ms": summary(milliseconds(one.ttft_s) for one in good),
+        "equal_tokens_fraction": sum(compared) / len(compared) if compared else None,
+        "compared": len(compared),
+        "prompt_tokens": sum(one.prompt_tokens for one in good),
+        "cached_tokens": {
+            tier: sum(getattr(one, tier) for one in cached)
+            for tier in ("device", "host", "storage", "total")
+        },
+        "remote_bytes": sum(one.remote_bytes for one in good),
+        "lost_fraction": percentile(
+            (one.lost_s / one.ttft_s for one in good if one.lost_s is not None and one.ttft_s), 50
+        ),
+        "foreign_cores": percentile((one.foreign_cores for one in counting), 50),
+        "errors": sum(one.error is not None for one in turns),
+        "error_messages": sorted({one.error for one in turns if one.error is not None})[:5],
+    }
+
+
+def _ratio(turns: Sequence[Moved], arm: str) -> dict[str, Any]:
+    """Another arm's time to first token over kvtier-remote's, turn by turn: above 1 ours is
+    shorter.
+    """
+    by_place = {
+        (one.arm, one.place): one.ttft_s
+        for one in turns
+        if one.moved and one.session >= WARM and one.error is None
+    }
+    places = sorted({place for _, place in by_place})
+    theirs, ours = ([by_place.get((name, p)) for p in places] for name in (arm, REMOTE))
+    return pair_ratios(theirs, ours)
+
+
+def _vs_better(figures: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """How many times as fast as the better of recompute and stock's Mooncake kvtier-remote is."""
+    ours = figures.get(REMOTE, {}).get("ttft_ms", {}).get("p50")
+    others = [figures[arm]["ttft_ms"]["p50"] for arm in (BASELINE, MOONCAKE) if arm in figures]
+    known = [one for one in others if one is not None]
+    return min(known) / ours if ours and known else None
+
+
+def _missed(row: Mapping[str, Any]) -> list[str]:
+    """What a cell was aimed at and did not reach, by medians of moved turns."""
+    ratio = row["load_over_compute"]
+    where = f"{row['gbps']:.3g} Gbit/s" if row["gbps"] else "full speed"
+    times = {arm: one["ttft_ms"]["p50"] for arm, one in row["arms"].items()}
+    ours = times.get(REMOTE)
+    if not ours:
+        return []
+    found: list[tuple[float | None, float, str]] = [
+        (row["vs_better"], NEVER, "the better of recompute and stock's Mooncake")
+    ]
+    if ratio is None and not row["gbps"] and times.get(MOONCAKE):
+        found.append((times[MOONCAKE] / ours, FULL_SPEED, "stock's Mooncake"))
+    if ratio == 1:
+        pairs = ((arm, times.get(arm)) for arm in (BASELINE, MOONCAKE))
+        found += [(one / ours, BALANCED, arm) for arm, one in pairs if one]
+    if ratio in (0.25, 4):
+        found.append((row["vs_better"], QUARTER, "the better of recompute and stock's Mooncake"))
+    return [
+        f"{where}: {value:.2f} times as fast as {what}, the aim is {aim:.3g}"
+        for value, aim, what in found
+        if value is not None and value < aim
+    ]
+
+
+def _least(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    known = [arm[key] for row in rows for arm in row["arms"].values() if arm[key] is not None]
+    return min(known, default=None)
+
+
+def _row(one: Moved, reference: Mapping[tuple[Any, ...], tuple[int, ...]]) -> dict[str, Any]:
+    names = ("arm", "round", "cell", "session", "number", "server", "moved", "gbps", "error")
+    return {
+        **{name: getattr(one, name) for name in names},
+        "counts": one.moved and one.session >= WARM,
+        "prompt_tokens": one.prompt_tokens,
+        "ttft_ms": milliseconds(one.ttft_s),
+        "cached_tokens": None if one.cached is None else one.cached.total,
+        "remote_bytes": one.remote_bytes,
+        "foreign_cores": one.foreign_cores,
+        "equal": one.output_ids == reference.get(one.place) if one.error is None else False,
+    }
