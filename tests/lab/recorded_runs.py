@@ -59,7 +59,7 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
         *("--arms", "hicache-file,kvtier", "--servers", "together", "--rounds", "1"),
     ),
     "overhead": (
-        *("bench", "restore-overhead", "--lab-model", "tiny-qwen3", "--output-tokens", "8"),
+        *("bench", "restore-overhead", "--lab-model", "tiny-qwen3"),
         *("--rounds", "2", "--arms", "hicache-file,kvtier-off,kvtier,looking-ahead"),
     ),
     "remote": (*_REMOTE, "--sessions", "2", "--rounds", "2"),

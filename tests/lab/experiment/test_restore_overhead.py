@@ -53,7 +53,7 @@ def test_what_looks_ahead_is_compared_with_stock_and_with_what_only_restores() -
 
 
 def test_the_command_measures_every_arm_in_every_round(kvtier: Command, tmp_path: Path) -> None:
-    small = "bench restore-overhead --lab-model tiny-qwen3 --rounds 2 --output-tokens 8"
+    small = "bench restore-overhead --lab-model tiny-qwen3 --rounds 2"
     done = kvtier(tmp_path, *small.split())
     result = done.result
     assert done.status == 0, done.err

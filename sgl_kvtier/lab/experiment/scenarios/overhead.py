@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sgl_kvtier.arguments import positive
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import RUN, SERVER, add_options, setup_of, shape_of, words
 from sgl_kvtier.lab.experiment.arms import ARMS, NOT_RESTORED, OURS, Setup, Variant, check_arms
@@ -51,6 +50,7 @@ class OverheadOptions(Options):
 
     arms: Sequence[str] = OVERHEAD_ARMS
     rounds: int = 7
+    threads: int = 1
     requests: int = 4
     prompt_tokens: int = 256
     output_tokens: int = 64
@@ -102,21 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = OverheadOptions()
     rounds = "rounds, every second one backwards (default %(default)s)"
     add_options(parser, RUN, "rounds json seed", rounds={"default": default.rounds, "help": rounds})
-    threads = {"default": 1, "help": "torch threads per server on a CPU (default 1)"}
-    add_options(parser, SERVER, "lab-model device threads folder", threads=threads)
+    add_options(parser, SERVER, "lab-model device folder")
     parser.add_argument(
         "--arms",
         type=words,
         default=list(default.arms),
         metavar="A,B",
         help=f"servers, of {there} (default {','.join(default.arms)})",
-    )
-    parser.add_argument(
-        "--output-tokens",
-        type=positive,
-        default=default.output_tokens,
-        metavar="N",
-        help="of each request (default %(default)s)",
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.arguments import not_negative, url
+from sgl_kvtier.arguments import url
 from sgl_kvtier.console import Column, Table, format_bytes, progress
 from sgl_kvtier.errors import BenchError, KVTierError
 from sgl_kvtier.lab.experiment.argtypes import (
@@ -33,6 +33,8 @@ from sgl_kvtier.lab.pages.html import marked
 SCHEMA = "kvtier.replay/1"
 
 _ARM = "server"
+_TIMEOUT_S = 600.0
+"""After which a request is given up."""
 _LOAD = LoadOptions(turns=None, divisor=1)
 _REPLAY = ReplayOptions(concurrency=8)
 
@@ -44,7 +46,6 @@ class ReplayedOptions(Options):
     url: str = ""
     tokenizer: Path | None = None
     flush: bool = False
-    timeout: float = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,13 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--flush",
         action="store_true",
         help="empty the server's device and host caches first (not its storage)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=not_negative,
-        default=600.0,
-        metavar="S",
-        help="give a request up after S seconds (default 600)",
     )
     every = "append every finished request to this JSON Lines file"
     add_options(parser, RUN, "log json", log={"help": every})
@@ -117,7 +111,7 @@ def _paced_notes(paced: Paced | None) -> list[str]:
         return []
     return [
         f"Paced, not computed: the server says that it has profile {paced.profile.name} and dilation {paced.dilation:g}. Gaps and "
-        "--timeout are that many times as long, and times are divided by it. Whether it kept pace is in its own log, "
+        "time-outs are that many times as long, and times are divided by it. Whether it kept pace is in its own log, "
         "STORE.pace.jsonl."
     ]
 
@@ -131,9 +125,7 @@ def _folder(model: Path) -> Path:
 
 
 async def _measure(args: ReplayedOptions, options: ReplayOptions, chosen: Load, one: Round) -> None:
-    async with ROUTES[args.route](
-        args.url, timeout_s=args.timeout, dilation=one.dilation
-    ) as client:
+    async with ROUTES[args.route](args.url, timeout_s=_TIMEOUT_S, dilation=one.dilation) as client:
         if args.flush:
             await client.flush()
         one.before = await client.metrics()
