@@ -6,9 +6,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
 
 from aiohttp import web
 from fake_sglang import FakeServer
+
+from sgl_kvtier.lab.experiment.restore import trial as restore_trial
+from sgl_kvtier.lab.experiment.restore.log import RestoreLog
+from sgl_kvtier.lab.experiment.restore.plan import RestorePlan
+from sgl_kvtier.lab.experiment.restore.run import Grid, Run
+from sgl_kvtier.lab.experiment.restore.trial import ServerCpu, Trials
+from sgl_kvtier.lab.outside.client import Client
 
 PAGE = 16
 PAGE_BYTES = 1024
@@ -110,3 +119,30 @@ class RestoringServer(FakeServer):
             f'kvtier:written_bytes_total{{tp_rank="0"}} {self.written * PAGE_BYTES}\n'
         )
         return await super().metrics(request)
+
+
+def trials_of(client: Client, **more: Any) -> Trials:
+    """Trials that wait for nothing and find every machine quiet, unless `more` says otherwise."""
+    quiet: dict[str, Any] = {"quiet_foreign": 1e9, "look_every_s": 0.0, "pace": lambda: 1.0}
+    return Trials(client, ServerCpu(None), **(quiet | more))
+
+
+def measure(
+    server: RestoringServer,
+    options: RestorePlan,
+    log: RestoreLog,
+    run: type[Run] = Grid,
+    dilation: float = 1.0,
+    **more: Any,
+) -> None:
+    """What is planned, on the fake."""
+
+    async def go() -> None:
+        async with (
+            server.up(),
+            Client(server.url, admin_key="secret", timeout_s=30, dilation=dilation) as client,
+        ):
+            await run(options, trials_of(client, discard=log.keep, **more), log).run()
+
+    with patch.object(restore_trial, "PUBLISHED_S", 0.0):
+        asyncio.run(go())

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import random
 import statistics
 from itertools import pairwise
-from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from aiohttp import web
 from fake_restore import PAGE, PAGE_BYTES, RestoringServer
+from fake_restore import measure as measure_with
 
-from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.restore import trial as restore_trial
 from sgl_kvtier.lab.experiment.restore.arms import BATCH_ARMS, DEFAULT_BATCH_ARMS
 from sgl_kvtier.lab.experiment.restore.cells import batch_results
 from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME, RestoreLog
@@ -28,8 +24,8 @@ from sgl_kvtier.lab.experiment.restore.plan import (
     prompts_of,
 )
 from sgl_kvtier.lab.experiment.restore.run import Together
-from sgl_kvtier.lab.experiment.restore.trial import Batch, ServerCpu, Trials, gaps_within
-from sgl_kvtier.lab.outside.client import Client, Completion
+from sgl_kvtier.lab.experiment.restore.trial import Batch, gaps_within
+from sgl_kvtier.lab.outside.client import Completion
 from sgl_kvtier.lab.rules import IN_TURN
 
 SMALL = RestorePlan(
@@ -54,21 +50,7 @@ class Slow(RestoringServer):
 
 
 def measure(server: RestoringServer, options: RestorePlan, log: RestoreLog) -> None:
-    async def go() -> None:
-        async with server.up(), Client(server.url, admin_key="secret", timeout_s=30) as client:
-            trials = Trials(
-                client,
-                ServerCpu(None),
-                quiet_foreign=1e9,
-                look_every_s=0.0,
-                pace=lambda: 1.0,
-                discard=log.keep,
-                arms=BATCH_ARMS,
-            )
-            await Together(options, trials, log).run()
-
-    with patch.object(restore_trial, "PUBLISHED_S", 0.0):
-        asyncio.run(go())
+    measure_with(server, options, log, Together, arms=BATCH_ARMS)
 
 
 @pytest.fixture(scope="module")
@@ -177,28 +159,6 @@ def test_a_request_that_fails_fails_its_batch_and_the_next_run_makes_it_again() 
     assert batch_results(log)["summary"]["equal_tokens"] is True
 
 
-def test_a_run_goes_on_from_its_log(tmp_path: Path) -> None:
-    file = tmp_path / "log.jsonl"
-    log = RestoreLog.open(file, {})
-    measure(Slow(), ONE, log)
-    again, server = RestoreLog.open(file, {}), Slow()
-    assert again.batches == log.batches
-    measure(server, ONE, again)
-    assert server.requests == []
-    measure(server, dataclasses.replace(ONE, rounds=2), again)
-    assert {one.round for one in of(again, GRID)} == {1, 2}
-    assert len(of(again, GRID)) == 2 * len(DEFAULT_BATCH_ARMS)
-
-
-def test_a_server_that_gives_nothing_back_is_refused() -> None:
-    class Forgetful(Slow):
-        async def cached(self, input_ids: list[int]) -> dict[str, int]:
-            return {**await super().cached(input_ids), "storage": 0}
-
-    with pytest.raises(BenchError, match="0 tokens of a stored prefix of 512 tokens came back"):
-        measure(Forgetful(), ONE, RestoreLog())
-
-
 def test_every_length_of_a_mix_is_in_a_batch_as_often_as_any_other() -> None:
     options = RestorePlan("m", 64, 8192, (4096, 8192, 16384, 32768), at_once=(2, 4, 8))
     for number in range(1, 9):
@@ -207,16 +167,6 @@ def test_every_length_of_a_mix_is_in_a_batch_as_often_as_any_other() -> None:
         assert len(set(lengths_of(options, 2, number))) == 2
     orders = {tuple(lengths_of(options, 4, number)) for number in range(1, 9)}
     assert len(orders) > 4
-
-
-def test_prompts_follow_from_the_seed_and_share_no_page() -> None:
-    options = RestorePlan("m", PAGE, 256, (256, 512), seed=3, at_once=(2, 4), decoders=4)
-    every = [ids for n in (1, 2) for size in (2, 4) for ids in prompts_of(options, size, n)]
-    every += decoders_of(options)
-    assert len({tuple(ids[:PAGE]) for ids in every}) == len(every)
-    assert prompts_of(options, 4, 2) == prompts_of(options, 4, 2)
-    other = dataclasses.replace(options, seed=4)
-    assert prompts_of(other, 4, 2) != prompts_of(options, 4, 2)
 
 
 def test_a_batch_arrives_together_and_a_stream_at_random_at_its_load() -> None:
@@ -252,13 +202,6 @@ def test_gaps_are_those_that_reach_into_the_batch_on_the_clock_of_the_device() -
     assert gaps_within(one, 13.0, 13.5, 2.0) == [1.0]
 
 
-def test_a_shuffle_of_arms_does_not_change_what_is_asked_for() -> None:
-    arms = list(DEFAULT_BATCH_ARMS)
-    random.Random(1).shuffle(arms)
-    other = dataclasses.replace(SMALL, arms=arms, decoders=4)
-    assert prompts_of(other, 3, 2) == prompts_of(SMALL, 3, 2)
-
-
 def test_a_long_prompt_is_there_before_a_short_one_that_is_sent_after_it() -> None:
     class SlowReader(Slow):
         """Reads prompts the slower the longer they are, as a server that is busy otherwise."""
@@ -271,6 +214,14 @@ def test_a_long_prompt_is_there_before_a_short_one_that_is_sent_after_it() -> No
     options = dataclasses.replace(ONE, arms=("compute",), decoders=0, rounds=3)
     measure(server, options, log)
     sent = [len(body["input_ids"]) for body in server.requests[-9:]]
-    drawn = [n + PAGE for number in (1, 2, 3) for n in lengths_of(options, 3, number)]
-    assert sent == drawn
-    assert drawn != sorted(drawn[:3]) + sorted(drawn[3:6]) + sorted(drawn[6:])
+    assert sent == [n + PAGE for number in (1, 2, 3) for n in lengths_of(options, 3, number)]
+
+
+def test_prompts_follow_from_the_seed_alone_and_share_no_page() -> None:
+    options = RestorePlan("m", PAGE, 256, (256, 512), seed=3, at_once=(2, 4), decoders=4)
+    every = [ids for n in (1, 2) for size in (2, 4) for ids in prompts_of(options, size, n)]
+    every += decoders_of(options)
+    assert len({tuple(ids[:PAGE]) for ids in every}) == len(every)
+    others = dataclasses.replace(options, arms=("kvtier", "cake"), decoders=1)
+    assert prompts_of(options, 4, 2) == prompts_of(others, 4, 2)
+    assert prompts_of(options, 4, 2) != prompts_of(dataclasses.replace(options, seed=4), 4, 2)

@@ -1,54 +1,69 @@
-"""The grid against a fake server: which arms, what order, what is stored, continued, refused, and
-what the cells say.
+"""The grid against a fake server: which arms, what order, what is stored, continued, repeated and
+refused, and what the cells say of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_restore import PAGE, PAGE_BYTES, RestoringServer
+from fake_restore import PAGE, PAGE_BYTES, RestoringServer, measure, trials_of
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.restore.cells import cells, summary_of
-from sgl_kvtier.lab.experiment.restore.log import GRID, RestoreLog
-from sgl_kvtier.lab.experiment.restore.plan import RestorePlan, curve_rounds, order, planned
-from sgl_kvtier.lab.experiment.restore.run import Grid
-from sgl_kvtier.lab.experiment.restore.trial import ServerCpu, Trial, Trials
+from sgl_kvtier.lab.experiment.machine import CpuShare
+from sgl_kvtier.lab.experiment.restore import trial as restore_trial
+from sgl_kvtier.lab.experiment.restore.arms import ArmSwitch
+from sgl_kvtier.lab.experiment.restore.cells import (
+    cells,
+    failures,
+    is_sound,
+    results_of,
+    summary_of,
+)
+from sgl_kvtier.lab.experiment.restore.log import (
+    CURVE,
+    FIRST,
+    GRID,
+    PRIME,
+    RESIDENT,
+    RestoreLog,
+    Scale,
+)
+from sgl_kvtier.lab.experiment.restore.plan import RestorePlan, order
+from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, Trial
 from sgl_kvtier.lab.outside.client import Client
 
 SMALL = RestorePlan("fake", page=PAGE, chunk=256, lengths=(512,), ratios=(0.5, 1.0), rounds=2)
+ONE = dataclasses.replace(SMALL, ratios=(1.0,), rounds=1)
+LONG = 512 + PAGE
 
 
-def measure(server: RestoringServer, options: RestorePlan, log: RestoreLog) -> None:
-    async def go() -> None:
-        async with server.up(), Client(server.url, admin_key="secret", timeout_s=30) as client:
-            trials = Trials(
-                client,
-                ServerCpu(None),
-                quiet_foreign=1e9,
-                look_every_s=0.0,
-                pace=lambda: 1.0,
-                discard=log.keep,
-            )
-            await Grid(options, trials, log).run()
-
-    asyncio.run(go())
+def made(log: RestoreLog, kind: str = GRID) -> list[tuple[int, float | None, str]]:
+    return [(t.round, t.load_over_compute, t.arm) for t in log.of("fake", 512, kind)]
 
 
-def test_every_arm_is_measured_at_every_bandwidth_in_every_round() -> None:
-    log = RestoreLog()
-    measure(RestoringServer(), SMALL, log)
-    made = [(t.round, t.load_over_compute, t.arm) for t in log.of("fake", 512, GRID)]
-    assert made == [(n, ratio, arm) for n in (1, 2) for ratio, _, arm in order(SMALL, n)]
-    assert made[-1] == (2, 0.5, "compute")
-
-
-def test_an_arm_is_two_settings_of_the_server_and_the_bandwidth_comes_from_the_ratio() -> None:
+@pytest.fixture(scope="module")
+def measured() -> tuple[RestoringServer, RestoreLog]:
     server, log = RestoringServer(), RestoreLog()
     measure(server, SMALL, log)
+    return server, log
+
+
+def test_every_arm_is_measured_at_every_bandwidth_and_every_second_round_goes_backwards(
+    measured: tuple[RestoringServer, RestoreLog],
+) -> None:
+    found = made(measured[1])
+    assert found == [(n, ratio, arm) for n in (1, 2) for ratio, _, arm in order(SMALL, n)]
+    assert found[-1] == (2, 0.5, "compute")
+
+
+def test_an_arm_is_two_settings_of_the_server_and_the_bandwidth_comes_from_the_ratio(
+    measured: tuple[RestoringServer, RestoreLog],
+) -> None:
+    server, log = measured
     scale = log.scale("fake", 512)
     assert scale is not None
     assert scale.prefix_bytes == 512 // PAGE * PAGE_BYTES
@@ -60,57 +75,48 @@ def test_an_arm_is_two_settings_of_the_server_and_the_bandwidth_comes_from_the_r
     assert scale.gbps(0.5) == pytest.approx(2 * scale.gbps(1.0))
 
 
-def test_caches_are_emptied_before_every_trial_but_those_of_a_resident_prompt() -> None:
-    log = RestoreLog()
-    measure(RestoringServer(), SMALL, log)
+def test_only_what_changes_is_sent() -> None:
+    server = RestoringServer()
+
+    async def go() -> None:
+        async with server.up(), Client(server.url, admin_key="secret") as client:
+            switch = ArmSwitch(client)
+            for arm in ("kvtier", "kvtier", "load"):
+                await switch.use(arm, 2.0)
+
+    asyncio.run(go())
+    assert server.changes == [2.0]
+    assert (server.restore, server.prefetch) == ("off", "wait_complete")
+
+
+def test_caches_are_emptied_before_every_trial_but_those_of_a_resident_prompt(
+    measured: tuple[RestoringServer, RestoreLog],
+) -> None:
+    log = measured[1]
     assert all(t.cached is not None and t.cached.device == 0 for t in log.of("fake", 512, GRID))
-    resident = log.of("fake", 512, "resident")
+    resident = log.of("fake", 512, RESIDENT)
     assert [t.cached.device for t in resident if t.cached is not None] == [512, 512, 512]
 
 
-def test_an_arm_that_estimates_the_bandwidth_restores_once_before_it_is_measured() -> None:
-    log = RestoreLog()
-    measure(RestoringServer(), SMALL, log)
-    first = [(t.round, t.load_over_compute, t.arm) for t in log.of("fake", 512, "first")]
-    assert first == [(1, 0.5, "kvtier"), (1, 1.0, "kvtier"), (2, 1.0, "kvtier"), (2, 0.5, "kvtier")]
-    assert all(
-        row["first_ttft_ms"]["kvtier"] > 0 and row["first_ttft_ms"]["load"] is None
-        for row in cells(log)
-    )
-
-
-def test_a_trial_on_a_slow_machine_is_repeated_and_the_least_disturbed_kept() -> None:
-    paces = iter(
-        [1.0, 1.0, 3.0, 3.0, 4.0, 1.0, 1.1, 1.0]
-    )  # before and after: the second trial is disturbed twice
-
-    async def go() -> list[Trial]:
-        server = RestoringServer()
-        async with server.up(), Client(server.url, admin_key="secret") as client:
-            trials = Trials(
-                client,
-                ServerCpu(None),
-                quiet_foreign=1e9,
-                look_every_s=0.0,
-                pace=lambda: next(paces),
-            )
-            base = Trial("fake", 64, GRID, "compute", 1, 0.0)
-            return [await trials.run(base, [1] * 64) for _ in range(2)]
-
-    quiet, disturbed = asyncio.run(go())
-    assert (quiet.repeats, disturbed.repeats) == (0, 2)
-    assert disturbed.slowness == pytest.approx(1.1)
+def test_an_arm_that_estimates_the_bandwidth_restores_once_before_it_is_measured(
+    measured: tuple[RestoringServer, RestoreLog],
+) -> None:
+    log = measured[1]
+    assert made(log, FIRST) == [
+        (1, 0.5, "kvtier"), (1, 1.0, "kvtier"), (2, 1.0, "kvtier"), (2, 0.5, "kvtier"),
+    ]  # fmt: skip
+    for row in cells(log):
+        assert row["first_ttft_ms"]["kvtier"] > 0
+        assert row["first_ttft_ms"]["load"] is None
 
 
 def test_a_restored_answer_that_differs_is_counted() -> None:
     log = RestoreLog()
     measure(RestoringServer(wrong_when_loaded=True), SMALL, log)
     for row in cells(log):
-        assert (
-            row["equal_tokens_fraction"] == 0.2
-        )  # two of ten: only the arm that computes is right
-        assert row["equal_logprobs_fraction"] == 0.2
-    assert summary_of(cells(log))["equal_tokens"] is False
+        # two of ten: only the arm that computes is right
+        assert row["equal_tokens_fraction"] == row["equal_logprobs_fraction"] == 0.2
+    assert not is_sound(summary_of(cells(log)))
 
 
 def test_a_run_is_continued_from_its_file(tmp_path: Path) -> None:
@@ -121,57 +127,28 @@ def test_a_run_is_continued_from_its_file(tmp_path: Path) -> None:
     assert continued.continued == len(first.trials) + len(first.scales)
     assert continued.trials == first.trials
     measure(RestoringServer(), SMALL, continued)
-    made = [(t.round, t.load_over_compute, t.arm) for t in continued.of("fake", 512, GRID)]
-    assert sorted(made) == sorted(
+    assert sorted(made(continued)) == sorted(
         (n, ratio, arm) for n in (1, 2) for ratio, _, arm in order(SMALL, n)
     )
     assert len(continued.scales) == 1, "the bandwidths of a continued run are those it began with"
 
 
-def test_a_length_that_is_complete_is_not_measured_again() -> None:
-    server, log = RestoringServer(), RestoreLog()
-    measure(server, SMALL, log)
-    asked = len(server.requests)
-    again = RestoringServer()
-    measure(again, SMALL, log)
-    assert asked > 0
-    assert again.requests == []
-
-
 def test_slow_arms_are_measured_in_the_first_rounds_only() -> None:
+    class Slow(RestoringServer):
+        async def cached(self, input_ids: list[int]) -> dict[str, int]:
+            await asyncio.sleep(0.5 if self.prefetch == "wait_complete" else 0.05)
+            return await super().cached(input_ids)
+
     log = RestoreLog()
-    options = dataclasses.replace(SMALL, rounds=3, slow_rounds=1)
-    for number in (1, 2):
-        for ratio, _, arm in order(options, number):
-            slow = ratio == 1.0 and arm == "load"
-            one = Trial("fake", 512, GRID, arm, number, 1.0, ratio, ttft_s=9.0 if slow else 1.0)
-            if not (slow and number == 2):
-                log.keep(one)
-    grid = Grid(options, Trials(Client("http://nowhere"), ServerCpu(None)), log)
-    spared = [
-        (r, a)
-        for r, _, a in order(options, 3)
-        if grid._is_spared(Trial("fake", 512, GRID, a, 3, 1.0, r))
-    ]
-    assert spared == [(1.0, "load")]
-    assert not any(
-        grid._is_spared(Trial("fake", 512, GRID, a, 1, 1.0, r)) for r, _, a in order(options, 1)
-    )
+    measure(Slow(), dataclasses.replace(ONE, rounds=2, slow_rounds=1), log)
+    assert [arm for number, _, arm in made(log) if number == 1].count("load") == 1
+    assert "load" not in [arm for number, _, arm in made(log) if number == 2]
+    assert "compute" in [arm for number, _, arm in made(log) if number == 2]
 
 
 def test_a_server_that_refuses_a_setting_is_an_error_that_names_it() -> None:
     with pytest.raises(BenchError, match=r"kvtier\.policy\.restore"):
         measure(RestoringServer(refuses=("kvtier.policy.restore",)), SMALL, RestoreLog())
-
-
-def test_a_server_that_brings_nothing_back_is_refused() -> None:
-    class Forgetful(RestoringServer):
-        async def cached(self, input_ids: list[int]) -> dict[str, int]:
-            await super().cached(input_ids)
-            return {"device": 0, "host": 0, "storage": 0}
-
-    with pytest.raises(BenchError, match="0 tokens of a stored prefix of 512 tokens"):
-        measure(Forgetful(), SMALL, RestoreLog())
 
 
 class Holed(RestoringServer):
@@ -190,29 +167,150 @@ def test_with_a_hole_nothing_is_loaded_by_sglang_and_there_is_no_bound() -> None
         assert row["bound_ms"] is row["link_bound_ms"] is row["tstar_ms"] is None
         assert row["speedup_vs_best_single"] is not None
 
-    class Forgetful(Holed):
+
+@pytest.mark.parametrize("hole", [False, True])
+def test_a_server_that_brings_nothing_back_is_refused(hole: bool) -> None:
+    class Forgetful(RestoringServer):
         async def cached(self, input_ids: list[int]) -> dict[str, int]:
             return await super().cached(input_ids) | {"storage": 0}
 
-    with pytest.raises(BenchError, match="0 tokens of a stored prefix"):
-        measure(Forgetful(), dataclasses.replace(SMALL, hole=True), RestoreLog())
+    with pytest.raises(BenchError, match="0 tokens of a stored prefix of 512 tokens"):
+        measure(Forgetful(), dataclasses.replace(SMALL, hole=hole), RestoreLog())
 
 
-def test_what_is_planned_is_what_is_made() -> None:
+# What fails
+
+
+def failing(when: Callable[[RestoringServer], bool]) -> RestoringServer:
+    """A server that refuses whole prompts when that is true of it."""
+    server = RestoringServer()
+    server.fail_when = lambda ids: "refuse" if len(ids) == LONG and when(server) else None
+    return server
+
+
+def stock_in_the_round(server: RestoringServer) -> bool:
+    """SGLang's own way with its timeout, once the grid has begun: the warm-up has asked for it once
+    before.
+    """
+    asked = [state[:2] for state in server.states].count(("off", "timeout"))
+    return (server.restore, server.prefetch) == ("off", "timeout") and asked > 0
+
+
+def test_a_request_that_fails_is_counted_and_is_no_equal_answer_until_it_is_made_again(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log.jsonl"
+    log = RestoreLog.open(path, {})
+    measure(failing(stock_in_the_round), ONE, log)
+    (row,) = cells(log)
+    assert row["errors"] == {"compute": 0, "load": 0, "kvtier": 0, "stock_timeout": 1}
+    assert row["rounds"] == {"compute": 1, "load": 1, "kvtier": 1, "stock_timeout": 0}
+    assert row["ttft_ms"]["stock_timeout"] is None
+    assert row["compared"] == 5
+    assert row["equal_tokens_fraction"] == row["equal_logprobs_fraction"] == pytest.approx(0.8)
+    summary = results_of(log)["summary"]
+    assert (summary["errors"], is_sound(summary)) == (1, False)
+    (note,) = failures(log.trials, 1)
+    assert note.startswith("1 requests failed") and "the prompt is too long" in note
+
+    again = RestoreLog.open(path, {})
+    measure(RestoringServer(), ONE, again)
+    (row,) = cells(again)
+    assert (sum(row["errors"].values()), row["rounds"]["stock_timeout"]) == (0, 1)
+    assert row["equal_tokens_fraction"] == 1.0
+    assert is_sound(results_of(again)["summary"])
+    assert sum(trial.error is not None for trial in again.trials) == 1, "the failure stays there"
+
+
+def test_a_cell_in_which_everything_failed_is_a_cell() -> None:
     log = RestoreLog()
-    measure(RestoringServer(), SMALL, log)
-    assert all(log.has(trial) for trial in planned(SMALL, 512))
-    assert curve_rounds(1) == [1]
-    assert curve_rounds(5) == [1, 3, 5]
+    log.add("scale", Scale("fake", 512, PAGE, 32768, 1.0))
+    log.keep(Trial("fake", 512, PRIME, "compute", 0, 0.0, output_ids=(1,), logprobs=(-0.5,)))
+    log.keep(Trial("fake", 512, GRID, "load", 1, 0.5, 1.0, LONG, error="HTTP 500"))
+    (row,) = cells(log)
+    assert (row["errors"], row["ttft_ms"]) == ({"load": 1}, {"load": None})
+    assert (row["equal_tokens_fraction"], row["foreign_cores"]) == (0.0, None)
 
 
-def test_a_cell_that_misses_an_aim_is_named() -> None:
-    row = {
-        "model": "fake", "length": 512, "load_over_compute": 1.0, "speedup_vs_load": 1.9, "speedup_vs_compute": 1.8,
-        "speedup_vs_best_single": 1.8, "bound_fraction": 0.96, "link_bound_fraction": 0.9, "errors": {}, "equal_tokens_fraction": 1.0,
-        "equal_logprobs_fraction": 1.0,
-    }  # fmt: skip
-    missed = summary_of([row])["missed"]
-    assert len(missed) == 1
-    assert "1.800 times as fast as either resource alone, the aim is 1.85" in missed[0]
-    assert summary_of([{**row, "speedup_vs_compute": 1.85}])["missed"] == []
+@pytest.mark.parametrize(
+    ("kind", "arm"), [(FIRST, "kvtier"), (RESIDENT, "compute"), (CURVE, "compute")]
+)
+def test_what_failed_beside_the_rounds_counts_and_is_made_again(kind: str, arm: str) -> None:
+    log = RestoreLog()
+    measure(RestoringServer(), ONE, log)
+    place = [(trial.kind, trial.arm) for trial in log.trials].index((kind, arm))
+    log.trials[place] = dataclasses.replace(log.trials[place], error="HTTP 500", ttft_s=None)
+    assert results_of(log)["summary"]["errors"] == 1
+    before = len(log.of("fake", 512, GRID))
+    measure(RestoringServer(), ONE, log)
+    assert results_of(log)["summary"]["errors"] == 0
+    assert len(log.of("fake", 512, GRID)) == before
+
+
+# What is disturbed
+
+
+def attempts(
+    server: RestoringServer,
+    monkeypatch: pytest.MonkeyPatch,
+    shares: tuple[float, ...] = (0.0, 0.0, 0.0),
+    paces: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
+) -> tuple[Trial, list[Trial]]:
+    """A trial beside which others use so many cores, attempt by attempt, on a machine as slow as
+    that before and after each; and what was discarded.
+    """
+    left, slow, discarded = iter(shares), iter(paces), list[Trial]()
+
+    class Watch:
+        def __init__(self, _: object) -> None:
+            pass
+
+        def stop(self) -> CpuShare:
+            return CpuShare(1.0, 0.0, next(left), 0.0)
+
+    monkeypatch.setattr(restore_trial, "CpuWatch", Watch)
+
+    async def go() -> Trial:
+        async with server.up(), Client(server.url, admin_key="secret") as client:
+            quiet = {"quiet_foreign": 0.1, "discard": discarded.append}
+            trials = trials_of(client, pace=lambda: next(slow), **quiet)
+            return await trials.run(Trial("fake", 512, GRID, "compute", 1, 0.5, 1.0), [1] * LONG)
+
+    return asyncio.run(go()), discarded
+
+
+def test_a_trial_that_others_disturb_is_repeated_and_the_least_disturbed_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, discarded = attempts(RestoringServer(), monkeypatch, shares=(3.0, 1.0, 2.0))
+    assert (kept.kind, kept.foreign_cores, kept.repeats) == (GRID, 1.0, 2)
+    assert [(one.kind, one.foreign_cores, one.load_over_compute) for one in discarded] == [
+        (DISCARDED, 3.0, 1.0),
+        (DISCARDED, 2.0, 1.0),
+    ]
+
+
+def test_a_trial_on_a_slow_machine_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, _ = attempts(RestoringServer(), monkeypatch, paces=(1.0, 3.0, 3.0, 4.0, 1.0, 1.1))
+    assert (kept.repeats, kept.slowness) == (2, pytest.approx(1.1))
+
+
+def test_a_repeat_that_fails_is_the_trial_however_disturbed_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = failing(lambda server: len(server.requests) == 2)
+    kept, discarded = attempts(server, monkeypatch, shares=(1.0, 9.0))
+    assert kept.error is not None and (kept.repeats, kept.foreign_cores) == (1, 9.0)
+    assert [(one.foreign_cores, one.error) for one in discarded] == [(1.0, None)]
+
+
+def test_a_discarded_answer_that_differs_is_seen_and_is_not_the_trial() -> None:
+    log = RestoreLog()
+    measure(RestoringServer(), ONE, log)
+    (row,) = cells(log)
+    good = next(trial for trial in log.of("fake", 512, GRID) if trial.arm == "kvtier")
+    log.keep(dataclasses.replace(good, kind=DISCARDED, output_ids=(9, 9, 9, 9), ttft_s=1e6))
+    (worse,) = cells(log)
+    assert worse["compared"] == row["compared"] + 1
+    assert worse["equal_tokens_fraction"] == pytest.approx(5 / 6)
+    assert worse["ttft_ms"] == row["ttft_ms"]

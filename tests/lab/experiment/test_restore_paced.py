@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 from commands import Command, Done
 from fake_restore import PAGE, PAGE_BYTES, RestoringServer
+from fake_restore import measure as measure_with
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.restore.cells import pace_of, results_of
 from sgl_kvtier.lab.experiment.restore.log import GRID, WARM, RestoreLog
 from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions, RestorePlan
-from sgl_kvtier.lab.experiment.restore.run import Grid
 from sgl_kvtier.lab.experiment.restore.server import setup_for
-from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, ServerCpu, Trial, Trials
+from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, Trial
 from sgl_kvtier.lab.experiment.scenarios import restore
-from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.paced import pace
 from sgl_kvtier.lab.paced.pace import PaceLog, Reader
 from sgl_kvtier.lab.pages import kinds
@@ -68,22 +67,8 @@ def measure(server: Device, path: Path, log: RestoreLog, **changed: Any) -> None
     options = RestorePlan(
         "fake", page=PAGE, chunk=512, lengths=(512,), ratios=(1.0,), rounds=1, **changed
     )
-
-    async def go() -> None:
-        async with server.up(), Client(server.url, admin_key="secret", dilation=DILATION) as client:
-            trials = Trials(
-                client,
-                ServerCpu(None),
-                quiet_foreign=1e9,
-                look_every_s=0.0,
-                pace=lambda: 1.0,
-                discard=log.keep,
-                bytes_scale=SCALE,
-                steps=Reader(path),
-            )
-            await Grid(options, trials, log).run()
-
-    asyncio.run(go())
+    paced = {"bytes_scale": SCALE, "steps": Reader(path)}
+    measure_with(server, options, log, dilation=DILATION, **paced)
 
 
 @pytest.fixture(scope="module")
@@ -171,15 +156,6 @@ def test_paced_and_computed_trials_share_no_log(tmp_path: Path) -> None:
         RestoreLog.open(file, restore.about(parsed("--dilation", "2")))
 
 
-def test_lengths_of_a_paced_device_are_those_of_real_prompts() -> None:
-    def of(*words: str) -> RestorePlan:
-        return restore.options_of(parsed(*words), "h100-llama8b", 64, 8192)
-
-    assert list(of().lengths) == [8192, 16384, 32768, 65536]
-    assert list(of("--quick").lengths) == [8192, 16384]
-    assert list(of("--lengths", "4k").lengths) == [4096]
-
-
 def test_a_server_gets_the_devices_own_model_disk_and_deadlines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,24 +169,6 @@ def test_a_server_gets_the_devices_own_model_disk_and_deadlines(
     policy = setup.sections["policy"]
     assert (policy["restore"], policy["load_deadline_s"]) == ("both", 4.0)
     assert setup.sections["lab"]["throttle"]["write_gbps"] == pytest.approx(4.0 * 8 / 512 / 2)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--models", "lab-mha"), "--models: paced:h100-llama8b brings a model of its own"),
-        (("--page-size", "16"), "--page-size 16: paced:h100-llama8b has 64"),
-        (("--lengths", "8016"), "--lengths: must be whole pages of 64 tokens"),
-    ],
-)
-def test_what_a_paced_device_has_otherwise_is_refused_before_a_server_starts(
-    kvtier: Command, tmp_path: Path, words: tuple[str, ...], said: str
-) -> None:
-    done = kvtier(tmp_path, "compare", "restore", *PACED, *words)
-    assert done.status == 1
-    assert said in done.err
-    assert done.err.count("\n") == 1
-    assert not (tmp_path / "work").exists()
 
 
 @pytest.fixture(scope="module")
