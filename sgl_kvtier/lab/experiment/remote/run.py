@@ -326,7 +326,7 @@ class RemoteRun:
         found = self.log.gbps(cell)
         if found is None:
             raise BenchError(
-                f"--load-over-compute: computing was not timed yet; measure {BASELINE} first"
+                f"--arms: a speed follows from the time of computing; measure {BASELINE} first, or give --gbps"
             )
         return found
 
@@ -366,7 +366,7 @@ class _Play:
             times.append(done.ttft_s)
         middle = percentile(times, 50)
         if middle is None:
-            raise BenchError("--load-over-compute: no prompt could be computed")
+            raise BenchError("no prompt could be computed, from which speeds follow")
         page = self.run.setup.page_size
         nbytes = options.length // page * page * options.token_bytes
         return Scale(options.model, options.length, page, nbytes, middle)

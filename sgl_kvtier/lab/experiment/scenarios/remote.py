@@ -41,7 +41,6 @@ from sgl_kvtier.lab.experiment.remote.run import (
     RemoteRun,
     RemoteRunOptions,
 )
-from sgl_kvtier.lab.experiment.scenarios.restore import ratios
 from sgl_kvtier.lab.outside.lab_model import write_named
 from sgl_kvtier.lab.outside.model_shapes import kv_bytes
 from sgl_kvtier.lab.outside.replay import milliseconds
@@ -88,8 +87,7 @@ class RemoteOptions(Options):
     lab_model: str = ""
     tokens: int = 0
     arms: Sequence[str] | None = None
-    gbps: Sequence[float] | None = None
-    load_over_compute: Sequence[float] | None = None
+    gbps: Sequence[float] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,14 +108,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gbps",
         type=_speeds,
         metavar="X,X",
-        help="speeds of the link between servers and store, in gigabits per second; 0: as fast as the relay goes (default 0)",
-    )
-    parser.add_argument(
-        "--load-over-compute",
-        type=ratios,
-        metavar="X,X",
-        help="and speeds at which loading a prompt takes X times as long as computing it, as 1/4,1,4 (default 1/4,1,4; none "
-        "where --gbps is given)",
+        default=(),
+        help="speeds of the link between servers and store, in gigabits per second; 0: as fast as it goes (default 0, and those "
+        "at which loading a prompt takes 1/4, 1 and 4 times as long as computing it)",
     )
     sessions = parser.add_argument_group("sessions")
     sessions.add_argument(
@@ -287,10 +280,9 @@ class Moving:
 
 
 def _cells(args: RemoteOptions) -> Sequence[Cell]:
-    gbps = [0.0] if args.gbps is None else args.gbps
-    usual = (1.0,) if args.quick else _RATIOS
-    derived = args.load_over_compute or (usual if args.gbps is None else ())
-    return [*(Cell(one) for one in gbps), *(Cell(None, ratio) for ratio in derived)]
+    if args.gbps:
+        return [Cell(gbps) for gbps in args.gbps]
+    return [Cell(0.0), *(Cell(None, ratio) for ratio in ((1.0,) if args.quick else _RATIOS))]
 
 
 def _rounds(args: RemoteOptions) -> int:
