@@ -46,20 +46,8 @@ def restore_trials(log: RestoreLog, logprobs: tuple[float, ...] = (-0.5,)) -> No
     log.keep(Trial("tiny-qwen3", 512, PRIME, "compute", 0, 0.0, output_ids=(1,), logprobs=(-0.5,)))
     for arm, seconds in (("compute", 1.0), ("load", 1.0), ("kvtier", 0.6)):
         answer: dict[str, Any] = {"output_ids": (1,), "logprobs": logprobs}
-        log.keep(
-            Trial(
-                "tiny-qwen3",
-                512,
-                GRID,
-                arm,
-                1,
-                0.25,
-                1.0,
-                prompt_tokens=528,
-                ttft_s=seconds,
-                **answer,
-            )
-        )
+        place = ("tiny-qwen3", 512, GRID, arm, 1, 0.25, 1.0)
+        log.keep(Trial(*place, prompt_tokens=528, ttft_s=seconds, **answer))
 
 
 def restore(
@@ -72,20 +60,10 @@ def restore(
     monkeypatch.setattr(Restoring, "_target", target)
     monkeypatch.setattr(Restoring, "measure_on", lambda self, *_: measure(self.log))
     out = tmp_path / "out.json"
-    command = [
-        "compare",
-        "restore",
-        "--device",
-        "cpu",
-        "--models",
-        "tiny-qwen3",
-        "--lengths",
-        "512",
-        "--json",
-        str(out),
-        *extra,
-    ]
-    return main(command), json.loads(out.read_text()) if out.exists() else {}
+    words = "compare restore --device cpu --models tiny-qwen3 --lengths 512 --json"
+    return main([*words.split(), str(out), *extra]), json.loads(
+        out.read_text()
+    ) if out.exists() else {}
 
 
 def dying(log: RestoreLog) -> None:
@@ -178,19 +156,8 @@ def test_requests_are_reported_when_the_server_cannot_be_fuzzed_on(
     monkeypatch.setattr(fuzz_command, "_reference", lambda *_: None)
     monkeypatch.setattr(fuzz_command, "_fuzz", fuzz)
     out = tmp_path / "out.json"
-    small = [
-        "--trace",
-        "generated:swe-mini",
-        "--sessions",
-        "2",
-        "--turns",
-        "2",
-        "--divisor",
-        "16",
-        "--device",
-        "cpu",
-    ]
-    assert main(["bench", "restore-fuzz", *small, "--json", str(out)]) == 1
+    load = "--trace generated:swe-mini --sessions 2 --turns 2 --divisor 16 --device cpu"
+    assert main(["bench", "restore-fuzz", *load.split(), "--json", str(out)]) == 1
     result = json.loads(out.read_text())
     assert (result["counts"]["requests"], result["notes"][-1]) == (1, NOTE)
     printed = capsys.readouterr()

@@ -116,30 +116,9 @@ def test_replay_command_reports_every_request(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, log = tmp_path / "replay.json", tmp_path / "log.jsonl"
-    arguments = [
-        "replay",
-        server.url,
-        "--trace",
-        "generated:swe-mini",
-        "--sessions",
-        "3",
-        "--turns",
-        "3",
-        "--divisor",
-        "16",
-    ]
-    arguments += [
-        "--gap-scale",
-        "0",
-        "--concurrency",
-        "2",
-        "--flush",
-        "--json",
-        str(out),
-        "--log",
-        str(log),
-    ]
-    assert main(arguments) == 0
+    load = "--trace generated:swe-mini --sessions 3 --turns 3 --divisor 16 --gap-scale 0"
+    words = ["replay", server.url, *load.split(), "--concurrency", "2", "--flush"]
+    assert main([*words, "--json", str(out), "--log", str(log)]) == 0
     result = json.loads(out.read_text())
     assert result["schema"] == "kvtier.replay/1"
     assert (result["figures"]["requests"], result["figures"]["errors"]) == (9, 0)

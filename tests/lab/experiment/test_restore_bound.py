@@ -9,7 +9,6 @@ from sgl_kvtier.lab.experiment.restore.bound import (
     best_split,
     curve_points,
     optimal,
-    optimal_of_link,
     request_seconds,
     t_star,
 )
@@ -65,7 +64,7 @@ def test_a_request_costs_what_is_left_of_one_page_after_a_decoding_step() -> Non
 def test_the_bound_of_the_link_leaves_out_what_loading_costs_beside_it(
     load_only_s: float, link_s: float, seconds: float
 ) -> None:
-    found = optimal_of_link(4096, 1, STRAIGHT, load_only_s, resident_s=0.2, link_s=link_s)
+    found = optimal(4096, 1, STRAIGHT, load_only_s, resident_s=0.2, link_s=link_s)
     assert found.seconds == pytest.approx(seconds, rel=1e-3)
     measured = optimal(4096, 1, STRAIGHT, load_only_s, resident_s=0.2)
     assert found.seconds <= measured.seconds

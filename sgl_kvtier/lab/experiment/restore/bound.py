@@ -68,36 +68,26 @@ def best_split(
 
 
 def optimal(
-    prefix: int, page: int, curve: ComputeCurve, load_only_s: float, resident_s: float
-) -> Best:
-    """T_opt: both resources at full speed and not disturbing each other, met to the page.
-
-    `load_only_s` is the time to first token when all of the prefix is loaded. `resident_s` is that
-    time when all of it is in device memory. Their difference is the loading, taken as linear;
-    `resident_s` is what remains after it.
-    """
-    whole_s = max(load_only_s - resident_s, 0.0)
-    return best_split(
-        prefix, page, curve.seconds, lambda tokens: whole_s * tokens / prefix, resident_s
-    )
-
-
-def optimal_of_link(
     prefix: int,
     page: int,
     curve: ComputeCurve,
     load_only_s: float,
     resident_s: float,
-    link_s: float,
+    link_s: float | None = None,
 ) -> Best:
-    """T_link: T_opt with the loading time of the link itself at the bandwidth that was set,
-    `link_s`.
+    """T_opt: both resources at full speed and not disturbing each other, met to the page. With
+    `link_s`, the loading time of the link itself at the bandwidth that was set, it is T_link.
 
-    The measured loading includes SGLang's other work, such as copies in host memory and polling
-    them. An engine that does without that has only the link. T_link is never above T_opt.
+    `load_only_s` is the time to first token when all of the prefix is loaded. `resident_s` is that
+    time when all of it is in device memory. Their difference is the loading, taken as linear;
+    `resident_s` is what remains after it. That loading includes SGLang's other work, such as copies
+    in host memory and polling them. An engine that does without that has only the link, so T_link
+    is never above T_opt.
     """
-    loading_s = min(max(load_only_s - resident_s, 0.0), link_s)
-    rest_s = min(resident_s, max(load_only_s - link_s, 0.0))
+    loading_s, rest_s = max(load_only_s - resident_s, 0.0), resident_s
+    if link_s is not None:
+        loading_s = min(loading_s, link_s)
+        rest_s = min(rest_s, max(load_only_s - link_s, 0.0))
     return best_split(
         prefix, page, curve.seconds, lambda tokens: loading_s * tokens / prefix, rest_s
     )

@@ -24,13 +24,7 @@ from sgl_kvtier.lab.experiment.restore.arms import (
     SINGLES,
     STALL_ANY,
 )
-from sgl_kvtier.lab.experiment.restore.bound import (
-    ComputeCurve,
-    optimal,
-    optimal_of_link,
-    request_seconds,
-    t_star,
-)
+from sgl_kvtier.lab.experiment.restore.bound import ComputeCurve, optimal, request_seconds, t_star
 from sgl_kvtier.lab.experiment.restore.log import (
     CURVE,
     FIRST,
@@ -293,9 +287,8 @@ def _bounds(
             best = optimal(scale.length, scale.page, curve, load, resident)
             bound, split = best.seconds, best.computed_tokens
         if curve.first_token_s and gbps:
-            link = optimal_of_link(
-                scale.length, scale.page, curve, load, resident, scale.link_s(gbps)
-            ).seconds
+            link_s = scale.link_s(gbps)
+            link = optimal(scale.length, scale.page, curve, load, resident, link_s).seconds
     return {
         "bound_ms": milliseconds(bound),
         "bound_fraction": _over(bound, ours),

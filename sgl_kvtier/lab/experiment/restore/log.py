@@ -93,31 +93,19 @@ class RestoreLog(Log):
         A run that goes on from the log makes failed trials again, and then only the last attempt
         counts.
         """
-        last = {
-            _key(t): t for t in self.trials if (t.model, t.length, t.kind) == (model, length, kind)
-        }
+        wanted = (model, length, kind)
+        last = {t.key: t for t in self.trials if (t.model, t.length, t.kind) == wanted}
         return [t for t in last.values() if t.error is not None]
 
-    def has(self, wanted: Trial) -> bool:
-        """Whether the trial this describes was made, and succeeded."""
-        key = _key(wanted)
-        return any(_key(one) == key for one in self.of(wanted.model, wanted.length, wanted.kind))
-
-    def made(self, wanted: Batch) -> list[Batch]:
-        """Batches of this kind and key that did not fail."""
-        return [
-            one
-            for one in self.batches
-            if (one.kind, one.key, one.error) == (wanted.kind, wanted.key, None)
-        ]
+    def has(self, wanted: Attempt) -> bool:
+        """Whether the trial or batch that this describes was made, and succeeded."""
+        made = self.batches if isinstance(wanted, Batch) else self.trials
+        key = (wanted.kind, wanted.key, None)
+        return any((one.kind, one.key, one.error) == key for one in made)
 
     def reference(self, one: Batch) -> Batch | None:
         """The batch with the answers that a batch is compared with."""
         return next((b for b in self.batches if (b.kind, b.place) == (PRIME, one.place)), None)
-
-
-def _key(trial: Trial) -> tuple[Any, ...]:
-    return trial.arm, trial.round, trial.load_over_compute, trial.prompt_tokens
 
 
 def seconds(trials: Iterable[Trial]) -> list[float]:

@@ -223,7 +223,7 @@ class Together(Run):
         options = self.options
         numbers = range(1, options.rounds + 1)
         left = [(number, *cell) for number in numbers for cell in order(options, number)]
-        wanted = [one for one in left if not self.log.made(self._base(GRID, *one))]
+        wanted = [one for one in left if not self.log.has(self._base(GRID, *one))]
         for _ in range(len(left) - len(wanted)):
             self.advance()
         page_bytes = 0.0

@@ -89,6 +89,11 @@ class Attempt:
         """Seconds until the last first token; None where there was none."""
         raise NotImplementedError
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from others of its kind."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Trial(Attempt):
@@ -104,6 +109,11 @@ class Trial(Attempt):
     @property
     def took_s(self) -> float | None:
         return self.ttft_s
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        place = (self.model, self.length, self.arm, self.round)
+        return (*place, self.load_over_compute, self.prompt_tokens)
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,6 @@ class Batch(Attempt):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from others of its kind."""
         return (*self.place, self.arm, self.load_over_compute)
 
     @property
