@@ -92,24 +92,17 @@ def curve_rounds(rounds: int) -> list[int]:
 
 
 def planned(options: RestorePlan, length: int) -> Iterator[Trial]:
-    """Every trial of a length that is counted as progress, as far as it is known in advance."""
+    """Every trial of a length that is counted as progress, in its order. The bandwidths are not
+    known in advance.
+    """
     for number in range(1, options.rounds + 1):
         if number in curve_rounds(options.rounds):
             for tokens in options.curve_points(length):
-                yield Trial(
-                    options.model, length, CURVE, COMPUTE, number, 0.0, prompt_tokens=tokens
-                )
+                place = (options.model, length, CURVE, COMPUTE, number, 0.0)
+                yield Trial(*place, prompt_tokens=tokens)
         for ratio, _, arm in order(options, number):
-            yield Trial(
-                options.model,
-                length,
-                GRID,
-                arm,
-                number,
-                0.0,
-                ratio,
-                prompt_tokens=length + options.page,
-            )
+            cell = (options.model, length, GRID, arm, number, 0.0, ratio)
+            yield Trial(*cell, prompt_tokens=length + options.page)
 
 
 def prompt(options: RestorePlan, length: int) -> list[int]:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.restore.arms import BOTH_ENDS, COMPUTE, LOAD, OURS, RESTORE_ARMS
 from sgl_kvtier.lab.experiment.restore.log import (
-    CURVE,
     FIRST,
     GRID,
     PAGE,
@@ -35,7 +34,6 @@ from sgl_kvtier.lab.experiment.restore.log import (
 from sgl_kvtier.lab.experiment.restore.plan import (
     RestorePlan,
     arrivals_of,
-    curve_rounds,
     decoders_of,
     lengths_of,
     order,
@@ -150,11 +148,11 @@ class Grid(Run):
             for _ in range(_CALIBRATIONS if RESTORE_ARMS[arm].estimates else 1):
                 base = self.trial(length, WARM, arm, gbps=scale.gbps(1.0))
                 await self.warm(base, ids, least if arm == loader else 0)
-        for number in range(1, options.rounds + 1):
-            if number in curve_rounds(options.rounds):
-                await self._curve(length, ids, number)
-            for ratio, _, arm in order(options, number):
-                await self._cell(scale, ids, number, ratio, arm)
+        for wanted in planned(options, length):
+            ratio = wanted.load_over_compute
+            gbps = 0.0 if ratio is None else scale.gbps(ratio)
+            await self._measure(dataclasses.replace(wanted, gbps=gbps), ids)
+            self.advance()
 
     async def _small(self, length: int, ids: Sequence[int]) -> None:
         """Measures a request without its prefix: a prompt of one page, and the prompt while it is
@@ -174,43 +172,30 @@ class Grid(Run):
             if not self.log.has(base):
                 self.log.keep(await self.trials.run(base, ids[:page]))
 
-    async def _curve(self, length: int, ids: Sequence[int], number: int) -> None:
-        for tokens in self.options.curve_points(length):
-            base = self.trial(length, CURVE, COMPUTE, number)
-            base = dataclasses.replace(base, prompt_tokens=tokens)
-            self.describe(f"{base.model} {length:,} tokens: compute curve, {tokens:,}")
-            if not self.log.has(base):
-                self.log.keep(await self.trials.run(base, ids[:tokens]))
-            self.advance()
-
-    async def _cell(
-        self, scale: Scale, ids: Sequence[int], number: int, ratio: float, arm: str
-    ) -> None:
-        where = f"{scale.model} {scale.length:,} tokens, round {number}"
-        self.describe(f"{where}, load/compute {ratio:g}, {arm}")
-        base = dataclasses.replace(
-            self.trial(scale.length, GRID, arm, number, scale.gbps(ratio)),
-            load_over_compute=ratio,
-            prompt_tokens=len(ids),
-        )
+    async def _measure(self, base: Trial, ids: Sequence[int]) -> None:
+        """A trial of a round, unless it was made. An arm that estimates the bandwidth restores once
+        before it.
+        """
+        ratio = base.load_over_compute
+        what = f"compute curve, {base.prompt_tokens:,}"
+        if ratio is not None:
+            what = f"load/compute {ratio:g}, {base.arm}"
+        self.describe(f"{base.model} {base.length:,} tokens, round {base.round}, {what}")
         missing = not self.log.has(base)
-        if not self._is_made(base) and not (missing and self._is_spared(base)):
-            if RESTORE_ARMS[arm].estimates:
-                first = dataclasses.replace(base, kind=FIRST)
-                self.log.keep(await self.trials.run(first, ids, repeat=False))
-            if missing:
-                self.log.keep(await self.trials.run(base, ids))
-        self.advance()
+        if self._is_made(base) or (missing and self._is_spared(base)):
+            return
+        if ratio is not None and RESTORE_ARMS[base.arm].estimates:
+            first = dataclasses.replace(base, kind=FIRST)
+            self.log.keep(await self.trials.run(first, ids, repeat=False))
+        if missing:
+            self.log.keep(await self.trials.run(base, ids[: base.prompt_tokens]))
 
     def _is_spared(self, base: Trial) -> bool:
         limit = self.options.slow_rounds
         if limit is None or base.round <= limit:
             return False
-        cell = [
-            t
-            for t in self.log.of(base.model, base.length, GRID)
-            if t.load_over_compute == base.load_over_compute
-        ]
+        made = self.log.of(base.model, base.length, GRID)
+        cell = [t for t in made if t.load_over_compute == base.load_over_compute]
         best = min(seconds(cell), default=0.0)
         mine = percentile(seconds(t for t in cell if t.arm == base.arm), 50)
         return mine is not None and mine > SLOW * best
