@@ -18,7 +18,6 @@ from sgl_kvtier.console import (
     Table,
     check_target,
     envelope,
-    environment,
     print_table,
     progress,
     write_json,
@@ -26,17 +25,16 @@ from sgl_kvtier.console import (
 )
 from sgl_kvtier.errors import ConfigError, KVTierError
 from sgl_kvtier.lab.pages.compare.tables import declined_table
+from sgl_kvtier.lab.pages.stats import percentile
 from sgl_kvtier.lab.pages.timeline import whole_lines
 from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.cells import Agreement, Cell, agreement, agreement_by_reading, as_rows
 from sgl_kvtier.lab.sim.declined import by_reason, declined
 from sgl_kvtier.lab.sim.experiment import DRAWS, Load, Machine, outcome, over_draws, run_policy
 from sgl_kvtier.lab.sim.hardware import known_hardware, known_models, load_hardware
-from sgl_kvtier.lab.sim.log_pictures import log_html
-from sgl_kvtier.lab.sim.pictures import cells_table, draws_table, policies_table, sim_html
 from sgl_kvtier.lab.sim.policies import AHEAD, POLICIES, policy
 from sgl_kvtier.lab.sim.replay import replay
-from sgl_kvtier.lab.sim.requests import SimResult
+from sgl_kvtier.lab.sim.tables import cells_table, draws_table, policies_table
 from sgl_kvtier.lab.workload.catalogue import FOLDER_HELP
 from sgl_kvtier.lab.workload.source import BLOCK_TOKENS, GENERATED
 
@@ -49,7 +47,7 @@ _QUICK_POLICIES = "stock,cake,cacheflow,kvtier,oracle"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `run`, `network`, `batches`, `paper`, `replay-log` and `list` with their options."""
+    """Adds `run`, `paper`, `replay-log` and `list` with their options."""
     actions = parser.add_subparsers(
         dest="action", required=True, metavar="{run,paper,replay-log,list}"
     )
@@ -86,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draws",
         type=positive,
         metavar="N",
-        help="repeat with N seeds, from --seed on, and print medians and ranges; --html shows the "
-        f"first (default {DRAWS} with --start-every or a generated trace, else 1, as with --log)",
+        help="repeat with N seeds, from --seed on, and print medians and ranges "
+        f"(default {DRAWS} with --start-every or a generated trace, else 1, as with --log)",
     )
     running.add_argument(
         "--start-every",
@@ -105,9 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     running.add_argument("--block-tokens", type=positive, metavar="N", help=BLOCK_TOKENS)
     running.add_argument(
         "--json", metavar="FILE", help="write the result as JSON; - for standard output"
-    )
-    running.add_argument(
-        "--html", metavar="FILE", help="write one page with timelines and distributions"
     )
     running.add_argument(
         "--log",
@@ -170,19 +165,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     replaying.add_argument("log", metavar="FILE", type=Path)
     replaying.add_argument(
-        "--html",
-        metavar="PAGE",
-        help="write one page with the two pointers of each restoration over time",
-    )
-    replaying.add_argument(
-        "--rid",
-        action="append",
-        default=[],
-        metavar="RID",
-        help="with --html: this request's; may be given again (default: the longest)",
-    )
-
-    replaying.add_argument(
         "--declined",
         action="store_true",
         help="show the offers that were declined, by reason, and how often that was right",
@@ -209,14 +191,14 @@ def _run(args: argparse.Namespace) -> int:
             "--log writes the decisions of one policy in one draw: give one with --policy, and no "
             "--draws"
         )
-    for target in filter(None, (args.json, args.html, args.log)):
+    for target in filter(None, (args.json, args.log)):
         check_target(target)
     config = load_config(args.config).policy if args.config else AHEAD
     machine, load = _machine(args), _load(args)
     lines: list[str] = []
     drawn = _drawn(args, machine, load, config, lines)
-    outcomes = [outcome for _, some, _ in drawn for outcome in some]
-    description, first, results = drawn[0]
+    outcomes = [outcome for _, some in drawn for outcome in some]
+    description, first = drawn[0]
     over = over_draws(outcomes)
     steps = load_hardware(machine.hardware).measured.get(machine.model, "assumed")
     setup = {
@@ -228,8 +210,6 @@ def _run(args: argparse.Namespace) -> int:
     }
     if args.log:
         write_text("\n".join(lines) + "\n", args.log)
-    if args.html:
-        write_text(sim_html(setup, first, results, environment()), args.html)
     if args.json:
         found = {"setup": setup, "policies": outcomes, "draws": over}
         write_json(envelope(SCHEMA_RUN, _command(), found), args.json)
@@ -243,16 +223,15 @@ def _run(args: argparse.Namespace) -> int:
 
 def _drawn(
     args: argparse.Namespace, machine: Machine, load: Load, config: PolicyConfig, log: list[str]
-) -> list[tuple[str, list[dict[str, Any]], dict[str, SimResult]]]:
-    """Per draw: the workload in words, each policy's outcome, and of the first draw its results."""
+) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Per draw: the workload in words, and each policy's outcome."""
     names = list(dict.fromkeys(args.policy.split(",")))
     loads = [replace(load, seed=load.seed + place) for place in range(args.draws)]
-    found: list[tuple[str, list[dict[str, Any]], dict[str, SimResult]]] = []
+    found = []
     prepared = [one.requests(machine.page_tokens) for one in loads]
     total = sum(len(requests) for _, requests in prepared) * len(names)
     with progress("simulating", total, "requests") as bar:
         for one, (description, requests) in zip(loads, prepared, strict=True):
-            results: dict[str, SimResult] = {}
             outcomes = []
             for name in names:
                 bar.describe(f"{name}, seed {one.seed}" if args.draws > 1 else name)
@@ -261,14 +240,11 @@ def _drawn(
                     machine,
                     requests,
                     config,
-                    record=bool(args.html) and not found,
                     on_finish=lambda _: bar.advance(),
                     log=log.append if args.log else None,
                 )
                 outcomes.append({**outcome(name, result), "seed": one.seed})
-                if not found:
-                    results[name] = result
-            found.append((description, outcomes, results))
+            found.append((description, outcomes))
     return found
 
 
@@ -350,12 +326,6 @@ def _in_words(measured: Agreement) -> str:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    if args.rid and not args.html:
-        raise ConfigError("--rid names what --html draws: give both")
-    if args.html:
-        check_target(args.html)
-        with _opened(args.log) as log:
-            write_text(log_html(whole_lines(log), str(args.log), args.rid), args.html)
     with _opened(args.log) as log:
         replayed = replay(whole_lines(log))
     if replayed.difference is not None:
@@ -365,6 +335,11 @@ def _replay(args: argparse.Namespace) -> int:
         f"{replayed.steps} plans with {replayed.commands} commands are identical ({replayed.facts} "
         "facts)"
     )
+    if replayed.step_s:
+        middle, slow = (1e6 * (percentile(replayed.step_s, share) or 0.0) for share in (50, 99))
+        print(
+            f"A planner step took {middle:.0f} us of CPU time in the median, {slow:.0f} us in p99."
+        )
     if replayed.failures:
         print(f"The planner failed {replayed.failures} times, as it did when the log was written.")
     if replayed.questions:

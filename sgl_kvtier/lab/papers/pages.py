@@ -1,22 +1,32 @@
-"""How far the printed numbers of the three papers agree with ours, and their rules beside ours: the
-tables of docs/results/papers.md.
+"""Writes the tables of docs/results/papers.md and docs/results/simulator.md: how printed numbers of
+the three papers agree with ours, their rules beside ours, and planners on recorded traces.
 
-`python -m sgl_kvtier.lab.papers.pages docs/results` replaces the text between the page's markers.
-The text around them is written by hand. `kvtier sim paper NAME` prints every cell.
+`python -m sgl_kvtier.lab.papers.pages docs/results [papers|traces]` replaces the text between a
+page's markers. The text around them is written by hand. A trace that is missing is an error.
+`kvtier sim paper NAME` prints every cell.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeAlias
 
-from sgl_kvtier.console import progress
-from sgl_kvtier.console.document import write_text
-from sgl_kvtier.console.table import Column, Row, Table, to_markdown
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.console import Column, Table, progress, to_markdown, write_text
+from sgl_kvtier.console.table import Row
+from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.papers import batches, cacheflow, cake, tierkv
-from sgl_kvtier.lab.papers.traces_page import put
+from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.cells import agreement
+from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, over_draws, run_policy
+from sgl_kvtier.lab.sim.policies import AHEAD
+from sgl_kvtier.lab.sim.tables import draws_table
+
+# --- the papers -----------------------------------------------------------------------------------
 
 PAPERS = {
     "Cake (ICML 2025), Tables 3 to 7": cake,
@@ -55,9 +65,9 @@ def _percent(value: float | None) -> float | None:
     return None if value is None else 100 * value
 
 
-def main(folder: str) -> None:
-    """Rewrites the page of this folder. Raises TraceError where a trace or a marker is missing."""
-    page, rows = Path(folder) / "papers.md", []
+def write_papers(folder: Path) -> None:
+    """Rewrites papers.md in this folder: about five minutes."""
+    page, rows = folder / "papers.md", []
     with progress("papers", len(PAPERS) + 1, "tables") as bar:
         for name, paper in PAPERS.items():
             rows.append(_row(name, paper))
@@ -68,5 +78,82 @@ def main(folder: str) -> None:
     write_text(put(text, "batches", to_markdown(several)), str(page))
 
 
+# --- recorded traces ------------------------------------------------------------------------------
+
+_SEEDS = range(1, 7)
+_MACHINE = Machine(device_bytes=8 << 30, host_bytes=8 << 30, storage_gbps=28)
+"""Its memory is too small for these loads."""
+_POLICIES = {
+    name: (name, AHEAD) for name in ("recompute", "stock", "cake", "kvtier", "restore", "unbounded")
+}
+_BY_ARRIVAL = {"kvtier by arrival": ("kvtier", replace(AHEAD, queue="arrival"))}
+
+Rows: TypeAlias = Mapping[str, tuple[str, PolicyConfig]]
+"""Policies with their settings, by the rows' names."""
+
+SCENES: Mapping[str, tuple[Load, Rows]] = {
+    "swe": (
+        Load("swe_openhands_claude35", 16, pace=Pace(mean_start_s=12.0), most_prompt_tokens=60_000),
+        _POLICIES | _BY_ARRIVAL,
+    ),
+    "claude-code": (
+        Load(
+            "claude_code_blocks64",
+            5,
+            pace=Pace(mean_start_s=30.0, most_gap_s=60.0, most_output_tokens=256),
+            most_prompt_tokens=50_000,
+        ),
+        _POLICIES,
+    ),
+}
+
+
+def scene_markdown(name: str) -> str:
+    """The table of a scene over all draws of its session starts."""
+    load, rows = SCENES[name]
+    draws = [replace(load, seed=seed).requests(_MACHINE.page_tokens) for seed in _SEEDS]
+    outcomes: list[dict[str, Any]] = []
+    with progress(name, sum(len(drawn) for _, drawn in draws) * len(rows), "requests") as bar:
+        for _, requests in draws:
+            for row, (policy, config) in rows.items():
+                result = run_policy(
+                    policy, _MACHINE, requests, config, on_finish=lambda _: bar.advance()
+                )
+                outcomes.append(outcome(row, result))
+    description, requests = draws[-1]
+    title = f"{description.split('.: ')[0]}: {len(requests)} requests, {len(_SEEDS)} draws"
+    return to_markdown(draws_table(over_draws(outcomes), title))
+
+
+def write_traces(folder: Path) -> None:
+    """Rewrites simulator.md in this folder."""
+    page = folder / "simulator.md"
+    for name in SCENES:
+        table = scene_markdown(name)
+        write_text(put(page.read_text("utf-8"), name, table), str(page))
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+def put(page: str, name: str, text: str) -> str:
+    """The page with what stands between the markers of `name` replaced. Raises TraceError when it
+    has none.
+    """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if begin not in page or end not in page:
+        raise TraceError(f"the page has no place for {name}: it needs the lines {begin} and {end}")
+    head, rest = page.split(begin, 1)
+    return f"{head}{begin}\n\n{text}\n\n{end}{rest.split(end, 1)[1]}"
+
+
+def main(folder: str, part: str = "all") -> None:
+    """Rewrites the pages of this folder. Raises TraceError where a trace or a marker is missing."""
+    if part != "traces":
+        write_papers(Path(folder))
+    if part != "papers":
+        write_traces(Path(folder))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -44,8 +44,7 @@ class StepCost:
     whatever the batch holds.
 
     fixed + max(floor, a * tokens) + b * sum n (start + n / 2) + c * kv tokens of decoding
-    sequences, tokens being those of prefill, background and decode. `background_start` is the
-    position of background tokens in their prompts.
+    sequences, tokens being those of prefill, background and decode.
     """
 
     fixed_s: float
@@ -53,7 +52,6 @@ class StepCost:
     per_token_position_s: float = 0.0
     floor_s: float = 0.0
     per_kv_token_s: float = 0.0
-    background_start: int = 0
 
     def seconds(self, batch: Batch) -> float:
         """How long the step takes with the machine to itself. A pass through some layers takes
@@ -65,7 +63,7 @@ class StepCost:
             ) + (self.seconds(Batch(batch.prefills)) if batch.prefills else 0.0)
         tokens = batch.prefill_tokens + batch.background + batch.decodes
         pairs = sum(len(span) * (span.start + len(span) / 2) for span in batch.prefills)
-        pairs += batch.background * (self.background_start + batch.background / 2)
+        pairs += batch.background**2 / 2
         return (
             self.fixed_s
             + max(self.floor_s, self.per_token_s * tokens)
@@ -97,21 +95,3 @@ class MeasuredCost:
             return decode.at(batch.decodes, context)
         contexts_s = decode.at(batch.decodes, context) - decode.at(batch.decodes, 0)
         return self.profile.prefill_seconds([*spans, (batch.decodes, 0)]) + max(contexts_s, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """The share of the machine a step gets, over time. Pairs are (from this second on, share),
-    ascending; 1 before the first.
-    """
-
-    trace: tuple[tuple[float, float], ...] = ()
-
-    def at(self, now: float) -> float:
-        """The share that holds at this second."""
-        share = 1.0
-        for since, value in self.trace:
-            if since > now:
-                break
-            share = value
-        return share

@@ -132,7 +132,6 @@ def run_policy(
     requests: Sequence[SimRequest],
     config: PolicyConfig,
     *,
-    record: bool = False,
     on_finish: Callable[[SimRequest], None] | None = None,
     log: Callable[[str], object] | None = None,
 ) -> SimResult:
@@ -149,9 +148,7 @@ def run_policy(
     server = chosen.server(spec)
     if chosen.served:
         planner = Served(cast(Consulted, planner), shape, server, config.min_restore_tokens)
-    return simulate(
-        planner, hardware, model, requests, server=server, record=record, on_finish=on_finish
-    )
+    return simulate(planner, hardware, model, requests, server=server, on_finish=on_finish)
 
 
 def outcome(name: str, result: SimResult) -> dict[str, Any]:

@@ -38,8 +38,6 @@ class Hands:
         self._write_down = write_down
         self._facts: list[Fact] = []
         self.caches = Caches(capacities, transfers, page_bytes, self.tell, lambda: env.now)
-        self.loading = 0
-        """Loads asked for and not ended."""
         self.wake: Callable[[], None] = lambda: None
         transfers.on_end = self._transfer_ended
 
@@ -137,7 +135,6 @@ class Hands:
         span = Span(live.resident_pages, live.resident_pages + self.in_host(live))
         keys, host = live.spec.keys[span.start : span.stop], self.caches.host
         host.pin(keys)
-        self.loading += len(span)
         live.copying = True
 
         def done(transfer: Transfer, seconds: float) -> None:
@@ -146,7 +143,6 @@ class Hands:
             live.copying, live.copied = False, True
             live.done_tokens = span.stop * self._page_tokens
             live.result.spliced_tokens += len(span) * self._page_tokens
-            self._end_load(span, staged=False)
             nbytes = len(span) * self._page_bytes
             self.tell(TransferDone("", transfer.link, Span(0, 0), nbytes, seconds, self._env.now))
 
@@ -171,7 +167,6 @@ class Hands:
             assert not restoring.loading(), f"{live.rid} is given up while loads are under way"
             for span, tier in restoring.sources:
                 landed = restoring.landed_in(span)
-                live.result.unused_tokens += landed * self._page_tokens
                 link = live.load_link or LINK_OF[tier]
                 self._transfers.results[link].wasted_bytes += landed * self._page_bytes
         device.release(live.private)
@@ -251,7 +246,6 @@ class Hands:
             )
             self.caches.host.claim(staging)
         self.caches.tell_drops()
-        self.loading += len(load.span)
         live.load_link = load.link
         calls = _LoadCalls(self, live, restoring, load.source, staging > 0)
         due_s = self._env.now + load.deadline_s
@@ -263,7 +257,7 @@ class Hands:
 
     def landed(self, live: Live, transfer: Transfer, seconds: float, staged: bool) -> None:
         """Pages of a load are on the device."""
-        self._end_load(transfer.span, staged)
+        self._unstage(transfer.span, staged)
         nbytes = self._transfers.nbytes(transfer)
         self.tell(
             TransferDone(live.rid, transfer.link, transfer.span, nbytes, seconds, self._env.now)
@@ -271,15 +265,14 @@ class Hands:
 
     def lost(self, live: Live, span: Span, reason: str, staged: bool) -> None:
         """Pages of a load will not come."""
-        self._end_load(span, staged)
+        self._unstage(span, staged)
         if not live.reserved:
             self.caches.device.release(len(span))
             live.private -= len(span)
         live.result.lost_tokens += len(span) * self._page_tokens
         self.tell(PagesLost(live.rid, span, reason, self._env.now))
 
-    def _end_load(self, span: Span, staged: bool) -> None:
-        self.loading -= len(span)
+    def _unstage(self, span: Span, staged: bool) -> None:
         if staged:
             self.caches.host.release(len(span))
 

@@ -34,14 +34,6 @@ class Restoring:
         """Pages below are part of the prefix or being computed."""
         return self._front
 
-    @property
-    def back(self) -> int:
-        """The lowest page at or above the front that is landed or on its way."""
-        places = [
-            place for place in (self._state.find(_LOADING), self._state.find(_LANDED)) if place >= 0
-        ]
-        return min(places, default=self.pages)
-
     def begin_load(self, span: Span, tier: Tier, known_places: bool) -> None:
         """A load of these pages is accepted. `known_places`: they lie where they were offered.
         Otherwise they may have been moved since, and pages not there when the load begins are lost.

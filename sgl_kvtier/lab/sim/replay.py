@@ -4,6 +4,7 @@ same plans.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -101,6 +102,8 @@ class Replayed:
     """Times the planner raised, in the log and again."""
     questions: int = 0
     """Times it was asked between two steps."""
+    step_s: tuple[float, ...] = ()
+    """Seconds of the thread's CPU time that each step took the planner here."""
 
 
 def replay(lines: Iterable[str], make: Callable[[Header], Planner] | None = None) -> Replayed:
@@ -142,6 +145,7 @@ class _Run:
         self._facts = self._steps = self._commands = self._changes = self._failures = (
             self._questions
         ) = 0
+        self._step_s: list[float] = []
         self._at: Fact | StepView | None = None
         """The fact or view given last."""
         self._planned: StepPlan | None = None
@@ -179,6 +183,7 @@ class _Run:
             self._changes,
             self._failures,
             self._questions,
+            tuple(self._step_s),
         )
 
     def _give(self, record: Fact | StepView) -> None:
@@ -186,7 +191,9 @@ class _Run:
         # a planner's defect is what is being looked for: it has to fail in the log as well
         try:
             if isinstance(record, StepView):
+                began = time.thread_time()
                 self._planned = self._planner.step(record)
+                self._step_s.append(time.thread_time() - began)
             else:
                 self._facts += 1
                 self._changes += isinstance(record, PolicyChanged)

@@ -55,8 +55,8 @@ class RequestResult:
     otherwise.
 
     `hit_tokens`: what lay in each tier when it arrived. `computed` + `spliced` + `resident_tokens`
-    = prompt. `unused_tokens` were loaded and never became part of a prefix. `restore_mode` is what
-    the planner answered ("" = nothing to restore), `left` whether the engine loaded it by itself.
+    = prompt. `restore_mode` is what the planner answered ("" = nothing to restore), `left` whether
+    the engine loaded it by itself.
     """
 
     rid: str
@@ -70,7 +70,6 @@ class RequestResult:
     resident_tokens: int = 0
     computed_tokens: int = 0
     spliced_tokens: int = 0
-    unused_tokens: int = 0
     lost_tokens: int = 0
     restore_mode: str = ""
     left: bool = False
@@ -98,18 +97,6 @@ class LinkResult:
 
 
 @dataclass(slots=True)
-class Timeline:
-    """Events over time, for plots. Empty unless recording was asked for."""
-
-    pointers: list[tuple[float, str, int, int]] = field(default_factory=list)
-    """(second, rid, front, back) in tokens: below front is delivered, from back on is loaded or on
-    its way.
-    """
-    occupancy: list[tuple[float, dict[Tier, int]]] = field(default_factory=list)
-    """(second, pages in use per tier)."""
-
-
-@dataclass(slots=True)
 class SimResult:
     """All of a run. `events` are those of the event kernel, `steps` those of the engine."""
 
@@ -117,7 +104,6 @@ class SimResult:
     links: dict[Link, LinkResult]
     pipes: dict[str, tuple[float, float]]
     """Bytes moved and busy seconds of each pipe."""
-    timeline: Timeline
     finished_s: float
     compute_busy_s: float
     steps: int

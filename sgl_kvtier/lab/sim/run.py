@@ -10,11 +10,11 @@ from typing import Any
 import simpy
 
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.lab.sim.costs import Cost, Speed
+from sgl_kvtier.lab.sim.costs import Cost
 from sgl_kvtier.lab.sim.hands import Hands
 from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, step_cost
 from sgl_kvtier.lab.sim.links import Network
-from sgl_kvtier.lab.sim.requests import SimRequest, SimResult, Timeline
+from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.server import Server, ServerSpec
 from sgl_kvtier.lab.sim.transfers import Transfers
 from sgl_kvtier.policy.messages import Planner
@@ -30,16 +30,14 @@ def simulate(
     *,
     server: ServerSpec | None = None,
     cost: Cost | None = None,
-    speed: Speed | None = None,
-    record: bool = False,
     on_finish: Callable[[SimRequest], None] | None = None,
 ) -> SimResult:
     """Runs `requests` to their last token and returns the result of each.
 
-    `cost` is the true cost of steps (None: the cost the hardware's profile gives for the model),
-    `speed` the machine's share over time. `record` keeps a timeline. `on_finish` is called for each
-    request that ends, for progress. Raises ConfigError when a request could never run. Raises
-    AssertionError when the planner contradicts itself or leaves a request waiting for ever.
+    `cost` is the true cost of steps (None: the cost the hardware's profile gives for the model).
+    `on_finish` is called for each request that ends, for progress. Raises ConfigError when a
+    request could never run. Raises AssertionError when the planner contradicts itself or leaves a
+    request waiting for ever.
     """
     spec = server or ServerSpec()
     _check_fits(requests, spec)
@@ -61,11 +59,7 @@ def simulate(
         staged=spec.staged,
         write_down=spec.write_down,
     )
-    timeline = Timeline()
-    truth = cost or step_cost(hardware, model)
-    engine = Server(
-        env, planner, spec, truth, speed or Speed(), hands, timeline if record else None
-    )
+    engine = Server(env, planner, spec, cost or step_cost(hardware, model), hands)
     done = env.event()
     Arrivals(env, engine, requests, done, on_finish).start()
     env.process(engine.run())
@@ -76,7 +70,6 @@ def simulate(
         requests=engine.results,
         links=transfers.results,
         pipes={name: (usage.nbytes, usage.busy_s) for name, usage in network.usage().items()},
-        timeline=timeline,
         finished_s=env.now,
         compute_busy_s=engine.compute_busy_s,
         steps=engine.steps,

@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import simpy
 
-from sgl_kvtier.lab.sim.costs import Batch, Cost, Speed
+from sgl_kvtier.lab.sim.costs import Batch, Cost
 from sgl_kvtier.lab.sim.hands import Hands
 from sgl_kvtier.lab.sim.live import Live, Restoring
-from sgl_kvtier.lab.sim.requests import RequestResult, SimRequest, Timeline
+from sgl_kvtier.lab.sim.requests import RequestResult, SimRequest
 from sgl_kvtier.policy.messages import (
     ChunkBeside,
     ChunkDone,
@@ -60,7 +60,7 @@ class ServerSpec:
     `step_tokens` is the token budget of a step, of which decoding takes one per sequence. Requests
     here get `share` of the rest (Cake 5.1: the others' tokens run in the same step). `slots`
     requests may be inside chunked prefill at a time (SGLang: 1). Without `mixed`, a step holds
-    prefill or decode, not both. Without `overlap`, no step begins while something is being loaded.
+    prefill or decode, not both.
     `staged`: loads from below host memory need host pages while they are in flight. `write_down`:
     pages new on the device are copied to host memory and storage behind the request's back.
     A restoration is offered when the device can take the whole request, which then owns its pages.
@@ -79,7 +79,6 @@ class ServerSpec:
     host_pages: int | None = None
     storage_pages: int | None = None
     mixed: bool = False
-    overlap: bool = True
     staged: bool = False
     write_down: bool = True
     fetches: bool = False
@@ -130,22 +129,13 @@ class Server:
     """
 
     def __init__(
-        self,
-        env: simpy.Environment,
-        planner: Planner,
-        spec: ServerSpec,
-        cost: Cost,
-        speed: Speed,
-        hands: Hands,
-        timeline: Timeline | None,
+        self, env: simpy.Environment, planner: Planner, spec: ServerSpec, cost: Cost, hands: Hands
     ) -> None:
         self._env = env
         self._planner = planner
         self._spec = spec
         self._cost = cost
-        self._speed = speed
         self._hands = hands
-        self._timeline = timeline
         self._waiting: list[Live] = []
         self._slots: list[Live] = []
         self._running: list[Live] = []
@@ -247,10 +237,6 @@ class Server:
             self._order()
             plan = self._planner.step(self._view())
             self._hands.carry_out(plan, {live.rid: live for live in (*self._slots, *self._waiting)})
-            self._record()
-            if not self._spec.overlap:
-                while self._hands.loading:
-                    yield from self._idle()
             parts = self._form(plan.computes)
             decoding = self._running if self._spec.mixed or not parts else []
             if parts or decoding:
@@ -525,7 +511,7 @@ class Server:
         )
         for part in parts:
             self._launch(part)
-        seconds = self._cost.seconds(batch) / self._speed.at(self._env.now)
+        seconds = self._cost.seconds(batch)
         yield self._env.timeout(seconds)
         self.steps += 1
         self.compute_busy_s += seconds
@@ -599,24 +585,6 @@ class Server:
         self._tell(RequestFinished(live.rid, self._env.now, aborted=True))
         live.result.retracted += 1
         self._enqueue(live, place)
-
-    def _record(self) -> None:
-        if self._timeline is None:
-            return
-        for live in (*self._slots, *self._waiting):
-            if live.restoring is not None:
-                page = self._spec.page_tokens
-                self._timeline.pointers.append(
-                    (
-                        self._env.now,
-                        live.rid,
-                        live.restoring.front * page,
-                        live.restoring.back * page,
-                    )
-                )
-        used = {tier: memory.used for tier, memory in self._hands.caches.tiers.items()}
-        if not self._timeline.occupancy or self._timeline.occupancy[-1][1] != used:
-            self._timeline.occupancy.append((self._env.now, used))
 
 
 def _offer_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sgl_kvtier.errors import TraceError
-from sgl_kvtier.lab.papers.traces_page import put
+from sgl_kvtier.lab.papers.pages import put
 
 
 def test_only_what_stands_between_the_markers_of_a_name_is_replaced() -> None:

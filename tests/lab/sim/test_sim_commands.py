@@ -3,53 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from sgl_kvtier.cli import main
-from sgl_kvtier.lab.pages.figure import plots_available
 
 LOAD = [
-    "--trace",
-    "generated:swe-mini",
-    "--sessions",
-    "2",
-    "--most-prompt",
-    "6000",
-    "--device-size",
-    "1GiB",
-    "--host-size",
-    "1GiB",
-    "--draws",
-    "1",
+    *("--trace=generated:swe-mini", "--sessions=2", "--most-prompt=6000"),
+    *("--device-size=1GiB", "--host-size=1GiB", "--draws=1"),
 ]
 
 
-def test_run_writes_a_table_json_and_a_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, page = tmp_path / "out.json", tmp_path / "out.html"
-    command = [
-        "sim",
-        "run",
-        *LOAD,
-        "--policy",
-        "kvtier,stock",
-        "--json",
-        str(out),
-        "--html",
-        str(page),
-    ]
-    assert main(command) == 0
+def test_run_writes_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert main(["sim", "run", *LOAD, "--policy", "kvtier,stock", "--json", str(out)]) == 0
     assert "stock" in capsys.readouterr().out
     result = json.loads(out.read_text())
     assert result["schema"] == "kvtier.sim.run/1"
     assert [row["policy"] for row in result["policies"]] == ["kvtier", "stock"]
     assert result["policies"][0]["ttft_s"]["p50"] > 0
-    html = page.read_text()
-    assert "Two pointers over time" in html
-    assert ("<svg" in html) == plots_available()
 
 
 def test_the_policy_section_of_kvtier_json_steers_the_run(tmp_path: Path) -> None:
@@ -59,22 +33,8 @@ def test_the_policy_section_of_kvtier_json_steers_the_run(tmp_path: Path) -> Non
         policy = {"restore": restore, "prefetch": "off", "min_restore_tokens": 0}
         config.write_text(json.dumps({"policy": policy}))
         out = tmp_path / f"{restore}.json"
-        assert (
-            main(
-                [
-                    "sim",
-                    "run",
-                    *LOAD,
-                    "--policy",
-                    "kvtier",
-                    "--config",
-                    str(config),
-                    "--json",
-                    str(out),
-                ]
-            )
-            == 0
-        )
+        command = ["sim", "run", *LOAD, "--policy", "kvtier", "--config", str(config)]
+        assert main([*command, "--json", str(out)]) == 0
         computed.append(json.loads(out.read_text())["policies"][0]["loaded_tokens"])
     assert computed[0] < computed[1]  # the engine itself copies what lies in host memory
 
@@ -96,7 +56,7 @@ def test_draws_are_summed_up_with_their_spread(
 
 
 def test_a_random_load_is_drawn_six_times_unless_its_decisions_are_logged(tmp_path: Path) -> None:
-    out, load = tmp_path / "out.json", LOAD[: LOAD.index("--draws")]
+    out, load = tmp_path / "out.json", LOAD[:-1]
     command = ["sim", "run", *load, "--policy", "recompute", "--json", str(out)]
     assert main(command) == 0
     assert [row["n"] for row in json.loads(out.read_text())["draws"]] == [6]
@@ -129,9 +89,12 @@ def test_a_logged_run_replays_and_a_changed_one_does_not(
     config.write_text(json.dumps({"policy": {"restore": "both", "min_restore_tokens": 0}}))
     command = ["sim", "run", *LOAD, "--policy", "kvtier", "--log", str(log)]
     assert main([*command, "--config", str(config)]) == 0
-    assert main(["sim", "replay-log", str(log)]) == 0
-    assert "plans" in capsys.readouterr().out
     lines = log.read_text().splitlines()
+    log.write_text(log.read_text() + '{"type":"StepV')  # a line that was being written
+    assert main(["sim", "replay-log", str(log)]) == 0
+    said = capsys.readouterr().out
+    assert "are identical" in said
+    assert re.search(r"A planner step took \d+ us of CPU time in the median, \d+ us in p99", said)
     place = next(i for i, line in enumerate(lines) if '"reason":"' in line)
     lines[place] = lines[place].replace('"reason":"', '"reason":"not ')
     log.write_text("\n".join(lines) + "\n")

@@ -8,7 +8,6 @@ from scenes import COST, MODEL, PAGE, Scripted, keys, machine, serve
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab.sim.baselines import RecomputeOnly
-from sgl_kvtier.lab.sim.costs import Speed
 from sgl_kvtier.lab.sim.hardware import planner_profile
 from sgl_kvtier.lab.sim.requests import SimRequest
 from sgl_kvtier.lab.sim.run import engine_shape, simulate
@@ -88,18 +87,6 @@ def test_splitting_beats_either_resource_alone() -> None:
         result = simulate(planner, machine(storage=32), MODEL, [_request()], server=spec, cost=COST)
         seconds[mode] = result.requests[0].ttft_s
     assert seconds["both"] < min(seconds["load"], seconds["compute"])
-
-
-def test_without_overlap_compute_waits_for_the_loads() -> None:
-    plans = [
-        StepPlan(starts=(START,), loads=(_load(6, 8),), computes=(Compute("r", Span(0, 0), 32),))
-    ]
-    facts = {}
-    for overlap in (True, False):
-        planner = Scripted(*plans, StepPlan(computes=(Compute("r", Span(2, 2), 32),)), *_finish())
-        serve(planner, [_request()], overlap=overlap)
-        facts[overlap] = next(fact.now for fact in planner.facts if isinstance(fact, ChunkStarted))
-    assert facts == {True: 0.0, False: 0.5}
 
 
 def _finish() -> list[StepPlan]:
@@ -283,23 +270,6 @@ def test_a_move_without_room_is_told_as_pages_that_are_not_there() -> None:
         isinstance(fact, PagesPlaced) and fact.tier is Tier.HOST for fact in planner.facts
     )
     assert any(isinstance(fact, PagesDropped) and fact.tier is Tier.HOST for fact in planner.facts)
-
-
-def test_half_the_machine_makes_steps_twice_as_long() -> None:
-    spec = ServerSpec(page_tokens=PAGE, step_tokens=32)
-    slow = simulate(
-        RecomputeOnly(),
-        machine(),
-        MODEL,
-        [_request(cached=())],
-        server=spec,
-        cost=COST,
-        speed=Speed(((0.0, 0.5),)),
-    )
-    fast = simulate(
-        RecomputeOnly(), machine(), MODEL, [_request(cached=())], server=spec, cost=COST
-    )
-    assert slow.finished_s == 2 * fast.finished_s
 
 
 def test_a_share_of_the_budget_leaves_the_rest_of_the_step_to_others() -> None:
