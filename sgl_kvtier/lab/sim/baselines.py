@@ -1,26 +1,21 @@
-"""Planners to compare the planner with: recompute everything, load everything, stock HiCache, and
-an oracle.
+"""Planners to compare the planner with: recompute everything, and SGLang's own HiCache.
 
 Cake's and CacheFlow's rules are classes for the planner itself (`lab/rules.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sgl_kvtier.policy.messages import (
     Compute,
-    Evict,
     Fact,
     Mode,
     Move,
     PagesDropped,
     PagesPlaced,
-    Planner,
     RequestArrived,
     RequestFinished,
     RestoreOffered,
@@ -52,54 +47,12 @@ class RecomputeOnly:
         )
 
 
-class StaticTiering:
-    """Placement by arrival, as TierKV's Static-Tiering.
-
-    A page keeps the place it found: of the pages that may leave a tier, the last to come leaves
-    first. Pages that are not on the device are read for each run and evicted again after it.
-    `inner` restores.
-    """
-
-    def __init__(self, inner: Planner) -> None:
-        self._inner = inner
-        self._in: dict[Tier, dict[PageKey, None]] = {Tier.DEVICE: {}, Tier.HOST: {}}
-        self._changed: dict[Tier, None] = {}
-
-    def observe(self, fact: Fact) -> None:
-        """Passes everything on, and keeps the order in which pages came."""
-        self._inner.observe(fact)
-        if isinstance(fact, PagesPlaced | PagesDropped) and fact.tier in self._in:
-            here = self._in[fact.tier]
-            for key in fact.keys:
-                if isinstance(fact, PagesPlaced):
-                    here.setdefault(key, None)
-                else:
-                    here.pop(key, None)
-            self._changed[fact.tier] = None
-
-    def step(self, view: StepView) -> StepPlan:
-        """The inner plan with its own order of eviction, said again when it has changed."""
-        plan = self._inner.step(view)
-        evictions = tuple(
-            Evict(tuple(reversed(self._in[tier])), tier) for tier in self._changed if self._in[tier]
-        )
-        self._changed = {}
-        return dataclasses.replace(plan, evictions=evictions)
-
-
-class Stop(enum.Enum):
-    """When stock HiCache ends a prefetch (`--hicache-storage-prefetch-policy`)."""
-
-    WAIT_COMPLETE = "wait_complete"
-    TIMEOUT = "timeout"
-    BEST_EFFORT = "best_effort"
-
-
 @dataclass(frozen=True, slots=True)
 class StockSettings:
-    """Stock HiCache's constants, as SGLang 0.5.23 has them. Tokens, pages, seconds."""
+    """Stock HiCache's constants, as SGLang 0.5.23 has them, with `--hicache-storage-prefetch-policy
+    timeout`. Tokens, pages, seconds.
+    """
 
-    stop: Stop = Stop.TIMEOUT
     threshold_tokens: int = 256
     batch_pages: int = 128
     timeout_base_s: float = 1.0
@@ -124,9 +77,8 @@ class Operation:
 class StockHiCache:
     """SGLang's own way: prefetch to host memory in the order requests were enqueued, front to back.
 
-    A request is skipped until its prefetch has ended or its stop policy ends it. The engine then
-    copies its pages from host memory in the step that admits it, and computes the rest
-    (`ServerSpec.fetches`).
+    A request is skipped until its prefetch has ended or takes too long. The engine then copies its
+    pages from host memory in the step that admits it, and computes the rest (`ServerSpec.fetches`).
 
     Needs pages with names (`SimRequest.keys`). One prefetch batch is under way at a time, as stock
     has one thread for it.
@@ -164,7 +116,7 @@ class StockHiCache:
     # --- decisions --------------------------------------------------------------------------------
 
     def step(self, view: StepView) -> StepPlan:
-        """Goes on prefetching, ends prefetches by the stop policy, and lets run what is over."""
+        """Goes on prefetching, ends prefetches that take too long, and lets run what is over."""
         starts = tuple(self._begin(offer, view.now) for offer in self._offers)
         self._offers = []
         over = [one for one in self.operations.values() if self.ended(one, view.now)]
@@ -209,16 +161,12 @@ class StockHiCache:
         return (Move(keys, tier, Tier.HOST, operation.rid),)
 
     def ended(self, operation: Operation, now: float) -> bool:
-        """Whether its prefetch is over: complete, or ended by the policy now that the request could
-        run.
-        """
-        policy = self.settings.stop
+        """Whether its prefetch is over: complete, or given up now that the request could run."""
         tokens = operation.pages * self._engine.page_tokens
         patience_s = (
             self.settings.timeout_base_s + self.settings.timeout_per_1024_tokens_s * tokens / 1024
         )
-        late = policy is Stop.TIMEOUT and now - operation.since >= patience_s
-        if policy is Stop.BEST_EFFORT or late:
+        if now - operation.since >= patience_s:
             operation.batches.clear()
         return not operation.batches and not operation.moving
 

@@ -9,14 +9,8 @@ from typing import Any, cast
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.lab.rules import LFU, CacheFlow, Cake, TierKV
-from sgl_kvtier.lab.sim.baselines import (
-    RecomputeOnly,
-    StaticTiering,
-    StockHiCache,
-    StockSettings,
-    Stop,
-)
+from sgl_kvtier.lab.rules import CacheFlow, Cake
+from sgl_kvtier.lab.sim.baselines import RecomputeOnly, StockHiCache
 from sgl_kvtier.lab.sim.oracle import Oracle
 from sgl_kvtier.lab.sim.requests import SimRequest
 from sgl_kvtier.lab.sim.server import ServerSpec
@@ -74,10 +68,6 @@ def policy(name: str) -> Policy:
     return POLICIES[name]
 
 
-def _kvtier(setting: Setting) -> Planner:
-    return _rule()(setting)
-
-
 def _named(rule: type) -> str:
     """A class as kvtier.json names it."""
     return f"{rule.__module__}:{rule.__qualname__}"
@@ -95,22 +85,11 @@ def _rule(**changes: Any) -> Callable[[Setting], Planner]:
     return make
 
 
-def _stock(stop: Stop) -> Callable[[Setting], Planner]:
-    return lambda setting: StockHiCache(setting.engine, StockSettings(stop))
-
-
 def _oracle(setting: Setting) -> Planner:
     # Its own foresight takes the place of the planner's lookahead.
     inner = cast(Consulted, _rule(prefetch="off")(setting))
     return Oracle(inner, setting.requests, setting.server.device_pages, setting.server.host_pages)
 
-
-def _static(setting: Setting) -> Planner:
-    return StaticTiering(_rule(**_ON_DEMAND, eviction="lru")(setting))
-
-
-_ON_DEMAND: Mapping[str, Any] = {"restore": "load", "prefetch": "off", "sessions": False}
-"""TierKV's baselines compute nothing they could fetch."""
 
 _PAPER: Mapping[str, Any] = {
     "restore": "auto",
@@ -121,7 +100,7 @@ _PAPER: Mapping[str, Any] = {
 """Neither paper looks ahead; their engines evict by last use."""
 
 POLICIES: Mapping[str, Policy] = {
-    "kvtier": Policy("the planner as kvtier.json sets it", _kvtier, served=True),
+    "kvtier": Policy("the planner as kvtier.json sets it", _rule(), served=True),
     "restore": Policy(
         "the same without lookahead: restoration alone", _rule(prefetch="off"), served=True
     ),
@@ -136,31 +115,11 @@ POLICIES: Mapping[str, Policy] = {
         served=True,
     ),
     "load": Policy("loads all there is, computes nothing of it", _rule(rules="", restore="load")),
-    "lru": Policy(
-        "TierKV's LRU: pages are fetched when they are needed, the least recently used leave",
-        _rule(**_ON_DEMAND, eviction="lru"),
-    ),
-    "frequency": Policy(
-        "TierKV's Frequency: the same, and from the device the least often used leave",
-        _rule(**_ON_DEMAND, eviction=_named(LFU)),
-    ),
-    "attn-prefetch": Policy(
-        "TierKV's Attn-Prefetch by requests: LRU, and what runs in the next iteration is fetched "
-        "beside this one",
-        _rule(**{**_ON_DEMAND, "prefetch": "on"}, rules=_named(TierKV), eviction="lru"),
-    ),
-    "static-tiering": Policy(
-        "TierKV's Static-Tiering: what came into a tier first stays, later pages leave", _static
-    ),
     "recompute": Policy("computes whatever is not on the device", lambda _: RecomputeOnly()),
     "stock": Policy(
-        "SGLang's HiCache, prefetch policy timeout", _stock(Stop.TIMEOUT), fetches_to_host=True
-    ),
-    "stock-wait": Policy(
-        "the same with wait_complete", _stock(Stop.WAIT_COMPLETE), fetches_to_host=True
-    ),
-    "stock-best-effort": Policy(
-        "the same with best_effort", _stock(Stop.BEST_EFFORT), fetches_to_host=True
+        "SGLang's HiCache, prefetch policy timeout",
+        lambda setting: StockHiCache(setting.engine),
+        fetches_to_host=True,
     ),
     "oracle": Policy(
         "kvtier told who comes next: prefetch before arrival, eviction by next use",

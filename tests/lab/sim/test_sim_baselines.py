@@ -7,15 +7,15 @@ from scenes import COST, MODEL, PAGE, Scripted, keys, machine, serve
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.lab.sim.baselines import StaticTiering, StockHiCache, StockSettings, Stop
+from sgl_kvtier.lab.sim.baselines import StockHiCache, StockSettings
 from sgl_kvtier.lab.sim.hardware import Hardware, planner_profile
 from sgl_kvtier.lab.sim.oracle import Oracle
 from sgl_kvtier.lab.sim.policies import POLICIES, Setting, policy
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import engine_shape, simulate
 from sgl_kvtier.lab.sim.server import ServerSpec
-from sgl_kvtier.policy.messages import Evict, PagesDropped, PagesPlaced, StepView
-from sgl_kvtier.types import Link, Tier
+from sgl_kvtier.policy.messages import PagesPlaced, StepView
+from sgl_kvtier.types import Link, Span, Tier
 
 SPEC = ServerSpec(page_tokens=PAGE, step_tokens=32, device_pages=12, host_pages=12)
 SHAPE = engine_shape(SPEC, MODEL)
@@ -76,34 +76,16 @@ def test_recompute_loads_nothing_and_load_computes_only_what_no_tier_has() -> No
     assert all(request.computed_tokens < 2 * PAGE + 2 for request in later)
 
 
-def test_waiting_for_the_prefetch_takes_more_from_storage_than_best_effort() -> None:
-    requests = _sessions()
-    settings = {stop: StockSettings(stop, threshold_tokens=0) for stop in Stop}
-    moved = {}
-    for stop, setting in settings.items():
-        spec = ServerSpec(
-            page_tokens=PAGE, step_tokens=32, device_pages=12, host_pages=12, fetches=True
-        )
-        result = simulate(
-            StockHiCache(SHAPE, setting), machine(), MODEL, requests, server=spec, cost=COST
-        )
-        moved[stop] = sum(request.spliced_tokens for request in result.requests)
-    assert moved[Stop.WAIT_COMPLETE] >= moved[Stop.TIMEOUT] >= moved[Stop.BEST_EFFORT]
-    assert moved[Stop.WAIT_COMPLETE] > moved[Stop.BEST_EFFORT]
-
-
 def test_stock_leaves_a_prefix_below_its_threshold_on_storage() -> None:
     spec = ServerSpec(
         page_tokens=PAGE, step_tokens=32, device_pages=12, host_pages=12, fetches=True
     )
-    planner = StockHiCache(SHAPE, StockSettings(Stop.WAIT_COMPLETE, threshold_tokens=100_000))
+    planner = StockHiCache(SHAPE, StockSettings(threshold_tokens=100_000))
     result = simulate(planner, machine(), MODEL, _sessions(), server=spec, cost=COST)
     assert result.links[Link.STORAGE_TO_HOST].nbytes == 0
 
 
 def test_stock_needs_pages_with_names() -> None:
-    from sgl_kvtier.types import Span, Tier
-
     request = SimRequest("r", 0.0, 129, cached=((Span(0, 8), Tier.STORAGE),))
     with pytest.raises(AssertionError, match="give the request keys"):
         serve(StockHiCache(SHAPE, StockSettings(threshold_tokens=0)), [request], fetches=True)
@@ -118,43 +100,6 @@ def test_the_oracle_is_not_slower_than_the_planner_it_tells_what_comes() -> None
 def test_an_unknown_policy_is_named_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"no policy 'mru'\. There are: kvtier"):
         policy("mru")
-
-
-@pytest.mark.parametrize("name", ["lru", "frequency", "attn-prefetch", "static-tiering"])
-def test_tierkvs_baselines_fetch_all_that_is_somewhere_and_compute_only_the_rest(name: str) -> None:
-    requests = _sessions()
-    result = _run(name, requests)
-    assert len(result.requests) == len(requests)
-    for request in result.requests:
-        found = sum(request.hit_tokens.values())
-        assert request.computed_tokens + found == request.prompt_tokens
-    assert sum(request.spliced_tokens for request in result.requests) > 0
-
-
-def test_only_attn_prefetch_of_tierkvs_baselines_moves_pages_before_they_are_asked_for() -> None:
-    moved = {}
-    for name in ("lru", "frequency", "static-tiering"):
-        result = _run(name, _sessions())
-        loaded = sum(request.spliced_tokens for request in result.requests)
-        moved[name] = (
-            sum(
-                result.links[link].nbytes
-                for link in (Link.STORAGE_TO_HOST, Link.HOST_TO_DEVICE, Link.STORAGE_TO_DEVICE)
-            )
-            - loaded
-        )
-    assert moved == dict.fromkeys(moved, 0)  # a token is a byte on this machine
-
-
-def test_static_tiering_gives_up_what_came_last_and_frequency_what_was_used_least() -> None:
-    old, new = keys("old", 2), keys("new", 2)
-    static = StaticTiering(Scripted())
-    for chain in (old, new):
-        static.observe(PagesPlaced(chain, Tier.DEVICE, 0.0))
-    static.observe(PagesDropped(new[1:], Tier.DEVICE, 0.0))
-    static.observe(PagesPlaced(old, Tier.DEVICE, 1.0))
-    assert static.step(StepView(1.0)).evictions == (Evict((new[0], old[1], old[0]), Tier.DEVICE),)
-    assert static.step(StepView(2.0)).evictions == ()
 
 
 def test_the_oracle_orders_the_device_and_leaves_host_memory_to_last_use() -> None:
