@@ -15,7 +15,6 @@ everything, it is passed over.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from statistics import fmean
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import TraceError
-from sgl_kvtier.lab.rules import CacheFlow, Cake, LongestFirst, ShortestFirst
+from sgl_kvtier.lab.rules import CacheFlow, LongestFirst
 from sgl_kvtier.lab.sim.baselines import RecomputeOnly
 from sgl_kvtier.lab.sim.cells import Agreement, Cell, Fitted, Tables
 from sgl_kvtier.lab.sim.costs import Batch, StepCost
@@ -127,17 +126,13 @@ NULL_MODEL = {
 `lab/papers/cacheflow/cells.py` at commit 171f7e0.
 """
 
-THEIRS, OURS, BY_TOKENS = "CacheFlow", "kvtier", "CacheFlow by tokens"
+THEIRS, OURS, LONGEST = "CacheFlow", "kvtier", "kvtier, loading longest first"
 SINGLE = ("vLLM", "LMCache")
 """Arms that use one resource."""
-ARMS = (*SINGLE, "Cake", THEIRS, BY_TOKENS, OURS)
-ORDERS: Mapping[str, type[Rules]] = {"longest": LongestFirst, "shortest": ShortestFirst}
-"""Variants of ours that load for another request first: arms "kvtier, longest first", ..."""
+RULES: Mapping[str, type[Rules]] = {THEIRS: CacheFlow, LONGEST: LongestFirst}
+"""Of arms that have others than kvtier's."""
 SEEDS = (1, 2, 3, 4, 5, 6)
 """Of every draw of requests."""
-
-Seconds = Mapping[str, Sequence[float]]
-"""Of each arm in each draw."""
 
 
 def _cell(
@@ -169,24 +164,6 @@ def _ratio(
     """Mean seconds over mean seconds, and the same in each draw."""
     each = [a / b for a, b in zip(over, under, strict=True)]
     return _cell(table, row, column, fmean(over) / fmean(under), reading=reading, each=each)
-
-
-def _speedups(table: str, row: str, seconds: Seconds) -> list[Cell]:
-    """Mean TTFT of every arm, over CacheFlow's and over ours. Printed numbers stand beside the
-    better single resource.
-    """
-    best = min(SINGLE, key=lambda arm: fmean(seconds[arm]))
-    theirs, ours = seconds[THEIRS], seconds[OURS]
-    reading = "CacheFlow over the better of vLLM and LMCache"
-    return [
-        _ratio(table, row, _SPEEDUP, seconds[best], theirs, reading),
-        *(
-            _ratio(table, row, f"over {arm}", seconds[arm], theirs, f"CacheFlow over {arm}")
-            for arm in (*SINGLE, "Cake", BY_TOKENS)
-        ),
-        _ratio(table, row, "ours over best single", seconds[best], ours, OURS),
-        _ratio(table, row, "ours over CacheFlow", theirs, ours, "kvtier over CacheFlow"),
-    ]
 
 
 # --- machines -------------------------------------------------------------------------------------
@@ -310,16 +287,14 @@ def _planner(arm: str, rig_: Rig, page_tokens: int, chunk_tokens: int) -> Planne
         "prefill": dataclasses.asdict(_learned(rig_.cost, chunk_tokens)),
         "links": {Link.STORAGE_TO_DEVICE.value: rig_.hardware.pipes[_STORAGE].bytes_per_s},
     }
-    named: dict[str, type[Rules]] = {"Cake": Cake, THEIRS: CacheFlow, BY_TOKENS: CacheFlow}
-    named |= {f"kvtier, {order} first": rules for order, rules in ORDERS.items()}
     config = PolicyConfig(
         restore="load" if arm == "LMCache" else "auto",
         min_restore_tokens=0,
         load_tokens=max(_LOAD_TOKENS, page_tokens),
         load_deadline_s=60.0,
     )
-    rules = named.get(arm, Rules)
-    return make_planner(config, engine, profile, rules(load_horizon_s=_HORIZON_S))
+    rules = RULES.get(arm, Rules)(load_horizon_s=_HORIZON_S)
+    return make_planner(config, engine, profile, rules)
 
 
 # --- the choice between tokens and layers (section 3.1) -------------------------------------------
@@ -723,41 +698,23 @@ def _ideal_seconds(ratio: float, stages: Stages) -> float:
     return serve(ideal, [prompt], THEIRS, page_tokens=16, chunk_tokens=64).ttfts()[0]
 
 
-def figure_3() -> Iterator[Cell]:
-    """The crossover per machine, model and bandwidth. The paper's only number is "a few hundred
-    tokens".
-    """
-    for hardware, model, gbps in itertools.product(
-        ("H100", "A100", "L40S"), ("Qwen3-8B", "Qwen3-30B-A3B"), (10.0, 40.0, 80.0)
-    ):
-        tokens = l_delta(rig(Place(hardware, model, gbps)))
-        ours, reading = (
-            (tokens, "") if tokens < math.inf else (None, f"none up to {_LONGEST} tokens")
-        )
-        row, column = f"{model} on {hardware}", f"{gbps:g} Gbps"
-        yield Cell("cacheflow 3", row, column, None, ours, "tokens", reading=reading)
-
-
 # --- section 4: end to end ------------------------------------------------------------------------
 
 
 def _under_load(table: str, row: str, place: Place, workload: str) -> Iterator[Cell]:
-    """Requests that arrive at random: the arms' means, and how far CacheFlow's P90 is below that of
-    the better single resource.
+    """Requests that arrive at random: CacheFlow over the better single resource, and ours over
+    CacheFlow.
     """
     rig_ = rig(place)
     draws = [poisson(workload, rig_, seed) for seed in SEEDS]
-    runs = {arm: [serve(rig_, prompts, arm).ttfts() for prompts in draws] for arm in ARMS}
-    yield from _speedups(table, row, {arm: list(map(fmean, mine)) for arm, mine in runs.items()})
-    tail = {arm: _p90([t for run in mine for t in run]) for arm, mine in runs.items()}
-    best = min(SINGLE, key=lambda arm: tail[arm])
-    each = [_p90(a) / _p90(b) for a, b in zip(runs[best], runs[THEIRS], strict=True)]
-    value = tail[best] / tail[THEIRS]
-    yield _cell(table, row, "P90 over best single", value, reading=THEIRS, each=each)
-
-
-def _p90(seconds: Sequence[float]) -> float:
-    return sorted(seconds)[int(0.9 * len(seconds))]
+    seconds = {
+        arm: [fmean(serve(rig_, prompts, arm).ttfts()) for prompts in draws]
+        for arm in (*SINGLE, THEIRS, OURS)
+    }
+    best = min((seconds[arm] for arm in SINGLE), key=fmean)
+    reading = "CacheFlow over the better of vLLM and LMCache"
+    yield _ratio(table, row, _SPEEDUP, best, seconds[THEIRS], reading)
+    yield _ratio(table, row, "ours over CacheFlow", seconds[THEIRS], seconds[OURS], OURS)
 
 
 def _alone(place: Place, workload: str, requests: int, arm: str) -> list[float]:
@@ -777,7 +734,7 @@ def figure_4() -> Iterator[Cell]:
 
 def figure_5() -> Iterator[Cell]:
     """Busy shares while a batch of 16 SWE-Bench prefixes is restored."""
-    for arm in ("LMCache", "vLLM", THEIRS, OURS):
+    for arm in ("LMCache", "vLLM", THEIRS):
         runs = [serve(rig(Place()), sample(_SWE, 16, seed), arm) for seed in SEEDS]
         shares = {
             "GPU busy share": [run.compute_busy_s / run.finished_s for run in runs],
@@ -789,12 +746,14 @@ def figure_5() -> Iterator[Cell]:
 
 def figure_6() -> Iterator[Cell]:
     """One request of each length; over vLLM, as the text compares."""
-    for tokens in (6016, 12032, 18048, 24000, 30016):
-        seconds = {arm: serve(rig(Place()), [Prompt(0.0, tokens, 64)], arm).ttfts() for arm in ARMS}
-        theirs, row = seconds[THEIRS], f"{tokens // 1000}K tokens"
-        yield _ratio("6", row, _SPEEDUP, seconds["vLLM"], theirs, "CacheFlow over vLLM")
-        yield _ratio("6", row, "over LMCache", seconds["LMCache"], theirs, "CacheFlow over LMCache")
-        yield _ratio("6", row, "ours over CacheFlow", theirs, seconds[OURS], OURS)
+    for tokens in (6016, 30016):
+        vllm, theirs, ours = (
+            serve(rig(Place()), [Prompt(0.0, tokens, 64)], arm).ttfts()
+            for arm in ("vLLM", THEIRS, OURS)
+        )
+        row = f"{tokens // 1000}K tokens"
+        yield _ratio("6", row, _SPEEDUP, vllm, theirs, "CacheFlow over vLLM")
+        yield _ratio("6", row, "ours over CacheFlow", theirs, ours, OURS)
 
 
 def ablation() -> Iterator[Cell]:
@@ -820,8 +779,8 @@ def bandwidths() -> Iterator[Cell]:
 
 
 def figure_8() -> Iterator[Cell]:
-    """SWE-Bench on other machines, under load and one request at a time. 61 GB of 16-bit weights do
-    not fit an A100 of 40 GB, so they have 8 bits there; two L40S are two stages.
+    """SWE-Bench on other machines. 61 GB of 16-bit weights do not fit an A100 of 40 GB, so they
+    have 8 bits there; two L40S are two stages.
     """
     model = "Qwen3-30B-A3B"
     places = {
@@ -829,36 +788,21 @@ def figure_8() -> Iterator[Cell]:
         "A100": Place("A100", model, weight_scale=0.5),
     }
     for name, place in places.items():
-        row = f"{name} {_SWE} 10 Gbps"
-        yield from _under_load("8", row, place, _SWE)
-        seconds = {arm: _alone(place, _SWE, 24, arm) for arm in ARMS}
-        yield from _speedups("8", f"{row}, one at a time", seconds)
+        yield from _under_load("8", f"{name} {_SWE} 10 Gbps", place, _SWE)
 
 
 def figure_9() -> Iterator[Cell]:
     """Batches whose requests arrive together; the printed range beside the speedup over vLLM."""
-    for batch in (2, 4, 8):
-        runs, row = batch_runs(batch), f"batch {batch}"
-        seconds = {arm: [fmean(run) for run in mine] for arm, mine in runs.items()}
-        last = {arm: [max(run) for run in mine] for arm, mine in runs.items()}
-        yield _ratio("9", row, _SPEEDUP, seconds["vLLM"], seconds[THEIRS], "CacheFlow over vLLM")
-        for one in _speedups("9", row, seconds):
-            if one.column not in (_SPEEDUP, "over vLLM"):
-                yield one
-        name = "last request, over Cake"
-        yield _ratio("9", row, name, last["Cake"], last[THEIRS], "CacheFlow over Cake")
-        for order in ORDERS:
-            other = seconds[f"{OURS}, {order} first"]
-            yield _ratio("9", row, f"ours over I/O {order} first", other, seconds[OURS], OURS)
-
-
-@cache
-def batch_runs(batch: int) -> Mapping[str, Sequence[Sequence[float]]]:
-    """Seconds to first token of every request, per arm and seed."""
     rig_ = rig(Place("L40S", "Llama-3.1-8B"))
-    drawn = [sample(_SWE, batch, seed) for seed in SEEDS]
-    arms = (*ARMS, *(f"{OURS}, {order} first" for order in ORDERS))
-    return {arm: [serve(rig_, prompts, arm).ttfts() for prompts in drawn] for arm in arms}
+    for batch in (2, 4, 8):
+        row, drawn = f"batch {batch}", [sample(_SWE, batch, seed) for seed in SEEDS]
+        vllm, theirs, ours, longest = (
+            [fmean(serve(rig_, prompts, arm).ttfts()) for prompts in drawn]
+            for arm in ("vLLM", THEIRS, OURS, LONGEST)
+        )
+        yield _ratio("9", row, _SPEEDUP, vllm, theirs, "CacheFlow over vLLM")
+        yield _ratio("9", row, "ours over CacheFlow", theirs, ours, OURS)
+        yield _ratio("9", row, "ours over loading longest first", longest, ours, OURS)
 
 
 RESULTS = ("4", "5", "6", "7", "7b", "8", "9")
@@ -866,7 +810,6 @@ RESULTS = ("4", "5", "6", "7", "7b", "8", "9")
 TABLES: Tables = {
     "1": figure_1,
     "eq": equations,
-    "3": figure_3,
     "4": figure_4,
     "5": figure_5,
     "6": figure_6,

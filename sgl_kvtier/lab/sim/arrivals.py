@@ -1,6 +1,4 @@
-"""Requests for a simulation. They are sessions of a trace with a key per page, so that reuse is
-real, or drawn at random from a seed.
-"""
+"""Requests for a simulation: sessions of a trace with a key per page, so that reuse is real."""
 
 from __future__ import annotations
 
@@ -11,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab.sim.requests import SimRequest
 from sgl_kvtier.lab.workload.encoder import ByteEncoder, Encoder, Ids, PromptTokens, output_tokens
 from sgl_kvtier.lab.workload.session import Context, Session
-from sgl_kvtier.types import PageKey, Span, Tier
+from sgl_kvtier.types import PageKey
 
 _WIDE_VOCABULARY = (1 << 31) - 1
 """Ids are hashes; among this many, different texts do not look alike by chance."""
@@ -61,35 +58,6 @@ def wide_encoder() -> ByteEncoder:
     the text is.
     """
     return ByteEncoder(_WIDE_VOCABULARY)
-
-
-def poisson(
-    count: int,
-    per_s: float,
-    lengths: Sequence[tuple[int, int]],
-    *,
-    page_tokens: int,
-    cached_share: float = 1.0,
-    tier: Tier = Tier.STORAGE,
-    seed: int = 0,
-) -> list[SimRequest]:
-    """`count` requests that share nothing, arriving at random at `per_s` a second. Each draws one
-    of `lengths`, (prompt, output) tokens; the leading `cached_share` of its whole pages lies in
-    `tier`.
-    """
-    if count < 1 or per_s <= 0 or not lengths or not 0 <= cached_share <= 1:
-        raise ConfigError(
-            f"{count} requests at {per_s} a second of {len(lengths)} lengths: all must be positive"
-        )
-    rng = random.Random(seed)
-    requests, now = [], 0.0
-    for number in range(count):
-        now += rng.expovariate(per_s)
-        prompt, output = rng.choice(list(lengths))
-        pages = int(prompt * cached_share) // page_tokens
-        cached = ((Span(0, pages), tier),) if pages else ()
-        requests.append(SimRequest(f"r{number}", now, prompt, output, cached=cached))
-    return requests
 
 
 def _of_session(

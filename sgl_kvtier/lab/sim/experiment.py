@@ -56,7 +56,6 @@ class Machine:
     storage_bytes: int | None = None
     page_tokens: int = 64
     step_tokens: int = 2048
-    slots: int = 1
     storage_gbps: float | None = None
     mixed: bool = False
 
@@ -84,7 +83,6 @@ class Machine:
         spec = ServerSpec(
             page_tokens=self.page_tokens,
             step_tokens=self.step_tokens,
-            slots=self.slots,
             device_pages=pages[0],
             host_pages=pages[1],
             storage_pages=pages[2],

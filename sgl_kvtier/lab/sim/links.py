@@ -19,19 +19,9 @@ _GRAIN = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Pipe:
-    """One thing that moves bytes. `trace` is a bandwidth that fluctuates: pairs (from this second
-    on, bytes per second), ascending. Before its first entry `bytes_per_s` holds.
-    """
+    """One thing that moves bytes."""
 
     bytes_per_s: float
-    trace: tuple[tuple[float, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        rates = [self.bytes_per_s, *(rate for _, rate in self.trace)]
-        if min(rates) < 0 or rates[-1] <= 0:
-            raise ValueError(f"{self}: no rate may be negative, and the last rate above 0")
-        if [at for at, _ in self.trace] != sorted(at for at, _ in self.trace):
-            raise ValueError(f"{self}: the trace must be ascending in time")
 
 
 @dataclass(slots=True)
@@ -59,7 +49,6 @@ class Stream:
 
 @dataclass(slots=True)
 class _PipeState:
-    spec: Pipe
     rate: float
     usage: Usage = field(default_factory=Usage)
     streams: int = 0
@@ -72,13 +61,10 @@ class Network:
 
     def __init__(self, env: simpy.Environment, pipes: Mapping[str, Pipe]) -> None:
         self._env = env
-        self._pipes = {name: _PipeState(pipe, pipe.bytes_per_s) for name, pipe in pipes.items()}
+        self._pipes = {name: _PipeState(pipe.bytes_per_s) for name, pipe in pipes.items()}
         self._streams: list[Stream] = []
         self._as_of = env.now
         self._version = 0
-        for name, pipe in pipes.items():
-            for at, rate in pipe.trace:
-                self._later(max(0.0, at - env.now), self._change_rate(name, rate))
 
     def usage(self) -> dict[str, Usage]:
         """The use of each pipe up to now."""
@@ -109,14 +95,6 @@ class Network:
             self._pipes[name].streams += 1
         self._retime()
 
-    def _change_rate(self, name: str, rate: float) -> Callable[[Any], None]:
-        def change(_: Any) -> None:
-            self._advance()
-            self._pipes[name].rate = rate
-            self._retime()
-
-        return change
-
     def _advance(self) -> None:
         """Moves every stream's bytes up to now, at the rates that held since."""
         elapsed = self._env.now - self._as_of
@@ -138,11 +116,7 @@ class Network:
         """New rates for all, and one timer for whichever stream ends next."""
         self._version += 1
         self._share()
-        ends = [
-            stream.left / stream.rate if stream.left > 0 else 0.0
-            for stream in self._streams
-            if stream.rate > 0
-        ]
+        ends = [stream.left / stream.rate if stream.left > 0 else 0.0 for stream in self._streams]
         if ends:
             version = self._version
             self._later(min(ends), lambda _: self._end(version))

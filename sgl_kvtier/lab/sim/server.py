@@ -39,6 +39,8 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.policy.restore.queue_order import ASK_AGAIN_S
 from sgl_kvtier.types import Span, Tier
 
+_MOST_RUNNING = 256
+"""Requests of a batch that decode."""
 _PATIENCE = 64
 """Times that a planner that lets nothing run is asked again at one instant, before a request is
 taken back.
@@ -58,9 +60,8 @@ class ServerSpec:
     """The engine. Pages and tokens; None = no limit.
 
     `step_tokens` is the token budget of a step, of which decoding takes one per sequence. Requests
-    here get `share` of the rest (Cake 5.1: the others' tokens run in the same step). `slots`
-    requests may be inside chunked prefill at a time (SGLang: 1). Without `mixed`, a step holds
-    prefill or decode, not both.
+    here get `share` of the rest (Cake 5.1: the others' tokens run in the same step). Without
+    `mixed`, a step holds prefill or decode, not both.
     `staged`: loads from below host memory need host pages while they are in flight. `write_down`:
     pages new on the device are copied to host memory and storage behind the request's back.
     A restoration is offered when the device can take the whole request, which then owns its pages.
@@ -73,8 +74,6 @@ class ServerSpec:
     page_tokens: int = 16
     step_tokens: int = 512
     share: float = 1.0
-    slots: int = 1
-    max_running: int = 256
     device_pages: int | None = None
     host_pages: int | None = None
     storage_pages: int | None = None
@@ -138,6 +137,7 @@ class Server:
         self._hands = hands
         self._waiting: list[Live] = []
         self._slots: list[Live] = []
+        """Who is inside chunked prefill: one at most, as in SGLang."""
         self._running: list[Live] = []
         self._refused = ("", 0)
         self._instant, self._asked = -1.0, 0
@@ -298,8 +298,7 @@ class Server:
             now=self._env.now,
             waiting=tuple(live.rid for live in self._waiting),
             slot=restoring[0].rid if restoring else None,
-            slot_open=len(self._slots) < self._spec.slots
-            and len(self._running) < self._spec.max_running,
+            slot_open=not self._slots and len(self._running) < _MOST_RUNNING,
             prefill_tokens=self._budget(),
             fresh_tokens=sum(live.fresh_tokens for live in plain),
             wanted_tokens=sum(live.wanted_tokens for live in plain),
@@ -385,9 +384,7 @@ class Server:
         )
         restoring.check_compute(asked)
         if live not in self._slots:
-            assert len(self._slots) < self._spec.slots, (
-                f"{compute}: no slot is free, {self._slots[0].rid} holds it"
-            )
+            assert not self._slots, f"{compute}: no slot is free, {self._slots[0].rid} holds it"
             if not tokens or not self._admit(live):
                 return
             self._slots.append(live)
@@ -411,13 +408,13 @@ class Server:
         left = live.spec.prompt_tokens - start
         holds = live in self._slots
         tokens = min(left, forming.budget)
-        if splice is None and (holds or (tokens < left and len(self._slots) < self._spec.slots)):
+        if splice is None and (holds or (tokens < left and not self._slots)):
             tokens = self._beside(live, left, tokens)
             forming.cut = forming.cut or tokens < min(left, forming.budget)
         forming.room -= left
         if tokens < left:
             tokens = tokens // self._spec.page_tokens * self._spec.page_tokens
-            if not holds and len(self._slots) >= self._spec.slots:
+            if not holds and self._slots:
                 return forming.cut
         if tokens <= 0 or not self._admit(live):
             return False
@@ -459,7 +456,7 @@ class Server:
         if not count:
             return None
         left = live.left_tokens - count * self._spec.page_tokens
-        whole = left <= forming.budget or len(self._slots) < self._spec.slots
+        whole = left <= forming.budget or not self._slots
         if forming.room <= 0 or not whole or not self._admit(live):
             return False
         self._hands.copy_up(live)
@@ -470,13 +467,12 @@ class Server:
         """Gives a request all pages it will ever take; False when device or batch are full."""
         if live in self._slots:
             return True
-        return len(self._running) + len(
-            self._slots
-        ) < self._spec.max_running and self._hands.reserve(live)
+        running = len(self._running) + len(self._slots)
+        return running < _MOST_RUNNING and self._hands.reserve(live)
 
     def _held_back(self, live: Live, forming: _Forming) -> bool:
         """Whether the planner has a request that could run wait for a session to return."""
-        whole = live.left_tokens <= forming.budget or len(self._slots) < self._spec.slots
+        whole = live.left_tokens <= forming.budget or not self._slots
         if (
             not self._spec.consulted
             or not whole

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from sgl_kvtier.lab.sim.arrivals import Pace, from_sessions, poisson
+from sgl_kvtier.lab.sim.arrivals import Pace, from_sessions
 from sgl_kvtier.lab.workload.session import Append, Call, Edit, Message, Session
 from sgl_kvtier.lab.workload.source import load_sessions
-from sgl_kvtier.types import Span, Tier
+from sgl_kvtier.types import Span
 
 PAGE = 16
 
@@ -85,16 +83,3 @@ def test_long_waits_and_outputs_are_cut() -> None:
     first, second = from_sessions([session], PAGE, Pace(most_gap_s=10.0, most_output_tokens=32))
     assert first.output_tokens == 32
     assert second.arrival_s == 10.0
-
-
-def test_poisson_requests_share_nothing_and_have_the_cached_share_asked_for() -> None:
-    requests = poisson(
-        50, 2.0, [(1000, 10), (3000, 20)], page_tokens=PAGE, cached_share=0.5, seed=3
-    )
-    assert requests == poisson(
-        50, 2.0, [(1000, 10), (3000, 20)], page_tokens=PAGE, cached_share=0.5, seed=3
-    )
-    assert {(r.prompt_tokens, r.output_tokens) for r in requests} == {(1000, 10), (3000, 20)}
-    for request in requests:
-        assert request.cached == ((Span(0, request.prompt_tokens // 2 // PAGE), Tier.STORAGE),)
-    assert 50 / requests[-1].arrival_s == pytest.approx(2.0, rel=0.5)

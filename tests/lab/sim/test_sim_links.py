@@ -51,16 +51,6 @@ def test_what_a_stream_limited_elsewhere_leaves_goes_to_the_others() -> None:
     assert ends == pytest.approx([1.0, 1.0])
 
 
-def test_bandwidth_follows_its_trace() -> None:
-    pipe = Pipe(100, trace=((1.0, 50.0), (2.0, 200.0)))
-    assert _ends({"a": pipe}, [(0, ("a",), 350)])[0] == [3.0]
-
-
-def test_a_pipe_that_stands_still_for_a_while_delays_and_loses_nothing() -> None:
-    pipe = Pipe(100, trace=((1.0, 0.0), (5.0, 100.0)))
-    assert _ends({"a": pipe}, [(0, ("a",), 200)])[0] == [6.0]
-
-
 def test_latency_comes_before_the_bytes_and_takes_no_bandwidth() -> None:
     env = simpy.Environment()
     network = Network(env, {"a": Pipe(100)})
@@ -97,8 +87,3 @@ def test_honest_pipes_never_move_more_than_they_can_and_every_byte_arrives(
         assert usage.nbytes <= pipes[name].bytes_per_s * usage.busy_s * (1 + 1e-6) + 1e-3
     for (start, over, nbytes), end in zip(streams, ends, strict=True):
         assert end - start >= nbytes / min(pipes[name].bytes_per_s for name in over) * (1 - 1e-6)
-
-
-def test_a_pipe_without_bandwidth_at_its_end_is_refused() -> None:
-    with pytest.raises(ValueError, match="last rate"):
-        Pipe(100, trace=((1.0, 0.0),))

@@ -212,22 +212,6 @@ def test_a_second_restoring_request_cannot_take_the_slot() -> None:
         serve(Scripted(plan), [_request(), other])
 
 
-def test_two_slots_take_two_restoring_requests_in_one_step() -> None:
-    other = SimRequest("s", 0.0, 129, cached=CACHED)
-    plan = StepPlan(
-        starts=(START, RestoreStart("s", Mode.BOTH, "")),
-        computes=(Compute("r", Span(0, 0), 16), Compute("s", Span(0, 0), 16)),
-    )
-    rest = [
-        StepPlan(
-            computes=(Compute("r", Span(place, place), 16), Compute("s", Span(place, place), 16))
-        )
-        for place in range(1, 8)
-    ]
-    result = serve(Scripted(plan, *rest), [_request(), other], slots=2)
-    assert [request.computed_tokens for request in result.requests] == [129, 129]
-
-
 def test_a_prompt_repeated_is_found_on_the_device_and_only_its_last_page_is_computed() -> None:
     chain = keys("a", 4)
     first = SimRequest("r", 0.0, 64, keys=chain)
