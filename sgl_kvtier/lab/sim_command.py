@@ -28,13 +28,28 @@ from sgl_kvtier.lab.pages.compare.tables import declined_table
 from sgl_kvtier.lab.pages.stats import percentile
 from sgl_kvtier.lab.pages.timeline import whole_lines
 from sgl_kvtier.lab.sim.arrivals import Pace
-from sgl_kvtier.lab.sim.cells import Agreement, Cell, agreement, agreement_by_reading, as_rows
+from sgl_kvtier.lab.sim.cells import (
+    Agreement,
+    Cell,
+    agreement,
+    agreement_by_reading,
+    as_rows,
+    cells_table,
+)
 from sgl_kvtier.lab.sim.declined import by_reason, declined
-from sgl_kvtier.lab.sim.experiment import DRAWS, Load, Machine, outcome, over_draws, run_policy
+from sgl_kvtier.lab.sim.experiment import (
+    DRAWS,
+    Load,
+    Machine,
+    draws_table,
+    outcome,
+    over_draws,
+    policies_table,
+    run_policy,
+)
 from sgl_kvtier.lab.sim.hardware import known_hardware, known_models, load_hardware
 from sgl_kvtier.lab.sim.policies import AHEAD, POLICIES, policy
 from sgl_kvtier.lab.sim.replay import replay
-from sgl_kvtier.lab.sim.tables import cells_table, draws_table, policies_table
 from sgl_kvtier.lab.workload.catalogue import FOLDER_HELP
 from sgl_kvtier.lab.workload.source import BLOCK_TOKENS, GENERATED
 

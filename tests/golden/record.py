@@ -18,9 +18,14 @@ from random_hands import ENGINE, PAGE, PROFILE, RandomHands, key
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.sim.arrivals import Pace
-from sgl_kvtier.lab.sim.costs import StepCost
 from sgl_kvtier.lab.sim.experiment import Load, Machine, run_policy
-from sgl_kvtier.lab.sim.hardware import load_hardware, load_model, planner_profile, step_cost
+from sgl_kvtier.lab.sim.hardware import (
+    StepCost,
+    load_hardware,
+    load_model,
+    planner_profile,
+    step_cost,
+)
 from sgl_kvtier.lab.sim.policies import AHEAD
 from sgl_kvtier.lab.sim.replay import Recording
 from sgl_kvtier.lab.sim.requests import ByLayers, SimRequest

@@ -35,12 +35,11 @@ from sgl_kvtier.console import (
 )
 from sgl_kvtier.lab.profile import read
 from sgl_kvtier.lab.rules import ByArrival, CacheFlow, Cake
-from sgl_kvtier.lab.sim.costs import Batch, MeasuredCost
-from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, Route, planner_profile
-from sgl_kvtier.lab.sim.links import Pipe
+from sgl_kvtier.lab.sim.baselines import Served
+from sgl_kvtier.lab.sim.hardware import Batch, Hardware, MeasuredCost, ModelShape, planner_profile
+from sgl_kvtier.lab.sim.links import Pipe, Route
 from sgl_kvtier.lab.sim.requests import SimRequest
 from sgl_kvtier.lab.sim.run import engine_shape, simulate
-from sgl_kvtier.lab.sim.served import Served
 from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.policy.messages import Consulted, Fact, StepDone
 from sgl_kvtier.policy.planner import make_planner

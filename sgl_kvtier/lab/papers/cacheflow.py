@@ -27,15 +27,16 @@ from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.rules import CacheFlow, LongestFirst
 from sgl_kvtier.lab.sim.baselines import RecomputeOnly
 from sgl_kvtier.lab.sim.cells import Agreement, Cell, Fitted, Tables
-from sgl_kvtier.lab.sim.costs import Batch, StepCost
 from sgl_kvtier.lab.sim.hardware import (
+    STORAGE,
+    Batch,
     Hardware,
     ModelShape,
+    StepCost,
     assumed_step_cost,
     load_hardware,
     load_model,
 )
-from sgl_kvtier.lab.sim.links import Pipe
 from sgl_kvtier.lab.sim.requests import ByLayers, SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import simulate
 from sgl_kvtier.lab.sim.server import ServerSpec
@@ -177,7 +178,6 @@ _HORIZON_S = 0.02
 """Seconds ahead for which loads of the papers' rules are started: little more than a step. Their
 loaders take one chunk after the other.
 """
-_STORAGE = "storage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class Rig:
     @property
     def token_s(self) -> float:
         """Seconds that a token's KV takes over the link."""
-        return self.model.kv_bytes_per_token / self.hardware.pipes[_STORAGE].bytes_per_s
+        return self.model.kv_bytes_per_token / self.hardware.pipes[STORAGE].bytes_per_s
 
 
 def rig(place: Place) -> Rig:
@@ -248,18 +248,8 @@ def rig(place: Place) -> Rig:
         per_token_position_s=whole.per_token_position_s * stages.compute,
         floor_s=whole.floor_s * stages.compute * place.weight_scale,
     )
-    route = dataclasses.replace(
-        machine.routes[Link.STORAGE_TO_DEVICE],
-        pipes=(_STORAGE,),
-        latency_s=_LOAD_LATENCY_S,
-        depth=_LOAD_DEPTH,
-    )
     return Rig(
-        dataclasses.replace(
-            machine,
-            pipes={_STORAGE: Pipe(place.gbps * 1e9 / 8)},
-            routes={Link.STORAGE_TO_DEVICE: route},
-        ),
+        machine.with_storage_alone(place.gbps * 1e9 / 8, _LOAD_LATENCY_S, _LOAD_DEPTH),
         dataclasses.replace(
             shape, kv_bytes_per_token=round(shape.kv_bytes_per_token * stages.bytes)
         ),
@@ -285,7 +275,7 @@ def _planner(arm: str, rig_: Rig, page_tokens: int, chunk_tokens: int) -> Planne
     )
     profile = {
         "prefill": dataclasses.asdict(_learned(rig_.cost, chunk_tokens)),
-        "links": {Link.STORAGE_TO_DEVICE.value: rig_.hardware.pipes[_STORAGE].bytes_per_s},
+        "links": {Link.STORAGE_TO_DEVICE.value: rig_.hardware.pipes[STORAGE].bytes_per_s},
     }
     config = PolicyConfig(
         restore="load" if arm == "LMCache" else "auto",
@@ -313,29 +303,15 @@ def layer_split(cost: StepCost, tokens: int, load_s: float, layers: int) -> tupl
     times = [
         max(cut / layers * compute_s, (layers - cut) / layers * load_s) for cut in range(layers + 1)
     ]
-    cut = min(range(layers + 1), key=lambda place: (times[place], place))
-    return cut, times[cut]
+    return times.index(min(times)), min(times)
 
 
-def token_split(
-    cost: StepCost, tokens: int, load_s: float, chunk: int, unit: int = _UNIT_TOKENS
-) -> tuple[int, float]:
-    """Token-wise restoration in units of `unit` tokens: the number of tokens to compute, and the
-    seconds it takes.
-    """
-
-    def parts(computed: int) -> tuple[float, float]:
-        return chunks_seconds(cost, computed, chunk), load_s * (tokens - computed) / tokens
-
-    # Computing takes longer with every token, loading less long: the two cross once.
-    low, high = 0, -(-tokens // unit)
-    while low < high:
-        middle = (low + high) // 2
-        compute_s, loading_s = parts(min(middle * unit, tokens))
-        low, high = (middle + 1, high) if compute_s < loading_s else (low, middle)
-    places = [min(place * unit, tokens) for place in (max(0, low - 1), low)]
-    best = min(places, key=lambda computed: (max(parts(computed)), computed))
-    return best, max(parts(best))
+def token_seconds(cost: StepCost, tokens: int, load_s: float, chunk: int) -> float:
+    """Seconds of token-wise restoration at the best split into whole units."""
+    return min(
+        max(chunks_seconds(cost, computed, chunk), load_s * (tokens - computed) / tokens)
+        for computed in (*range(0, tokens, _UNIT_TOKENS), tokens)
+    )
 
 
 @lru_cache(maxsize=1 << 16)
@@ -352,7 +328,7 @@ def _l_delta(cost: StepCost, token_s: float, layers: int, chunk: int) -> float:
     for tokens in range(_UNIT_TOKENS, _LONGEST + 1, _UNIT_TOKENS):
         load_s = tokens * token_s
         cut, by_layer_s = layer_split(cost, tokens, load_s, layers)
-        if cut and token_split(cost, tokens, load_s, chunk)[1] <= by_layer_s:
+        if cut and token_seconds(cost, tokens, load_s, chunk) <= by_layer_s:
             return tokens
     return math.inf
 
@@ -691,7 +667,7 @@ def _ideal_seconds(ratio: float, stages: Stages) -> float:
     base = rig(Place(gbps=gbps, stages=stages))
     ideal = dataclasses.replace(
         base,
-        hardware=base.hardware.with_route(Link.STORAGE_TO_DEVICE, latency_s=0.0),
+        hardware=base.hardware.with_storage_alone(gbps * 1e9 / 8, 0.0, _LOAD_DEPTH),
         cost=StepCost(0.0, _IDEAL_TOKEN_S * stages.compute),
     )
     prompt = Prompt(0.0, _IDEAL_TOKENS, 1)
@@ -738,7 +714,7 @@ def figure_5() -> Iterator[Cell]:
         runs = [serve(rig(Place()), sample(_SWE, 16, seed), arm) for seed in SEEDS]
         shares = {
             "GPU busy share": [run.compute_busy_s / run.finished_s for run in runs],
-            "I/O busy share": [run.pipes[_STORAGE][1] / run.finished_s for run in runs],
+            "I/O busy share": [run.pipes[STORAGE][1] / run.finished_s for run in runs],
         }
         for name, each in shares.items():
             yield _cell("5", arm, name, fmean(each), "", each=each)

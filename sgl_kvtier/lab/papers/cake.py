@@ -27,15 +27,15 @@ from statistics import fmean, median
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.rules import Cake
 from sgl_kvtier.lab.sim.cells import Agreement, Cell, Fitted, Tables
-from sgl_kvtier.lab.sim.costs import Batch
 from sgl_kvtier.lab.sim.hardware import (
+    STORAGE,
+    Batch,
     Hardware,
     ModelShape,
     assumed_step_cost,
     load_hardware,
     load_model,
 )
-from sgl_kvtier.lab.sim.links import Pipe
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import simulate
 from sgl_kvtier.lab.sim.server import ServerSpec
@@ -258,8 +258,8 @@ _LOAD_TOKENS = 128
 # Cake's fetching thread takes one chunk after the other; a horizon shorter than a step starts no
 # more loads than a step needs.
 _HORIZON_S = 0.02
-_STORAGE, _CACHED = "storage", "cached"
-"""Names of the one pipe, and of the request that is restored."""
+_CACHED = "cached"
+"""Name of the request that is restored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,16 +329,8 @@ def rig(setup: Setup, page_tokens: int = _PAGE_TOKENS) -> Rig:
     )
     kv_bytes = round(model.kv_bytes_per_token * setup.kv_scale)
     bytes_per_s, load_bytes = setup.gbps * _GBPS, _LOAD_TOKENS * kv_bytes
-    route = dataclasses.replace(
-        machine.routes[Link.STORAGE_TO_DEVICE],
-        pipes=(_STORAGE,),
-        latency_s=_LOAD_S[setup.model],
-        depth=1,
-    )
     return Rig(
-        dataclasses.replace(
-            machine, pipes={_STORAGE: Pipe(bytes_per_s)}, routes={Link.STORAGE_TO_DEVICE: route}
-        ),
+        machine.with_storage_alone(bytes_per_s, _LOAD_S[setup.model], depth=1),
         dataclasses.replace(model, kv_bytes_per_token=kv_bytes),
         ServerSpec(page_tokens, setup.budget, setup.share, mixed=True, write_down=False),
         cost,
@@ -513,7 +505,7 @@ def figure_4() -> Iterator[Cell]:
     for gbps, given in _LINE_MS.items():
         parts = rig(Setup("A100", "LongAlpaca-7B", 512, gbps))
         nbytes = 512 * parts.model.kv_bytes_per_token
-        ours = round(1e3 * nbytes / parts.hardware.pipes[_STORAGE].bytes_per_s, 4)
+        ours = round(1e3 * nbytes / parts.hardware.pipes[STORAGE].bytes_per_s, 4)
         yield Cell("cake fig4", f"{gbps} Gbps", "load of a chunk", given, ours, "ms")
 
 

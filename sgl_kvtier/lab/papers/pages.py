@@ -22,9 +22,15 @@ from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.papers import batches, cacheflow, cake, tierkv
 from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.cells import agreement
-from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, over_draws, run_policy
+from sgl_kvtier.lab.sim.experiment import (
+    Load,
+    Machine,
+    draws_table,
+    outcome,
+    over_draws,
+    run_policy,
+)
 from sgl_kvtier.lab.sim.policies import AHEAD
-from sgl_kvtier.lab.sim.tables import draws_table
 
 # --- the papers -----------------------------------------------------------------------------------
 

@@ -83,7 +83,6 @@ K=16 | 4.03 | - | 0
 }
 """Tables 4 to 7 and Figure 6. The levels 2.5, 3.5, 4.0 and 4.5 of Tables 5 and 6 are left out."""
 
-_LEVELS = (1.0, 1.5, 2.0, 3.0, 5.0)
 _POLICIES = ("LRU", "Freq", "Attn-Pref.", "Static", "Prefetch", "Oracle")
 _TABLE_4 = {
     "LRU": "LRU",
@@ -147,41 +146,38 @@ class Server:
         return self.step_s + running * self.step_s_per_request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """One request: `context` tokens of KV are there when it starts, `generate` tokens are added one
-    per step.
+    per step, from step `began_at` of the server on.
     """
 
     rid: int
     arrival_s: float
     context: int
     generate: int
+    began_at: int = 0
+
+    def tokens(self, step: int) -> int:
+        """Its KV before this step."""
+        return self.context + step - self.began_at
 
 
 Lengths = Sequence[tuple[float, int, int]]
 """A mixture of uniform ranges of tokens: (share, lowest, highest), the shares adding up to 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How many requests of which lengths; `tokens_per_s` is what they ask to be generated per
-    second.
+def arrivals(
+    requests: int, tokens_per_s: float, contexts: Lengths, generated: Lengths, seed: int
+) -> list[Request]:
+    """Poisson arrivals in order, which ask for so many tokens to be generated per second; the same
+    for the same seed.
     """
-
-    requests: int
-    tokens_per_s: float
-    contexts: Lengths
-    generated: Lengths
-
-
-def arrivals(load: Load, seed: int) -> list[Request]:
-    """Poisson arrivals in order; the same for the same load and seed."""
     rng, now, made = random.Random(seed), 0.0, []
-    mean = sum(share * (low + high) / 2 for share, low, high in load.generated)
-    for rid in range(load.requests):
-        now += rng.expovariate(load.tokens_per_s / mean)
-        made.append(Request(rid, now, _drawn(load.contexts, rng), _drawn(load.generated, rng)))
+    mean = sum(share * (low + high) / 2 for share, low, high in generated)
+    for rid in range(requests):
+        now += rng.expovariate(tokens_per_s / mean)
+        made.append(Request(rid, now, _drawn(contexts, rng), _drawn(generated, rng)))
     return made
 
 
@@ -195,25 +191,12 @@ def _drawn(lengths: Lengths, rng: random.Random) -> int:
 
 
 @dataclass(slots=True)
-class Running:
-    """A request in the batch, since step `began_at` of the server."""
-
-    request: Request
-    admitted_s: float
-    began_at: int
-
-    def tokens(self, step: int) -> int:
-        """Its KV before this step."""
-        return self.request.context + step - self.began_at
-
-
-@dataclass(slots=True)
 class Batch:
     """The running requests, by rid in the order of admission, and their KV tokens together before
     step `step`.
     """
 
-    running: dict[int, Running] = field(default_factory=dict)
+    running: dict[int, Request] = field(default_factory=dict)
     tokens: int = 0
     step: int = 0
 
@@ -250,7 +233,7 @@ class Pager:
     def started(self, request: Request) -> None:
         """It has joined."""
 
-    def ended(self, running: Running, batch: Batch) -> None:
+    def ended(self, request: Request, batch: Batch) -> None:
         """It has left."""
 
     def step(self, batch: Batch, compute_s: float) -> Paging:
@@ -291,7 +274,9 @@ def simulate(server: Server, requests: Sequence[Request], pager: Pager) -> Run:
             if batch and not pager.admits(coming[0], batch):
                 break
             request = coming.popleft()
-            batch.running[request.rid] = Running(request, now, batch.step)
+            request.began_at = batch.step
+            batch.running[request.rid] = request
+            run.waits_s.append(now - request.arrival_s)
             batch.tokens += request.context
             heapq.heappush(ends, (batch.step + request.generate, request.rid))
             pager.started(request)
@@ -312,9 +297,8 @@ def simulate(server: Server, requests: Sequence[Request], pager: Pager) -> Run:
         batch.step += count
         while ends and ends[0][0] <= batch.step:
             one = batch.running.pop(heapq.heappop(ends)[1])
-            batch.tokens -= one.request.context + one.request.generate
+            batch.tokens -= one.context + one.generate
             pager.ended(one, batch)
-            run.waits_s.append(one.admitted_s - one.request.arrival_s)
     run.end_s = now
     return run
 
@@ -329,8 +313,6 @@ class Measures:
     p95_tpot_ms: float
     tokens_per_s: float
     hit_share: float
-    wait_ms: float
-    moved_gb: float
     wasted_share: float
 
 
@@ -339,7 +321,6 @@ def measure(run: Run) -> Measures:
     tokens = sum(one.count * one.running for one in run.steps)
     held = sum(one.count * one.tokens for one in run.steps)
     ahead = sum(one.count * one.paging.ahead_bytes for one in run.steps)
-    demand = sum(one.count * one.paging.demand_bytes for one in run.steps)
     wasted = sum(one.count * one.paging.wasted_bytes for one in run.steps)
     left, p95_s = 0.95 * tokens, 0.0
     for one in sorted(run.steps, key=lambda one: one.seconds):
@@ -350,8 +331,6 @@ def measure(run: Run) -> Measures:
         1e3 * p95_s,
         tokens / run.end_s,
         sum(one.count * one.tokens * one.paging.hit_share for one in run.steps) / held,
-        1e3 * fmean(run.waits_s),
-        (demand + ahead) / 1e9,
         wasted / ahead if ahead else 0.0,
     )
 
@@ -374,17 +353,17 @@ class StaticPager(Pager):
         """It takes what is free."""
         self._place(request.rid, request.context)
 
-    def ended(self, running: Running, batch: Batch) -> None:
+    def ended(self, request: Request, batch: Batch) -> None:
         """It gives its room back."""
         del batch
-        self._used -= self._in_hbm.pop(running.request.rid)
-        del self._known[running.request.rid]
+        self._used -= self._in_hbm.pop(request.rid)
+        del self._known[request.rid]
 
     def step(self, batch: Batch, compute_s: float) -> Paging:
         """What found no room is read."""
         del compute_s
-        for rid, running in batch.running.items():
-            self._place(rid, running.tokens(batch.step))
+        for rid, request in batch.running.items():
+            self._place(rid, request.tokens(batch.step))
         missing = batch.tokens - self._used
         return Paging(
             demand_bytes=missing * self._server.kv_bytes_per_token,
@@ -410,7 +389,7 @@ class PackingPager(Pager):
         hidden = (
             server.link_bytes_per_s * server.compute_s(len(batch) + 1) / server.kv_bytes_per_token
         )
-        final = sum(one.request.context + one.request.generate for one in batch.running.values())
+        final = sum(one.context + one.generate for one in batch.running.values())
         return final + request.context + request.generate <= server.hbm_tokens + hidden
 
     def step(self, batch: Batch, compute_s: float) -> Paging:
@@ -490,9 +469,9 @@ class HonestPager(Pager):
         del request
         self._changed += 1
 
-    def ended(self, running: Running, batch: Batch) -> None:
+    def ended(self, request: Request, batch: Batch) -> None:
         """Its pages are of no use to anyone."""
-        rid = running.request.rid
+        rid = request.rid
         keys = self._keys.pop(rid, ())
         self._drop(keys, float(batch.step))
         self._map.dropped(keys, Tier.HOST)
@@ -556,8 +535,8 @@ class HonestPager(Pager):
         most = max(1, self._pages // _WAVES)
         wave: list[int] = []
         held = 0
-        for rid, running in batch.running.items():
-            pages = self._grow(rid, max(1, round(running.tokens(batch.step) / _PAGE_TOKENS)), now)
+        for rid, request in batch.running.items():
+            pages = self._grow(rid, max(1, round(request.tokens(batch.step) / _PAGE_TOKENS)), now)
             if wave and held + pages > most:
                 yield wave
                 wave, held = [], 0
@@ -686,11 +665,11 @@ def sweep_server(level: float) -> Server:
     return Server(_KV_BYTES["7B"], _STEP_S, _STEP_S_PER_REQUEST, _HBM_BYTES / level)
 
 
-def sweep_load() -> Load:
+def sweep_arrivals(seed: int) -> list[Request]:
     """The arrivals of Tables 5 to 7: the same at every level, as the printed 6473 tokens/s at 1.0x
     are.
     """
-    return Load(_REQUESTS, _ASKED_TOKENS_PER_S, _CONTEXTS, _GENERATED)
+    return arrivals(_REQUESTS, _ASKED_TOKENS_PER_S, _CONTEXTS, _GENERATED, seed)
 
 
 def column_server(model: str) -> Server:
@@ -713,8 +692,7 @@ def sweep(policy: str, level: float) -> Measures:
     """A point of Tables 5 to 7: the mean over the seeds."""
     server = sweep_server(level)
     runs = [
-        measure(simulate(server, arrivals(sweep_load(), seed), pager_of(server, policy)))
-        for seed in _SEEDS
+        measure(simulate(server, sweep_arrivals(seed), pager_of(server, policy))) for seed in _SEEDS
     ]
     return Measures(*(fmean(getattr(one, name) for one in runs) for name in Measures.__slots__))
 
@@ -725,9 +703,8 @@ def column(policy: str, model: str, lookahead_steps: int = 1) -> Measures:
     nothing to average.
     """
     server = column_server(model)
-    load = Load(_QUEUED, _SATURATING, _CONTEXTS, _COLUMN_GENERATED)
-    pager = pager_of(server, policy, lookahead_steps)
-    return measure(simulate(server, arrivals(load, _SEEDS[0]), pager))
+    asked = arrivals(_QUEUED, _SATURATING, _CONTEXTS, _COLUMN_GENERATED, _SEEDS[0])
+    return measure(simulate(server, asked, pager_of(server, policy, lookahead_steps)))
 
 
 def table_4() -> Iterator[Cell]:
@@ -740,20 +717,6 @@ def _sweep_table(table: str, unit: str, figure: str) -> Iterator[Cell]:
     for row, policy in printed(table):
         seen = sweep(policy, float(row.removesuffix("x")))
         yield _cell(table, row, policy, getattr(seen, figure), unit)
-
-
-def cost() -> Iterator[Cell]:
-    """What the policies of Tables 5 to 7 cost besides time per token."""
-    for level in _LEVELS[1:]:
-        for policy in _POLICIES:
-            seen = sweep(policy, level)
-            for name, value, unit in (
-                ("mean TPOT", seen.tpot_ms, "ms"),
-                ("of the batch's KV in HBM", 100 * seen.hit_share, "%"),
-                ("moved to HBM", seen.moved_gb / 1e3, "TB"),
-                ("mean wait before the first step", seen.wait_ms / 1e3, "s"),
-            ):
-                yield Cell("cost", f"{level}x {policy}", name, None, value, unit)
 
 
 def figure_6() -> Iterator[Cell]:
@@ -772,6 +735,5 @@ TABLES: Tables = {
     "5": partial(_sweep_table, "5", "ms", "tpot_ms"),
     "6": partial(_sweep_table, "6", "ms", "p95_tpot_ms"),
     "7": partial(_sweep_table, "7", "tokens/s", "tokens_per_s"),
-    "cost": cost,
     "fig6": figure_6,
 }

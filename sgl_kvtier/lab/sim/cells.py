@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from sgl_kvtier.console import Column, Table
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -87,3 +89,33 @@ def agreement_by_reading(cells: Sequence[Cell]) -> dict[str, Agreement]:
         reading: agreement([cell for cell in cells if cell.reading == reading])
         for reading in readings
     }
+
+
+def cells_table(cells: Sequence[Cell], title: str) -> Table:
+    """Paper, ours, deviation; one row per cell."""
+    rows = [
+        {
+            "table": cell.table,
+            "row": cell.row,
+            "column": cell.column,
+            "published": cell.published,
+            "ours": cell.ours,
+            "spread": None if cell.spread is None else "{:.2f} to {:.2f}".format(*cell.spread),
+            "deviation": None if cell.deviation is None else 100 * cell.deviation,
+            "note": ", ".join(
+                text for text in (cell.unit, "fitted" if cell.fitted else "", cell.reading) if text
+            ),
+        }
+        for cell in cells
+    ]
+    columns = [
+        Column("table", "table"),
+        Column("row", "row"),
+        Column("column", "column"),
+        Column("published", "paper"),
+        Column("ours", "ours"),
+        Column("spread", "by draw"),
+        Column("deviation", "deviation", "%", 1),
+        Column("note", "note"),
+    ]
+    return Table(title, columns, rows)

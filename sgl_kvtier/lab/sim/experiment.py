@@ -9,9 +9,11 @@ from statistics import median
 from typing import Any, cast
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.console import Column, Table, format_bytes
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab.pages.stats import summary
 from sgl_kvtier.lab.sim.arrivals import Pace, from_sessions, wide_encoder
+from sgl_kvtier.lab.sim.baselines import Served
 from sgl_kvtier.lab.sim.hardware import (
     Hardware,
     ModelShape,
@@ -25,7 +27,6 @@ from sgl_kvtier.lab.sim.policies import Setting, policy
 from sgl_kvtier.lab.sim.replay import Recording
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import engine_shape, simulate
-from sgl_kvtier.lab.sim.served import Served
 from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.lab.workload.source import load_sessions
 from sgl_kvtier.policy.decision_log import Header
@@ -211,3 +212,53 @@ def over_draws(outcomes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             row[path] = {"median": median(values), "least": min(values), "most": max(values)}
         rows.append(row)
     return rows
+
+
+_NAMES = ("policy", "n")
+_WHAT_RESTORED = (
+    "Restored: requests whose prefix the planner restores; the engine loads the others by itself. "
+    "Moved up: storage to host, host to device and storage to device."
+)
+_NOTES = (
+    "Moved up: storage to host, host to device and storage to device. Wasted: loaded and never "
+    "used by the request it was for, or prefetched and dropped or left without a hit.",
+)
+
+
+def policies_table(outcomes: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """One row per policy."""
+    columns = [
+        Column("policy", "policy"),
+        *(Column(f"ttft_s.{key}", f"TTFT {key}", "s", 3) for key in ("p50", "p90", "p99", "mean")),
+        Column("finished_s", "end", "s", 1),
+        Column("computed_tokens", "computed tokens", decimals=0),
+        Column("loaded_tokens", "loaded tokens", decimals=0),
+        Column("moved_up_bytes", "moved up", format=format_bytes),
+        Column("wasted_up_bytes", "of it wasted", format=format_bytes),
+    ]
+    return Table(title, columns, outcomes, _NOTES)
+
+
+def draws_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """One row per policy: medians over several draws, and the range of the mean."""
+    shown = [
+        {
+            "policy": row["policy"],
+            "range": f"{row['ttft_s.mean']['least']:.2f} to {row['ttft_s.mean']['most']:.2f}",
+            **{key.replace(".", " "): row[key]["median"] for key in row if key not in _NAMES},
+        }
+        for row in rows
+    ]
+    columns = [
+        Column("policy", "policy"),
+        Column("ttft_s mean", "TTFT mean", "s", 2),
+        Column("range", "least to most (s)"),
+        Column("ttft_s p50", "TTFT p50", "s", 2),
+        Column("ttft_s p99", "TTFT p99", "s", 2),
+        Column("computed_tokens", "computed tokens", decimals=0),
+        Column("restored", "restored", decimals=0),
+        Column("moved_up_bytes", "moved up", format=format_bytes),
+    ]
+    draws = rows[0]["n"] if rows else 0
+    note = f"Each number is the median of {draws} draws; the range is that of their means."
+    return Table(title, columns, shown, (note, _WHAT_RESTORED))

@@ -48,7 +48,7 @@ class Policy:
     fetches_to_host: bool = False
     served: bool = False
     """The planner is asked what a server asks it, and has the engine's own loads beside it
-    (`served.py`).
+    (`baselines.Served`).
     """
     unbounded_device: bool = False
     """Nothing is ever evicted from the device: a bound that no policy can pass on this load."""

@@ -10,13 +10,11 @@ from typing import Any
 import simpy
 
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.lab.sim.costs import Cost
 from sgl_kvtier.lab.sim.hands import Hands
-from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, step_cost
-from sgl_kvtier.lab.sim.links import Network
+from sgl_kvtier.lab.sim.hardware import Cost, Hardware, ModelShape, step_cost
+from sgl_kvtier.lab.sim.links import Network, Transfers
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.server import Server, ServerSpec
-from sgl_kvtier.lab.sim.transfers import Transfers
 from sgl_kvtier.policy.messages import Planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Tier

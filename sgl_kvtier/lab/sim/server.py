@@ -14,9 +14,8 @@ from typing import Any, cast
 
 import simpy
 
-from sgl_kvtier.lab.sim.costs import Batch, Cost
-from sgl_kvtier.lab.sim.hands import Hands
-from sgl_kvtier.lab.sim.live import Live, Restoring
+from sgl_kvtier.lab.sim.hands import Hands, Live, Restoring
+from sgl_kvtier.lab.sim.hardware import Batch, Cost
 from sgl_kvtier.lab.sim.requests import RequestResult, SimRequest
 from sgl_kvtier.policy.messages import (
     ChunkBeside,
@@ -68,7 +67,7 @@ class ServerSpec:
     With `fetches` it is offered at once: the planner has stored pages fetched to host memory, and
     the engine copies them to the device when the request's turn has come. `consulted`: the planner
     is asked what a server asks it, in which order waiting requests run and which prefixes are left
-    to the engine (`served.py`).
+    to the engine (`baselines.Served`).
     """
 
     page_tokens: int = 16
@@ -152,7 +151,7 @@ class Server:
         self.results: list[RequestResult] = []
         self.steps = 0
         self.compute_busy_s = 0.0
-        hands.wake = self.wake
+        hands.listen(self.wake)
 
     # --- what comes in ----------------------------------------------------------------------------
 
@@ -301,7 +300,7 @@ class Server:
             slot_open=not self._slots and len(self._running) < _MOST_RUNNING,
             prefill_tokens=self._budget(),
             fresh_tokens=sum(live.fresh_tokens for live in plain),
-            wanted_tokens=sum(live.wanted_tokens for live in plain),
+            wanted_tokens=sum(live.left_tokens for live in plain),
             fresh=tuple(fresh) if before is None else (),
             decoding=0 if self._spec.mixed else len(self._running),
             free_pages=self._free_pages(),
@@ -549,7 +548,6 @@ class Server:
         if live in self._slots:
             self._slots.remove(live)
         live.result.first_token_s = self._env.now
-        live.running = True
         self._hands.keep_prompt(live)
         self._running.append(live)
         self._token(live)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_kvtier.lab.sim.costs import StepCost
-from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, Route
-from sgl_kvtier.lab.sim.links import Pipe
+from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, StepCost
+from sgl_kvtier.lab.sim.links import Pipe, Route
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import simulate
 from sgl_kvtier.lab.sim.server import ServerSpec

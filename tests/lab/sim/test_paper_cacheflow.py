@@ -12,16 +12,15 @@ from sgl_kvtier.lab.papers.cacheflow import (
     Place,
     Prompt,
     Stages,
-    chunks_seconds,
     l_delta,
     layer_split,
     parallel,
     rig,
     sequential,
     serve,
-    token_split,
+    token_seconds,
 )
-from sgl_kvtier.lab.sim.costs import Batch, StepCost
+from sgl_kvtier.lab.sim.hardware import Batch
 from sgl_kvtier.types import Span
 
 
@@ -61,7 +60,7 @@ def axis_seconds(place: Place, tokens: int) -> tuple[float, float]:
     """Seconds of a prefix restored by tokens and by layers, by the formulas."""
     parts = rig(place)
     load_s = tokens * parts.token_s
-    by_token = token_split(parts.cost, tokens, load_s, 512)[1]
+    by_token = token_seconds(parts.cost, tokens, load_s, 512)
     return by_token, layer_split(parts.cost, tokens, load_s, parts.layers)[1]
 
 
@@ -99,19 +98,6 @@ def test_a_prefix_restored_by_layers_takes_as_long_as_the_formula_says(
     assert formula_s <= seconds - suffix_s < 1.08 * formula_s
 
 
-def test_the_best_split_by_tokens_is_found_as_by_trying_all() -> None:
-    cost = StepCost(0.004, 1 / 20000, 1e-9, floor_s=0.02)
-    for tokens, load_s in ((64, 0.001), (1000, 0.1), (3008, 0.1), (3008, 0.9), (3008, 1e-6)):
-        tried = {
-            computed: max(
-                chunks_seconds(cost, computed, 512), load_s * (tokens - computed) / tokens
-            )
-            for computed in [*range(0, tokens, 64), tokens]
-        }
-        best = min(tried, key=lambda computed: (tried[computed], computed))
-        assert token_split(cost, tokens, load_s, 512) == (best, tried[best])
-
-
 def test_of_two_requests_by_layers_the_first_computes_and_the_longer_has_the_link() -> None:
     place = rig(Place())
     prompts = [Prompt(0.0, 3008, 64), Prompt(0.001, 9024, 64)]
@@ -132,12 +118,6 @@ def test_stages_that_restore_by_themselves_are_faster_than_stages_in_a_row() -> 
     )
     assert apart < in_a_row < whole
     assert apart == pytest.approx(whole / 2, rel=0.1)
-
-
-def test_samples_and_arrivals_are_the_same_every_time() -> None:
-    place = rig(Place())
-    assert cacheflow.poisson("WildChat", place, 3) == cacheflow.poisson("WildChat", place, 3)
-    assert cacheflow.sample("LMSys-Chat", 5, 1) != cacheflow.sample("LMSys-Chat", 5, 2)
 
 
 def test_each_arm_restores_what_it_is_given_and_single_ones_use_one_resource() -> None:

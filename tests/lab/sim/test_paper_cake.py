@@ -49,30 +49,6 @@ def test_the_fitted_ratios_are_those_of_the_baselines() -> None:
         assert abs(off) < 0.08, pair
 
 
-def test_the_line_of_32_gbps_in_figure_4_takes_62_ms_for_a_chunk() -> None:
-    parts = rig(Setup("A100", "LongAlpaca-7B", 16384, 32.0))
-    nbytes = 512 * parts.model.kv_bytes_per_token
-    assert nbytes == 256 << 20
-    seconds = nbytes / parts.hardware.pipes["storage"].bytes_per_s
-    assert 1e3 * seconds == pytest.approx(62.4, abs=0.2)
-
-
-@pytest.mark.parametrize("share", [0.125, 0.5, 1.0])
-def test_the_baselines_take_what_arithmetic_says(share: float) -> None:
-    setup = Setup("A100", "LongAlpaca-13B", 8192, 25.0, share)
-    parts, ours, chunk = rig(setup), times(setup), int(512 * share)
-    cost = parts.cost.cost
-    steps = [
-        cost.fixed_s
-        + cost.per_token_s * 512
-        + cost.per_token_position_s * 512 * (start + chunk / 2)
-        for start in range(0, 8192, chunk)
-    ]
-    assert ours.compute_s == pytest.approx(sum(steps))
-    load_s = 8192 * parts.model.kv_bytes_per_token / parts.load_bytes_per_s
-    assert ours.io_s == pytest.approx(load_s)
-
-
 def two_pointers(setup: Setup) -> float:
     """Cake's algorithm as a bare loop, nobody touching what the other has taken: a cross-check with
     no simulator in it.
@@ -109,20 +85,3 @@ def test_ours_never_loses_to_a_single_resource_where_the_rule_of_the_paper_does(
     ours = [times(pair.setup) for pair in printed("6")]
     assert min(one.best(one.cake_s) for one in ours) < 1
     assert min(one.best(one.kvtier_s) for one in ours) >= 1
-
-
-def test_a_run_is_the_same_every_time() -> None:
-    setup = Setup("H100", "LongAlpaca-13B", 8192, 32.0, 0.5)
-    assert len({cake.restore_seconds(setup, "kvtier") for _ in range(3)}) == 1
-
-
-@pytest.mark.parametrize("rule", ["cake", "kvtier"])
-def test_adaptive_scheduling_ends_earlier_and_serves_the_others_first(rule: str) -> None:
-    for seed in (1, 2):
-        default, adaptive = (cake.burst_run(seed, rule, mode) for mode in (False, True))
-        assert adaptive.finished_s < default.finished_s
-        others = [
-            sum(request.ttft_s for request in run.requests if request.rid != "cached")
-            for run in (default, adaptive)
-        ]
-        assert others[1] < others[0] / 2

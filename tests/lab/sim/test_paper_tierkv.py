@@ -12,20 +12,17 @@ from hypothesis import strategies as st
 from sgl_kvtier.lab.papers.tierkv import (
     _POLICIES,
     HonestPager,
-    Load,
-    Measures,
     PackingPager,
     Request,
     Run,
     Server,
-    StaticPager,
     Steps,
     arrivals,
     measure,
     pager_of,
     printed,
     simulate,
-    sweep_load,
+    sweep_arrivals,
     sweep_server,
 )
 
@@ -54,23 +51,20 @@ def test_printed_stalls_of_a_policy_are_one_share_of_lrus_at_every_level() -> No
             assert stall(level, policy) / stall(level, "LRU") == pytest.approx(share, abs=0.01)
 
 
-def seen(policy: str, level: float) -> Measures:
+def run_of(policy: str, level: float) -> Run:
     on = sweep_server(level)
-    return measure(simulate(on, arrivals(sweep_load(), 0), pager_of(on, policy)))
+    return simulate(on, sweep_arrivals(0), pager_of(on, policy))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [5.0, 1.5])
 def test_when_bytes_obey_the_link_prefetch_is_not_flat_and_only_waiting_is(level: float) -> None:
-    prefetch, lru, oracle = (seen(policy, level) for policy in ("Prefetch", "LRU", "Oracle"))
-    assert prefetch.tpot_ms > 100 * 4.07
-    assert prefetch.tpot_ms > 0.8 * lru.tpot_ms
-    assert oracle.tpot_ms < 1.05 * 4.03
-    assert oracle.wait_ms > 100 * seen("Oracle", 1.0).wait_ms
-
-
-def test_nothing_moves_at_1x() -> None:
-    assert (seen("LRU", 1.0).hit_share, seen("LRU", 1.0).moved_gb) == (1, 0)
+    runs = [run_of(policy, level) for policy in ("Prefetch", "LRU", "Oracle")]
+    prefetch, lru, oracle = (measure(run).tpot_ms for run in runs)
+    assert prefetch > 100 * 4.07
+    assert prefetch > 0.8 * lru
+    assert oracle < 1.05 * 4.03
+    assert sum(runs[2].waits_s) > 100 * sum(run_of("Oracle", 1.0).waits_s)
 
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -92,25 +86,11 @@ def moved_bytes(run: Run) -> float:
     return sum(one.count * (one.paging.demand_bytes + one.paging.ahead_bytes) for one in run.steps)
 
 
-def test_a_request_that_fits_takes_one_compute_step_per_token() -> None:
-    on = server()
-    run = simulate(on, batch_of(1, 100, 50), HonestPager(on, "LRU"))
-    assert generated(run) == 50
-    assert run.end_s == pytest.approx(50 * on.compute_s(1))
-
-
 def test_a_request_that_comes_within_a_step_joins_at_the_next_one() -> None:
     on = server()
     at = 1.5 * on.compute_s(1)
     run = simulate(on, [Request(0, 0.0, 100, 10), Request(1, at, 100, 10)], HonestPager(on, "LRU"))
     assert sorted(run.waits_s) == pytest.approx([0, 2 * on.compute_s(1) - at])
-
-
-def test_the_batch_never_holds_more_than_it_may() -> None:
-    on = server(most_running=3)
-    run = simulate(on, batch_of(10, 100, 20), HonestPager(on, "LRU"))
-    assert max(one.running for one in run.steps) == 3
-    assert len(run.waits_s) == 10
 
 
 @settings(max_examples=examples(8), deadline=None)
@@ -123,7 +103,7 @@ def test_the_batch_never_holds_more_than_it_may() -> None:
 def test_every_token_is_generated_once_whatever_pages(
     seed: int, requests: int, hbm_tokens: int, policy: str
 ) -> None:
-    asked = arrivals(Load(requests, 20_000, ((1, 128, 4096),), ((1, 1, 200),)), seed)
+    asked = arrivals(requests, 20_000, ((1, 128, 4096),), ((1, 1, 200),), seed)
     on = server(hbm_tokens, most_running=16)
     run = simulate(on, asked, pager_of(on, policy))
     assert generated(run) == sum(one.generate for one in asked)
@@ -135,7 +115,7 @@ def test_every_token_is_generated_once_whatever_pages(
 @pytest.mark.parametrize("policy", _POLICIES)
 def test_the_same_load_gives_the_same_run_twice(policy: str) -> None:
     on = server(20_000)
-    asked = arrivals(Load(60, 9_000, ((1, 128, 4096),), ((1, 8, 300),)), seed=5)
+    asked = arrivals(60, 9_000, ((1, 128, 4096),), ((1, 8, 300),), seed=5)
     first, second = (simulate(on, asked, pager_of(on, policy)) for _ in range(2))
     assert first == second
 
@@ -163,34 +143,11 @@ def test_next_use_misses_only_what_does_not_fit_and_fetches_it_ahead() -> None:
     assert last.wasted_bytes == 0
 
 
-def test_a_lookahead_of_zero_fetches_nothing_ahead() -> None:
-    on = server(20 * 2048)
-    run = simulate(on, batch_of(24, 2048, 64), HonestPager(on, "Prefetch", lookahead_steps=0))
-    assert all(one.paging.ahead_bytes == 0 for one in run.steps)
-    assert run.steps[-1].paging.demand_bytes > 0
-
-
-def test_what_is_fetched_ahead_hides_behind_computing_and_no_more() -> None:
-    on, run = server(20 * 2048), full_steps("Prefetch")
-    for one in run.steps:
-        transfer_s = one.paging.ahead_bytes / on.link_bytes_per_s
-        demand_s = one.paging.demand_bytes / on.link_bytes_per_s
-        at_once_s = max(transfer_s, on.compute_s(one.running))
-        assert one.seconds == pytest.approx(at_once_s + demand_s)
-    assert run.steps[-1].seconds > 10 * on.compute_s(24)
-
-
 def test_a_batch_that_fits_moves_nothing() -> None:
     for policy in _POLICIES:
         run = full_steps(policy, requests=8)
         assert moved_bytes(run) == 0
         assert measure(run).hit_share == 1
-
-
-def test_static_placement_reads_what_found_no_room_in_every_step() -> None:
-    on = server(20 * 2048)
-    run = simulate(on, batch_of(24, 2048, 64), StaticPager(on))
-    assert run.steps[0].paging.demand_bytes == (24 - 20) * 2048 * KV_BYTES
 
 
 def test_the_packing_oracle_starts_only_what_it_can_serve_without_a_stall() -> None:
@@ -206,13 +163,6 @@ def test_the_packing_oracle_starts_only_what_it_can_serve_without_a_stall() -> N
 # --- loads and measures ---------------------------------------------------------------------------
 
 
-def test_lengths_stay_in_their_ranges_and_average_as_they_say() -> None:
-    lengths = ((0.7, 128, 256), (0.3, 256, 512))
-    drawn = [one.context for one in arrivals(Load(4000, 1.0, lengths, ((1, 1, 1),)), seed=1)]
-    assert all(128 <= one <= 512 for one in drawn)
-    assert sum(drawn) / len(drawn) == pytest.approx(0.7 * 192 + 0.3 * 384, rel=0.02)
-
-
 def test_the_p95_follows_the_tokens_of_steps() -> None:
     on, packing = server(), full_steps("Oracle").steps[0].paging
     for slow_tokens, p95_ms in ((4, 1.0), (6, 5.0)):
@@ -222,9 +172,3 @@ def test_the_p95_follows_the_tokens_of_steps() -> None:
         ]
         assert measure(Run(steps, [0.0], 1.0)).p95_tpot_ms == pytest.approx(p95_ms)
     assert on.hbm_tokens == 1 << 20
-
-
-def test_throughput_times_token_time_is_the_batch() -> None:
-    on = server()
-    found = measure(simulate(on, batch_of(7, 100, 40), HonestPager(on, "LRU")))
-    assert found.tokens_per_s * found.tpot_ms / 1e3 == pytest.approx(7)

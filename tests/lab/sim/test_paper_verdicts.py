@@ -20,7 +20,7 @@ from sgl_kvtier.lab.workload.catalogue import trace_files
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "papers"
 PAPERS = ("cake", "cacheflow", "tierkv")
-QUICK = {"cake": ("4", "7", "fig6"), "cacheflow": ("1", "eq"), "tierkv": ("fig6",)}
+QUICK = {"cake": ("4", "7", "fig4", "fig6"), "cacheflow": ("1", "eq"), "tierkv": ("fig6",)}
 """Tables that take seconds."""
 
 NULL = "null model"

@@ -10,9 +10,10 @@ from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.papers.cacheflow import Place, rig
 from sgl_kvtier.lab.profile import Profile, Table
-from sgl_kvtier.lab.sim.costs import Batch, MeasuredCost
 from sgl_kvtier.lab.sim.experiment import Machine, run_policy
 from sgl_kvtier.lab.sim.hardware import (
+    Batch,
+    MeasuredCost,
     assumed_step_cost,
     known_hardware,
     load_hardware,

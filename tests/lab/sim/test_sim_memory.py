@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scenes import keys
 
-from sgl_kvtier.lab.sim.caches import Caches
-from sgl_kvtier.lab.sim.memory import TierMemory
+from sgl_kvtier.lab.sim.memory import Caches, TierMemory
 from sgl_kvtier.policy.messages import Fact, Move, PagesPlaced, TransferDone
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -22,32 +21,25 @@ def _with(memory: TierMemory, names: tuple[PageKey, ...]) -> None:
     memory.unpin(names)
 
 
-def test_the_end_of_a_chain_leaves_before_its_beginning() -> None:
+@pytest.mark.parametrize(
+    ("asked_for", "named", "left"),
+    [
+        ((), (), ["b1", "b0"]),  # the end of a chain before its beginning
+        (("b0", "b1"), (), ["a1", "a0"]),  # what was asked for last is the last to leave
+        ((), ("a0", "b0"), ["a0", "b0"]),  # those named by an eviction order are the first
+    ],
+)
+def test_pages_leave_in_the_order_that_serves_prefixes(
+    asked_for: tuple[str, ...], named: tuple[str, ...], left: list[str]
+) -> None:
     memory = TierMemory(Tier.DEVICE, 4)
-    chain = keys("a", 4)
-    _with(memory, chain)
+    by_name = dict(zip(("a0", "a1", "b0", "b1"), keys("a", 2) + keys("b", 2), strict=True))
+    _with(memory, keys("b", 2))
+    _with(memory, keys("a", 2))
+    memory.touch([by_name[name] for name in asked_for])
+    memory.evict_first([by_name[name] for name in named])
     memory.claim(2)
-    assert memory.dropped == [chain[3], chain[2]]
-    assert memory.prefix(chain) == 2
-
-
-def test_what_was_asked_for_last_leaves_last() -> None:
-    memory = TierMemory(Tier.DEVICE, 4)
-    old, new = keys("a", 2), keys("b", 2)
-    _with(memory, old)
-    _with(memory, new)
-    memory.touch(old)
-    memory.claim(2)
-    assert sorted(memory.dropped) == sorted(new)
-
-
-def test_pages_named_by_an_eviction_order_leave_first() -> None:
-    memory = TierMemory(Tier.HOST, 4)
-    chain = keys("a", 4)
-    _with(memory, chain)
-    memory.evict_first([chain[0], chain[2]])
-    memory.claim(3)
-    assert memory.dropped == [chain[0], chain[2], chain[3]]
+    assert memory.dropped == [by_name[name] for name in left]
 
 
 def test_a_pinned_page_stays_and_is_not_counted_available() -> None:

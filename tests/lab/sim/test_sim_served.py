@@ -10,9 +10,9 @@ from typing import Any
 
 from scenes import COST, MODEL, PAGE, Scripted, keys, machine, serve
 
+from sgl_kvtier.lab.sim.baselines import Served
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import engine_shape, simulate
-from sgl_kvtier.lab.sim.served import Served
 from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.policy.ahead.budget import reads_due
 from sgl_kvtier.policy.messages import (
