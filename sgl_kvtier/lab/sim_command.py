@@ -36,7 +36,7 @@ from sgl_kvtier.lab.sim.cells import (
     as_rows,
     cells_table,
 )
-from sgl_kvtier.lab.sim.declined import by_reason, declined
+from sgl_kvtier.lab.sim.declined import Hindsight, by_reason
 from sgl_kvtier.lab.sim.experiment import (
     DRAWS,
     Load,
@@ -179,12 +179,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "replay-log", help="feed a decision log to the planner and demand identical plans"
     )
     replaying.add_argument("log", metavar="FILE", type=Path)
-    replaying.add_argument(
-        "--declined",
-        action="store_true",
-        help="show the offers that were declined, by reason, and how often that was right",
-    )
-
     actions.add_parser("list", help="policies, machines, models and papers there are")
 
 
@@ -341,8 +335,9 @@ def _in_words(measured: Agreement) -> str:
 
 
 def _replay(args: argparse.Namespace) -> int:
+    hindsight = Hindsight()
     with _opened(args.log) as log:
-        replayed = replay(whole_lines(log))
+        replayed = replay(whole_lines(log), watch=hindsight.see)
     if replayed.difference is not None:
         print(f"{args.log}: {replayed.difference}", file=sys.stderr)
         return 1
@@ -359,9 +354,8 @@ def _replay(args: argparse.Namespace) -> int:
         print(f"The planner failed {replayed.failures} times, as it did when the log was written.")
     if replayed.questions:
         print(f"It was asked {replayed.questions} times between steps, and gave the same answers.")
-    if args.declined:
-        with _opened(args.log) as log:
-            print_table(declined_table(by_reason(declined(whole_lines(log)))))
+    if hindsight.found:
+        print_table(declined_table(by_reason(hindsight.found)))
     return 0
 
 

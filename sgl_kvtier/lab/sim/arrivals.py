@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,26 +63,21 @@ def wide_encoder() -> ByteEncoder:
 def _of_session(
     session: Session, name: str, start_s: float, page_tokens: int, pace: Pace, encoder: Encoder
 ) -> list[SimRequest]:
-    calls = list(_calls(session, page_tokens, encoder, pace.most_output_tokens))
+    tokens, keys = PromptTokens(encoder), list[PageKey]()
     requests: list[SimRequest] = []
-    for number, call in enumerate(calls):
-        keys = call.keys
-        following = calls[number + 1].keys if number + 1 < len(calls) else ()
-        final: tuple[PageKey, ...] = ()
-        if following[: len(keys)] == keys:
-            # What the next prompt repeats of this prompt and its output is what is worth keeping of
-            # the output.
-            final = following[
-                : max(len(keys), (call.prompt_tokens + call.output_tokens) // page_tokens)
-            ]
+    for number, (call, prompt) in enumerate(Context(session).calls()):
+        same = tokens.show(prompt)
+        del keys[same // page_tokens :]
+        _extend(keys, tokens.ids, page_tokens)
+        if requests:
+            requests[-1] = _kept(requests[-1], tuple(keys), page_tokens)
         requests.append(
             SimRequest(
                 rid=f"{name}.{number}",
                 arrival_s=min(call.gap_s, pace.most_gap_s) if number else start_s,
-                prompt_tokens=call.prompt_tokens,
-                output_tokens=call.output_tokens,
-                keys=keys,
-                final_keys=final,
+                prompt_tokens=len(tokens),
+                output_tokens=output_tokens(call, encoder, pace.most_output_tokens),
+                keys=tuple(keys),
                 session=name,
                 after=f"{name}.{number - 1}" if number else None,
             )
@@ -90,24 +85,15 @@ def _of_session(
     return requests
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    keys: tuple[PageKey, ...]
-    prompt_tokens: int
-    output_tokens: int
-    gap_s: float
-
-
-def _calls(
-    session: Session, page_tokens: int, encoder: Encoder, most_output: int
-) -> Iterator[_Call]:
-    tokens = PromptTokens(encoder)
-    keys: list[PageKey] = []
-    for call, prompt in Context(session).calls():
-        same = tokens.show(prompt)
-        del keys[same // page_tokens :]
-        _extend(keys, tokens.ids, page_tokens)
-        yield _Call(tuple(keys), len(tokens), output_tokens(call, encoder, most_output), call.gap_s)
+def _kept(request: SimRequest, following: tuple[PageKey, ...], page_tokens: int) -> SimRequest:
+    """The request with what is worth keeping of its output: what the next prompt repeats of prompt
+    and output.
+    """
+    keys = request.keys
+    if following[: len(keys)] != keys:
+        return request
+    whole = (request.prompt_tokens + request.output_tokens) // page_tokens
+    return replace(request, final_keys=following[: max(len(keys), whole)])
 
 
 def _extend(keys: list[PageKey], ids: Ids, page_tokens: int) -> None:

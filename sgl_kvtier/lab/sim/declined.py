@@ -14,16 +14,10 @@ from typing import Any
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.pages.stats import summary
-from sgl_kvtier.policy.decision_log import (
-    LinesDropped,
-    PlannerFailed,
-    Query,
-    Reader,
-    Record,
-    decode_header,
-)
-from sgl_kvtier.policy.messages import ChunkDone, Fact, LeftToEngine, StepPlan, StepView
-from sgl_kvtier.policy.planner import Planner, make_planner
+from sgl_kvtier.lab.sim.replay import replay
+from sgl_kvtier.policy.decision_log import LinesDropped, PlannerFailed, Query, Record
+from sgl_kvtier.policy.messages import ChunkDone, LeftToEngine
+from sgl_kvtier.policy.planner import Planner
 
 
 @dataclass
@@ -47,59 +41,56 @@ class Declined:
         return None if self.took_s is None else self.took_s <= self.promised_s
 
 
-def declined(lines: Iterable[str]) -> list[Declined]:
-    """The declined offers of a log in their order, up to a gap in it or a failure of the planner.
-    Raises TraceError on a damaged log, and where the planner decides otherwise than raising.
+class Hindsight:
+    """Notes the declined offers of a log while it is replayed, up to a gap in it or a failure of
+    the planner.
     """
-    planner: Planner | None = None
-    reader, found = Reader(), list[Declined]()
-    waiting: dict[str, list[Declined]] = {}
-    for line in lines:
-        if planner is None:
-            header = decode_header(line)
-            planner = make_planner(header.config, header.engine, header.profile)
-            continue
-        record = reader.decode(line)
-        if isinstance(record, (LinesDropped, PlannerFailed)):
-            break
+
+    def __init__(self) -> None:
+        self.found: list[Declined] = []
+        """In their order."""
+        self.over = False
+        self._waiting: dict[str, list[Declined]] = {}
+
+    def see(self, planner: Planner, record: Record) -> None:
+        """The next record, before the planner is given it."""
+        self.over = self.over or isinstance(record, (LinesDropped, PlannerFailed))
+        if self.over:
+            return
         if isinstance(record, Query) and isinstance(record.question, LeftToEngine):
-            rid = record.question.offer.rid
-            if record.answer is not None:
-                one = _declined(planner, record.question, str(record.answer))
-                found.append(one)
-                waiting.setdefault(rid, []).append(one)
-            else:  # restored after all
-                gone = waiting.pop(rid, ())
-                found = [one for one in found if one not in gone]
+            self._asked(planner, record.question, record.answer)
         elif isinstance(record, ChunkDone):
-            _computed(waiting, record)
-        _follow(planner, record)
-    return found
+            for one in self._waiting.get(record.rid, ()):
+                if one.took_s is None and record.tokens.stop >= one.prompt_tokens:
+                    one.took_s = record.now - one.now
+
+    def _asked(self, planner: Planner, question: LeftToEngine, answer: object) -> None:
+        offer, now = question.offer, question.view.now
+        if answer is None:  # restored after all
+            gone = self._waiting.pop(offer.rid, ())
+            self.found = [one for one in self.found if one not in gone]
+            return
+        try:
+            promised_s = planner.promised_s(question)
+        except Exception:  # the replay tells where the planner fails
+            self.over = True
+            return
+        one = Declined(offer.rid, str(answer), now, offer.prompt_tokens, promised_s)
+        self.found.append(one)
+        self._waiting.setdefault(offer.rid, []).append(one)
 
 
-def _declined(planner: Planner, question: LeftToEngine, reason: str) -> Declined:
-    offer, now = question.offer, question.view.now
-    return Declined(offer.rid, reason, now, offer.prompt_tokens, planner.promised_s(question))
-
-
-def _computed(waiting: dict[str, list[Declined]], chunk: ChunkDone) -> None:
-    """Notes that the prompts of these offers are computed, if they are."""
-    for one in waiting.get(chunk.rid, ()):
-        if one.took_s is None and chunk.tokens.stop >= one.prompt_tokens:
-            one.took_s = chunk.now - one.now
-
-
-def _follow(planner: Planner, record: Record) -> None:
+def declined(lines: Iterable[str]) -> list[Declined]:
+    """The declined offers of a log, up to a gap in it or a failure of the planner, whatever is
+    decided otherwise now. Raises TraceError on a damaged log.
+    """
+    hindsight = Hindsight()
     try:
-        if isinstance(record, StepView):
-            planner.step(record)
-        elif isinstance(record, Query):
-            planner.query(record.question)
-        elif not isinstance(record, (StepPlan, LinesDropped, PlannerFailed)):
-            fact: Fact = record
-            planner.observe(fact)
-    except Exception as error:
-        raise TraceError(f"the planner failed where the log's did not: {error!r:.200}") from error
+        replay(lines, watch=hindsight.see, to_the_end=True)
+    except TraceError:
+        if not hindsight.over:
+            raise
+    return hindsight.found
 
 
 def by_reason(found: Sequence[Declined], dilation: float = 1.0) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy.decision_log import (
@@ -106,12 +106,19 @@ class Replayed:
     """Seconds of the thread's CPU time that each step took the planner here."""
 
 
-def replay(lines: Iterable[str], make: Callable[[Header], Planner] | None = None) -> Replayed:
+def replay(
+    lines: Iterable[str],
+    make: Callable[[Header], Planner] | None = None,
+    watch: Callable[[Any, Record], None] | None = None,
+    *,
+    to_the_end: bool = False,
+) -> Replayed:
     """Feeds a log to a new planner and compares plan by plan, up to the first difference.
 
-    `make` builds the planner (None: the one kvtier.json would give for the logged settings). A log
-    that breaks off in the middle of a step is read up to there. Raises TraceError on a damaged log
-    and on one with a hole.
+    `make` builds the planner (None: the one kvtier.json would give for the logged settings).
+    `watch` is told the planner and each record that it is about to be given. With `to_the_end` the
+    log is followed behind differences too, and none is returned. A log that breaks off in the
+    middle of a step is read up to there. Raises TraceError on a damaged log and on one with a hole.
     """
     run: _Run | None = None
     reader = Reader()
@@ -129,8 +136,11 @@ def replay(lines: Iterable[str], make: Callable[[Header], Planner] | None = None
                     f"line 1: no planner can be made as it says: {error!r:.200}"
                 ) from error
             continue
-        difference = run.take(number, reader.decode(line))
-        if difference is not None:
+        record = reader.decode(line)
+        if watch is not None:
+            watch(run.planner, record)
+        difference = run.take(number, record)
+        if difference is not None and not to_the_end:
             return run.replayed(difference)
     if run is None:
         raise TraceError("the decision log is empty")
@@ -141,7 +151,7 @@ class _Run:
     """A planner being fed, and what is expected of the next line."""
 
     def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+        self.planner = planner
         self._facts = self._steps = self._commands = self._changes = self._failures = (
             self._questions
         ) = 0
@@ -192,12 +202,12 @@ class _Run:
         try:
             if isinstance(record, StepView):
                 began = time.thread_time()
-                self._planned = self._planner.step(record)
+                self._planned = self.planner.step(record)
                 self._step_s.append(time.thread_time() - began)
             else:
                 self._facts += 1
                 self._changes += isinstance(record, PolicyChanged)
-                self._planner.observe(record)
+                self.planner.observe(record)
         except Exception as error:
             self._raised = PlannerFailed(repr(error))
 
@@ -219,7 +229,7 @@ class _Run:
         return None
 
     def _ask(self, number: int, record: Query) -> Difference | None:
-        query = getattr(self._planner, "query", None)
+        query = getattr(self.planner, "query", None)
         if query is None:
             raise TraceError(
                 f"line {number}: the planner was asked what this one has no way to answer"

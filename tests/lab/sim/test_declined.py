@@ -109,5 +109,5 @@ def test_the_command_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[s
     log = tmp_path / "log"
     records = (Query(query.question, answer), computed("a", 984, 11.0))  # type: ignore[arg-type]
     log.write_text("\n".join(log_of(*records)) + "\n")
-    assert main(["sim", "replay-log", str(log), "--declined"]) == 0
+    assert main(["sim", "replay-log", str(log)]) == 0
     assert "Offers left to SGLang" in capsys.readouterr().out

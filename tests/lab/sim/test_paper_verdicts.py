@@ -7,123 +7,86 @@ python tests/lab/sim/test_paper_verdicts.py
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sgl_kvtier.cli import main
+from sgl_kvtier.lab.sim.cells import Agreement, Cell, agreement
 from sgl_kvtier.lab.workload.catalogue import trace_files
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "papers"
-PAPERS = ("cake", "cacheflow", "tierkv")
 QUICK = {"cake": ("4", "7", "fig4", "fig6"), "cacheflow": ("1", "eq"), "tierkv": ("fig6",)}
 """Tables that take seconds."""
 
-NULL = "null model"
 
-Cell = Mapping[str, Any]
+def module(paper: str) -> Any:
+    return importlib.import_module(f"sgl_kvtier.lab.papers.{paper}")
 
 
-def written(paper: str, tables: Sequence[str] = ()) -> Mapping[str, Any]:
-    """What the command writes of some tables, or of all."""
-    asked = [word for table in tables for word in ("--table", table)]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "cells.json"
-        assert main(["sim", "paper", paper, *asked, "--json", str(out)]) == 0
-        found: Mapping[str, Any] = json.loads(out.read_text("utf-8"))
-        return found
+def cells_of(paper: str, tables: Iterable[str]) -> list[Cell]:
+    return [cell for table in tables for cell in module(paper).TABLES[table]()]
 
 
 def verdict(cell: Cell) -> str:
-    if cell["fitted"]:
+    if cell.fitted:
         return "fitted"
-    if cell["deviation"] is None:
+    if cell.deviation is None:
         return "no share"
-    return "within 15 %" if abs(cell["deviation"]) <= 0.15 else "off"
+    return "within 15 %" if abs(cell.deviation) <= 0.15 else "off"
 
 
 def lines(cells: Sequence[Cell]) -> list[str]:
     """One line per printed number."""
     return [
-        " | ".join(
-            (
-                cell["table"],
-                cell["row"],
-                cell["column"],
-                cell["reading"],
-                f"{cell['published']:g}",
-                f"{cell['ours']:.2f}",
-                verdict(cell),
-            )
-        )
+        f"{cell.table} | {cell.row} | {cell.column} | {cell.reading} | {cell.published:g} | "
+        f"{cell.ours:.2f} | {verdict(cell)}"
         for cell in cells
-        if cell["published"] is not None
+        if cell.published is not None
     ]
 
 
-def agreement(cells: Sequence[Cell]) -> list[str]:
-    """By table: how many of its predicted cells are within 15 %, and their median deviation."""
-    found = []
-    for table in (*dict.fromkeys(cell["table"] for cell in cells), "all"):
-        off = sorted(
-            abs(cell["deviation"])
-            for cell in cells
-            if table in ("all", cell["table"]) and cell["deviation"] is not None
-            if not cell["fitted"]
-        )
-        if off:
-            middle = (off[len(off) // 2] + off[(len(off) - 1) // 2]) / 2
-            share = sum(value <= 0.15 for value in off) / len(off)
-            found.append(f"agreement | {in_words(table, len(off), share, middle)}")
-    return found
-
-
-def in_words(table: str, predicted: int, share: float, middle: float) -> str:
+def in_words(what: str, table: str, one: Agreement) -> str:
+    share, middle = one.within_15_percent or 0.0, one.median_abs_deviation or 0.0
     return (
-        f"{table} | {predicted} predicted | {100 * share:.1f} % within 15 % | "
+        f"{what} | {table} | {one.predicted} predicted | {100 * share:.1f} % within 15 % | "
         f"median {100 * middle:.1f} %"
     )
 
 
-def null_model(paper: str, by_table: Mapping[str, Any]) -> list[str]:
+def agreements(cells: Sequence[Cell]) -> list[str]:
+    """By table: how many of its predicted cells are within 15 %, and their median deviation."""
+    by_table = {
+        table: agreement([cell for cell in cells if table in ("all", cell.table)])
+        for table in (*dict.fromkeys(cell.table for cell in cells), "all")
+    }
+    return [in_words("agreement", table, one) for table, one in by_table.items() if one.predicted]
+
+
+def null_model(paper: str) -> list[str]:
     """That of the model without a planner, which is recorded in the paper's module."""
     prefix = "" if paper == "tierkv" else f"{paper} "
     return [
-        f"{NULL} | "
-        + in_words(
-            name if name == "all" else f"{prefix}{name}",
-            one["predicted"],
-            one["within_15_percent"],
-            one["median_abs_deviation"],
-        )
-        for name, one in by_table.items()
+        in_words("null model", name if name == "all" else f"{prefix}{name}", one)
+        for name, one in module(paper).NULL_MODEL.items()
     ]
 
 
 def every_line(paper: str) -> list[str]:
     """All that is recorded of a paper."""
-    found = written(paper)
-    cells = found["cells"]
-    return [*agreement(cells), *null_model(paper, found["null_model"]), *lines(cells)]
+    cells = cells_of(paper, module(paper).TABLES)
+    return [*agreements(cells), *null_model(paper), *lines(cells)]
 
 
 def recorded(paper: str) -> list[str]:
     return (GOLDEN / f"{paper}.txt").read_text("utf-8").splitlines()
 
 
-def needs_trace(paper: str) -> None:
-    if paper == "cacheflow" and "swe_mini_deepseek" not in trace_files():
-        pytest.skip("needs the trace swe_mini_deepseek")
-
-
-@pytest.mark.parametrize("paper", PAPERS)
+@pytest.mark.parametrize("paper", QUICK)
 def test_quick_tables_come_to_the_recorded_verdicts(paper: str) -> None:
-    result = written(paper, QUICK[paper])
-    found = [*null_model(paper, result["null_model"]), *lines(result["cells"])]
+    found = [*null_model(paper), *lines(cells_of(paper, QUICK[paper]))]
     tables = {line.split(" | ")[0] for line in found}
     assert len(tables) == 1 + len(QUICK[paper])
     assert found == [line for line in recorded(paper) if line.split(" | ")[0] in tables]
@@ -131,12 +94,13 @@ def test_quick_tables_come_to_the_recorded_verdicts(paper: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("paper", PAPERS)
+@pytest.mark.parametrize("paper", QUICK)
 def test_every_printed_row_comes_to_the_recorded_verdict(paper: str) -> None:
-    needs_trace(paper)
+    if paper == "cacheflow" and "swe_mini_deepseek" not in trace_files():
+        pytest.skip("needs the trace swe_mini_deepseek")
     assert every_line(paper) == recorded(paper)
 
 
 if __name__ == "__main__":
-    for name in PAPERS:
+    for name in QUICK:
         (GOLDEN / f"{name}.txt").write_text("\n".join(every_line(name)) + "\n", "utf-8")
