@@ -121,6 +121,7 @@ IN_TURN: Mapping[str, type[Rules]] = {
     "cake": Cake,
     "cacheflow": CacheFlow,
     "by-arrival": ByArrival,
+    "layers": ByLayers,
 }
 """Rules of restoring that a server may have in turn, by the name of their arm."""
 

@@ -19,6 +19,7 @@ from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.rules import IN_TURN
 
 COMPUTE, LOAD, STOCK, OURS, BOTH_ENDS = "compute", "load", "stock_timeout", "kvtier", "both"
+LAYERS = "layers"
 RULES_IN_TURN = "sgl_kvtier.lab.rules:InTurn"
 """policy.rules of a server in which one class of rules can take the place of another."""
 _STALL_MS: float = PolicyConfig().max_stall_ms
@@ -105,6 +106,13 @@ BATCH_ARMS: dict[str, RestoreArm] = {
     **_SPLITTING,
     BY_ARRIVAL: replace(
         _OURS, rule=BY_ARRIVAL, about="kvtier, requests computed in the order they came"
+    ),
+    LAYERS: RestoreArm(
+        "auto",
+        "timeout",
+        "CacheFlow's layer axis: lower layers of the whole prefix computed, upper ones loaded",
+        LAYERS,
+        stall_ms=0.0,
     ),
     STALL_ANY: replace(
         _OURS, stall_ms=0.0, about="kvtier, no bound on how long requests that decode stand still"

@@ -12,20 +12,25 @@ from typing import Any
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import Shape, setup_of
 from sgl_kvtier.lab.experiment.arms import OURS, WITHOUT_LOOKAHEAD, Setup, prepare
-from sgl_kvtier.lab.experiment.restore.arms import RULES_IN_TURN
+from sgl_kvtier.lab.experiment.restore.arms import LAYERS, RULES_IN_TURN
 from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions, RestorePlan, all_lengths
 from sgl_kvtier.lab.experiment.restore.trial import MOST_DECODED
 from sgl_kvtier.lab.experiment.rounds import START_S
 from sgl_kvtier.lab.outside.lab_model import write_named
 from sgl_kvtier.lab.outside.model_shapes import UNWEIGHTED, check_heads, is_ours, kv_bytes
 from sgl_kvtier.lab.outside.server import Server
-from sgl_kvtier.lab.paced.launching import LOG, Paced, is_paced, parse
+from sgl_kvtier.lab.paced import launching
+from sgl_kvtier.lab.paced.launching import LOG, Paced, is_paced
 from sgl_kvtier.launch import host_of
 from sgl_kvtier.sizes import format_bytes
 
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 """SGLang checks its memory accounts in every step and ends the process when they are wrong."""
 
+_PARTS, _PACED_PARTS = 2, 8
+"""Parts of a page's layers where an arm restores by layers: lab models have 2 layers or more. The
+paced one then has as many layers at hand.
+"""
 _SPARE_TOKENS = 2048
 _RUNNING = 8
 _LEAST_STORAGE = 4 << 30
@@ -68,7 +73,8 @@ def paced_of(args: RestoreOptions) -> Paced | None:
     """The paced device that these arguments ask for, if any."""
     if not is_paced(args.device):
         return None
-    return parse(args.device, args.dilation, args.server_arg)
+    layers = _PACED_PARTS if LAYERS in (args.arms or ()) else launching.LAYERS
+    return launching.parse(args.device, args.dilation, args.server_arg, layers)
 
 
 def setup_for(
@@ -92,6 +98,7 @@ def setup_for(
         shape,
         _path_of(model, shape.device, args.seed) if paced is None else paced.model(),
         storage_bytes=stored,
+        paced_layers=launching.LAYERS if paced is None else paced.layers,
         device_tokens=tokens,
         context_tokens=tokens if cpu else None,
         max_running=max(_RUNNING, at_once + options.decoders) if cpu else None,
@@ -115,6 +122,8 @@ def _sections(
     }
     if options.hole:
         found["lab"]["faults"] = {"lose_first": 1}
+    if LAYERS in options.arms:
+        found["lab"]["layer_parts"] = _PACED_PARTS if paced else _PARTS
     return found
 
 
