@@ -26,7 +26,6 @@ from sgl_kvtier.console import (
 )
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.storebench.disk import Reference
-from sgl_kvtier.lab.storebench.opening import lay_out, open_again
 from sgl_kvtier.lab.storebench.peer import NixlPeer, Peer
 from sgl_kvtier.lab.storebench.subject import Subject, memory_slots
 from sgl_kvtier.sizes import parse_bytes
@@ -77,12 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nixl-python",
         metavar="FILE",
         help="a Python that has nixl, to measure its POSIX backend with io_uring beside",
-    )
-    parser.add_argument(
-        "--open-pages",
-        default="10000,100000",
-        metavar="N,..",
-        help="open a store of N pages (default %(default)s)",
     )
     parser.add_argument(
         "--json", metavar="FILE", help="write the result as JSON; - for standard output"
@@ -287,8 +280,6 @@ def _fixed_costs(root: str, args: argparse.Namespace) -> dict[str, Any]:
         subject.lookup_seconds(_KEYS) for _ in range(21)
     )
     subject.close()
-    counts = [int(n) for n in args.open_pages.split(",") if n]
-    peer = None
     if args.sglang_python:
         folder = os.path.join(root, "peer")
         os.mkdir(folder)
@@ -298,41 +289,5 @@ def _fixed_costs(root: str, args: argparse.Namespace) -> dict[str, Any]:
         fixed["HiCacheFile, existence of 1000 keys, warm (ms)"] = 1e3 * statistics.median(
             peer.exists_seconds(_KEYS) for _ in range(7)
         )
-    for count in counts:
-        fixed |= _opening(
-            os.path.join(root, f"open{count}"),
-            count,
-            args.pairs,
-            peer if count <= 100_000 else None,
-        )
-    if peer:
         peer.close()
     return {"fixed": fixed}
-
-
-def _opening(folder: str, count: int, pairs: int, peer: Peer | None) -> dict[str, Any]:
-    """Opening and the peer's scan in turns, each over files laid out once."""
-    lay_out(folder, count)
-    if peer:
-        peer.lay_out(count)
-    took: list[float] = []
-    scans: list[float] = []
-    per_page = 0.0
-    for number in range(pairs):
-        if peer and number % 2:
-            scans.append(peer.scan_seconds())
-        seconds, per_page = open_again(folder, count)
-        took.append(seconds)
-        if peer and not number % 2:
-            scans.append(peer.scan_seconds())
-    shutil.rmtree(folder)
-    found: dict[str, Any] = {
-        f"open with {count} pages (ms)": 1e3 * statistics.median(took),
-        f"index memory with {count} pages (B per page)": per_page,
-    }
-    if scans:
-        ratios = [a / b for a, b in zip(took, scans, strict=True)]
-        found[f"HiCacheFile, metadata scan of {count} files (ms)"] = 1e3 * statistics.median(scans)
-        found[f"open / scan, {count} pages: median"] = statistics.median(ratios)
-        found[f"open / scan, {count} pages: least and most"] = [min(ratios), max(ratios)]
-    return found

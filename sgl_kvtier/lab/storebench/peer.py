@@ -17,9 +17,6 @@ folder, page_bytes, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 torch.set_num_threads(1)
-def store(**extra):
-    shape = (0, 1, 0, 1, 0, 1, False, False, True, "bench")
-    return HiCacheFile(HiCacheStorageConfig(*shape, extra_config=extra or None), folder)
 def drop():
     os.sync()
     with open("/proc/sys/vm/drop_caches", "w") as f:
@@ -27,7 +24,8 @@ def drop():
 count = max(1, nbytes // page_bytes)
 keys = [os.urandom(32).hex() for _ in range(count)]
 pages = torch.randint(0, 255, (min(128, count), page_bytes), dtype=torch.uint8)
-subject = store()
+shape = (0, 1, 0, 1, 0, 1, False, False, True, "bench")
+subject = HiCacheFile(HiCacheStorageConfig(*shape, extra_config=None), folder)
 def batches():
     return [keys[i:i + 128] for i in range(0, count, 128)]
 def write():
@@ -52,17 +50,6 @@ def exists(n):
     started = time.monotonic()
     assert all(subject.exists(key) for key in asked)
     return time.monotonic() - started
-def lay_out(n):
-    clear()
-    for i in range(n):
-        os.close(os.open(os.path.join(folder, f"{i:064x}_bench_0_1.bin"), os.O_CREAT | os.O_WRONLY))
-def open_scan():
-    started = time.monotonic()
-    scanned = store(enable_metadata_cache=True)
-    return time.monotonic() - started
-def clear():
-    for name in os.listdir(folder):
-        os.unlink(os.path.join(folder, name))
 print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     what, *arguments = json.loads(line)
@@ -172,14 +159,6 @@ class Peer:
 
     def exists_seconds(self, count: int) -> float:
         return float(self._ask("exists", count))
-
-    def lay_out(self, count: int) -> None:
-        """Makes `count` (empty) files in place of all that are there."""
-        self._ask("lay_out", count)
-
-    def scan_seconds(self) -> float:
-        """Starting with its metadata cache on over the files that are there."""
-        return float(self._ask("open_scan"))
 
     def close(self) -> None:
         self._process.kill()

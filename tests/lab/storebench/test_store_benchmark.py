@@ -13,7 +13,6 @@ import pytest
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.storebench import command
 from sgl_kvtier.lab.storebench.disk import Reference
-from sgl_kvtier.lab.storebench.opening import lay_out, open_again
 from sgl_kvtier.lab.storebench.peer import Peer
 
 
@@ -21,7 +20,7 @@ def measure(tmp_path: Path, *arguments: str) -> dict:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     out = tmp_path / "bench.json"
-    small = "--pages 64KiB --in-flight 2 --bytes 2MiB --pairs 4 --runtime 0.1 --open-pages 500"
+    small = "--pages 64KiB --in-flight 2 --bytes 2MiB --pairs 4 --runtime 0.1"
     args = parser.parse_args(
         ["--dir", str(tmp_path), *small.split(), *arguments, "--json", str(out)]
     )
@@ -57,7 +56,7 @@ def test_every_cell_has_its_ratios(
 
 def test_fixed_costs_alone(tmp_path: Path) -> None:
     data = measure(tmp_path, "--pages", "")
-    assert data["cells"] == [] and data["fixed"]["open with 500 pages (ms)"] > 0
+    assert data["cells"] == [] and data["fixed"]["lookup of 1000 keys (ms)"] > 0
 
 
 def test_a_folder_that_is_not_there_says_what_to_give(tmp_path: Path) -> None:
@@ -70,14 +69,6 @@ def test_a_python_without_sglang_says_what_to_give(tmp_path: Path) -> None:
         Peer(str(tmp_path / "python"), str(tmp_path), 4096, 4096)
     with pytest.raises(BenchError, match="stopped"):
         Peer(shutil.which("false") or "/bin/false", str(tmp_path), 4096, 4096)
-
-
-def test_opening_counts_the_pages_it_made(tmp_path: Path) -> None:
-    lay_out(str(tmp_path), 3000)
-    for _ in range(2):
-        took, per_page = open_again(str(tmp_path), 3000)
-        assert took > 0
-        assert 50 < per_page <= 250
 
 
 def test_the_reference_file_is_as_large_as_told(tmp_path: Path) -> None:
