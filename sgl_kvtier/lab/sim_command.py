@@ -9,7 +9,7 @@ import importlib
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from sgl_kvtier.arguments import above_nought, not_negative, positive, seed, size
 from sgl_kvtier.config import PolicyConfig, load_config
@@ -336,8 +336,11 @@ def _in_words(measured: Agreement) -> str:
 
 def _replay(args: argparse.Namespace) -> int:
     hindsight = Hindsight()
-    with _opened(args.log) as log:
-        replayed = replay(whole_lines(log), watch=hindsight.see)
+    try:
+        with args.log.open(encoding="utf-8") as log:
+            replayed = replay(whole_lines(log), watch=hindsight.see)
+    except OSError as error:
+        raise KVTierError(f"cannot read {args.log}: {error.strerror}") from error
     if replayed.difference is not None:
         print(f"{args.log}: {replayed.difference}", file=sys.stderr)
         return 1
@@ -357,13 +360,6 @@ def _replay(args: argparse.Namespace) -> int:
     if hindsight.found:
         print_table(declined_table(by_reason(hindsight.found)))
     return 0
-
-
-def _opened(path: Path) -> TextIO:
-    try:
-        return path.open(encoding="utf-8")
-    except OSError as error:
-        raise KVTierError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from statistics import fmean
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import TraceError
-from sgl_kvtier.lab.rules import CacheFlow, LongestFirst
+from sgl_kvtier.lab.rules import CacheFlow
 from sgl_kvtier.lab.sim.baselines import RecomputeOnly
 from sgl_kvtier.lab.sim.cells import Agreement, Cell, Fitted, Tables
 from sgl_kvtier.lab.sim.hardware import (
@@ -127,11 +127,9 @@ NULL_MODEL = {
 `lab/papers/cacheflow/cells.py` at commit 171f7e0.
 """
 
-THEIRS, OURS, LONGEST = "CacheFlow", "kvtier", "kvtier, loading longest first"
+THEIRS, OURS = "CacheFlow", "kvtier"
 SINGLE = ("vLLM", "LMCache")
 """Arms that use one resource."""
-RULES: Mapping[str, type[Rules]] = {THEIRS: CacheFlow, LONGEST: LongestFirst}
-"""Of arms that have others than kvtier's."""
 SEEDS = (1, 2, 3, 4, 5, 6)
 """Of every draw of requests."""
 
@@ -283,8 +281,8 @@ def _planner(arm: str, rig_: Rig, page_tokens: int, chunk_tokens: int) -> Planne
         load_tokens=max(_LOAD_TOKENS, page_tokens),
         load_deadline_s=60.0,
     )
-    rules = RULES.get(arm, Rules)(load_horizon_s=_HORIZON_S)
-    return make_planner(config, engine, profile, rules)
+    rules = CacheFlow if arm == THEIRS else Rules
+    return make_planner(config, engine, profile, rules(load_horizon_s=_HORIZON_S))
 
 
 # --- the choice between tokens and layers (section 3.1) -------------------------------------------
@@ -772,13 +770,12 @@ def figure_9() -> Iterator[Cell]:
     rig_ = rig(Place("L40S", "Llama-3.1-8B"))
     for batch in (2, 4, 8):
         row, drawn = f"batch {batch}", [sample(_SWE, batch, seed) for seed in SEEDS]
-        vllm, theirs, ours, longest = (
+        vllm, theirs, ours = (
             [fmean(serve(rig_, prompts, arm).ttfts()) for prompts in drawn]
-            for arm in ("vLLM", THEIRS, OURS, LONGEST)
+            for arm in ("vLLM", THEIRS, OURS)
         )
         yield _ratio("9", row, _SPEEDUP, vllm, theirs, "CacheFlow over vLLM")
         yield _ratio("9", row, "ours over CacheFlow", theirs, ours, OURS)
-        yield _ratio("9", row, "ours over loading longest first", longest, ours, OURS)
 
 
 RESULTS = ("4", "5", "6", "7", "7b", "8", "9")

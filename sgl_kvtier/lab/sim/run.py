@@ -5,7 +5,6 @@ to the bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import simpy
 
@@ -59,7 +58,7 @@ def simulate(
     )
     engine = Server(env, planner, spec, cost or step_cost(hardware, model), hands)
     done = env.event()
-    Arrivals(env, engine, requests, done, on_finish).start()
+    _put_on_the_clock(env, engine, requests, done, on_finish)
     env.process(engine.run())
     if requests:
         env.run(until=done)
@@ -113,53 +112,42 @@ class Kernel(simpy.Environment):
         super().step()
 
 
-class Arrivals:
-    """Gives requests to the server when their time has come."""
+def _put_on_the_clock(
+    env: simpy.Environment,
+    engine: Server,
+    requests: Sequence[SimRequest],
+    done: simpy.Event,
+    on_finish: Callable[[SimRequest], None] | None,
+) -> None:
+    """Gives requests to the server when their time has come, those that wait for another when it
+    has ended. `done` succeeds when all have.
+    """
+    known = {request.rid for request in requests}
+    assert len(known) == len(requests), "two requests have the same id"
+    followers: dict[str, list[SimRequest]] = {}
+    left = len(requests)
 
-    def __init__(
-        self,
-        env: simpy.Environment,
-        engine: Server,
-        requests: Sequence[SimRequest],
-        done: simpy.Event,
-        on_finish: Callable[[SimRequest], None] | None,
-    ) -> None:
-        self._env = env
-        self._engine = engine
-        self._requests = requests
-        self._followers: dict[str, list[SimRequest]] = {}
-        self._left = len(requests)
-        self._done = done
-        self._on_finish = on_finish
-        engine.on_finish = self._finished
-
-    def start(self) -> None:
-        """Puts everything on the clock that does not wait for another request."""
-        rids = [request.rid for request in self._requests]
-        assert len(set(rids)) == len(rids), "two requests have the same id"
-        known = set(rids)
-        for request in self._requests:
-            if request.after is None:
-                self._at(request)
-            else:
-                assert request.after in known, (
-                    f"{request.rid} waits for {request.after}, which is not there"
-                )
-                self._followers.setdefault(request.after, []).append(request)
-
-    def _at(self, request: SimRequest) -> None:
-        def arrive(_: Any) -> None:
-            self._engine.submit(request)
-
-        timer = self._env.timeout(request.arrival_s)
+    def arrives(request: SimRequest) -> None:
+        timer = env.timeout(request.arrival_s)
         assert timer.callbacks is not None
-        timer.callbacks.append(arrive)
+        timer.callbacks.append(lambda _: engine.submit(request))
 
-    def _finished(self, request: SimRequest) -> None:
-        for follower in self._followers.pop(request.rid, ()):
-            self._at(follower)
-        if self._on_finish is not None:
-            self._on_finish(request)
-        self._left -= 1
-        if not self._left:
-            self._done.succeed()
+    def finished(request: SimRequest) -> None:
+        nonlocal left
+        for follower in followers.pop(request.rid, ()):
+            arrives(follower)
+        if on_finish is not None:
+            on_finish(request)
+        left -= 1
+        if not left:
+            done.succeed()
+
+    engine.on_finish = finished
+    for request in requests:
+        if request.after is None:
+            arrives(request)
+        else:
+            assert request.after in known, (
+                f"{request.rid} waits for {request.after}, which is not there"
+            )
+            followers.setdefault(request.after, []).append(request)
