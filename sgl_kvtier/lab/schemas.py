@@ -276,7 +276,7 @@ loads: list of objects; one for each value of --concurrency or --rate
   arms.<name>: shown; figures of a configuration
   share.<mechanism>: object; what it takes off the mean time to first token of all turns
     ms: interval; in milliseconds
-    share: interval; as a fraction of what all mechanisms take off
+    share: interval; as a fraction of what all mechanisms take off, where that is above 0
   without.<mechanism>: interval; that mean without it, over kvtier's; all: SGLang's best
 """,
     {

@@ -44,8 +44,8 @@ _LOW, _HIGH = 2.5, 97.5
 
 def shares(rows: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
     """What each mechanism takes off the mean time to first token of all turns, in ms, and as a share
-    of what all of them take off SGLang's, with intervals. `rows` are requests of complete rounds;
-    of mechanisms without an arm of their own the next one has the gain.
+    of what all of them take off SGLang's where that is above 0, with intervals. `rows` are requests
+    of complete rounds; of mechanisms without an arm of their own the next one has the gain.
     """
     rounds, names = _rounds_of_all(rows, arms), list(CHAIN)
     there = [(name, _means(rows, arm, rounds)) for name, arm in CHAIN.items() if arm in arms]
@@ -53,13 +53,14 @@ def shares(rows: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, 
     if len(measured) < 2:
         return {}
     gains = measured[0][1] - measured[-1][1]
+    gained = _interval(gains)["low"]
+    # Of a gain that may be none there are no shares.
+    whole = gains if gained is not None and gained > 0 else numpy.full_like(gains, numpy.nan)
     found = {}
     for (before, first), (name, second) in pairwise(measured):
         off = first - second
         key = " + ".join(names[names.index(before) + 1 : names.index(name) + 1])
-        with numpy.errstate(divide="ignore", invalid="ignore"):
-            part = off / gains
-        found[key] = {"ms": _interval(off), "share": _interval(part)}
+        found[key] = {"ms": _interval(off), "share": _interval(off / whole)}
     return found
 
 
