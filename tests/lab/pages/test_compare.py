@@ -141,7 +141,7 @@ def test_without_matplotlib_the_page_has_the_tables_and_says_how_to_get_plots(
     page = Page(compare_page(compare_result))
     assert page.count("svg") == 0
     assert page.count("table") == 8
-    assert how_to_install("lab") in page.text
+    assert how_to_install("bench") in page.text
 
 
 def test_unequal_outputs_and_failures_stand_out_at_the_top(compare_text: str) -> None:

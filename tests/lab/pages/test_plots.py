@@ -153,5 +153,5 @@ def test_plots_of_nothing_are_empty_plots() -> None:
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert not plots_available()
-    with pytest.raises(KVTierError, match=re.escape(how_to_install("lab"))):
+    with pytest.raises(KVTierError, match=re.escape(how_to_install("bench"))):
         lines([], "T", "x", "y")
