@@ -106,10 +106,12 @@ def test_a_read_is_kept_back_until_those_before_it_leave_room():
     assert lab.turns.kept_back == []
 
 
-def test_with_write_back_all_of_host_memory_is_room():
-    lab = Lab()
+def test_with_write_back_half_of_host_memory_is_left_for_what_leaves_the_device():
+    lab = Lab(device=1024)
+    assert [lab.arrives(rid, 240) for rid in ("a", "b")] == [False, True], "the device has copies"
+    lab = Lab(device=1024)
     lab.tree.cache_controller.write_policy = "write_back"
-    assert [lab.arrives(rid, 320) for rid in ("a", "b", "c", "d")] == [False, False, False, True]
+    assert [lab.arrives(rid, 240) for rid in ("a", "b", "c")] == [False, False, True]
 
 
 def test_nothing_is_kept_back_where_no_request_waits_for_its_pages():

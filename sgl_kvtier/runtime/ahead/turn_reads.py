@@ -205,11 +205,14 @@ class TurnReads:
         besides those kept back.
         """
         device, host = self._context.device, self._context.host
-        room = host.tokens
-        if not host.write_back:
+        if host.write_back:
+            # What leaves the device is copied to host memory first. Where reads under way have all
+            # of that, nothing leaves, and SGLang ends with "Prefill out of memory".
+            room = host.tokens // 2
+        else:
             # What is on the device has its copy in host memory, which cannot leave: the rest is the
             # room.
-            room -= device.tokens - device.available()
+            room = host.tokens - (device.tokens - device.available())
         pages = max(0, room) // self._context.page
         return self._planner.query(ReadsDue(self._waiting(asking, pages), pages))
 
