@@ -51,7 +51,8 @@ _STORED = "hicache-file"
 _RULES = "sgl_kvtier.lab.rules:"
 _AHEAD: Mapping[str, Any] = {"prefetch": "on", "eviction": "next-use"}
 
-ABLATION_ARMS = (BEST, PATCHED, *list(CHAIN.values())[1:], *WITHOUT.values())
+IN_ORDER = "kvtier-sglang-order"
+ABLATION_ARMS = (BEST, PATCHED, *list(CHAIN.values())[1:], *WITHOUT.values(), IN_ORDER)
 """The arms, in the order of results."""
 MEASURED_ARMS = tuple(arm for arm in ABLATION_ARMS if arm not in SAME)
 
@@ -61,7 +62,7 @@ PATCH = Path(__file__).parents[3] / "patches" / "sglang-0.5.23" / "prefetch-in-q
 
 def variants(best: Sequence[str] = (), patched: str = "") -> dict[str, Variant]:
     """The arms, where `best` are SGLang's best arguments: the verified store has them too, and the
-    reads in queue order have SGLang's order. `patched` is the folder of a patched SGLang.
+    reads in queue order and the last arm have SGLang's order. `patched` is the folder of a patched SGLang.
     """
     return {
         BEST: Variant(_STORED, "SGLang's file backend with its best flags", arguments=tuple(best)),
@@ -94,8 +95,9 @@ def variants(best: Sequence[str] = (), patched: str = "") -> dict[str, Variant]:
         WITHOUT["restore"]: Variant(
             OURS, "kvtier without restoration", {"restore": "off", **_AHEAD}
         ),
-        WITHOUT["queue"]: Variant(
-            OURS, "kvtier in SGLang's order of the queue", {"queue": "arrival"}
+        WITHOUT["queue"]: Variant(OURS, "kvtier in the order of arrival", {"queue": "arrival"}),
+        IN_ORDER: Variant(
+            OURS, "kvtier in SGLang's best order of the queue", arguments=_part(best, _ORDER)
         ),
     }
 
@@ -152,7 +154,7 @@ def choose_best(cell: Cell, log: RoundLog) -> None:
     """
     asked_for = set(cell.plan.arms)
     patched = str(patched_sglang(cell.plan.folder)) if PATCHED in asked_for else ""
-    if not {BEST, PATCHED, "store", "reads"} & asked_for:
+    if not {BEST, PATCHED, "store", "reads", IN_ORDER} & asked_for:
         return
     best: tuple[str, ...] = ()
     for flag, values in _TRIED:

@@ -117,6 +117,7 @@ def test_every_arm_is_a_server_whose_settings_are_accepted(
         "kvtier": ("auto", "", "shortest", "auto", "auto", None),
         "kvtier-without-restore": ("off", "", "shortest", "on", "next-use", None),
         "kvtier-without-queue": ("auto", "", "arrival", "auto", "auto", None),
+        "kvtier-sglang-order": ("auto", "", "shortest", "auto", "auto", "lpm"),
     }  # fmt: skip
 
 
