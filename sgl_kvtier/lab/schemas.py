@@ -319,6 +319,7 @@ settings.arms.<name>: object; what a configuration is started with
   policy: object; settings of policy
   device_tokens: integer or null; size of the device pool of the oracle
   arguments: list of strings; further arguments of SGLang
+  env.<name>: string; further variables of the server
 arms.<name>: figures; figures of a configuration over all cells and rounds
 ratios.<a>/<b>: ratios; ratios of two configurations, round by round
 cells: list of objects; one for each oversubscription and pause
