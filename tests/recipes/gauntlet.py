@@ -1,0 +1,356 @@
+"""Public launch lines of agent models, each started on the emulated device with a small stand-in of its
+model, stored, restored and looked ahead: `scripts/recipes`.
+
+`recipes.json` has the lines as they were published, and why some of their flags are left away here.
+Each server is asked the same prompts with empty memory, with the KV cache on the device, and after
+flushes, when it comes from storage. Answers, numbers of verifications and the signatures of all rows
+that a forward reads must be right each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import forking
+import shapes
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab import profile
+from sgl_kvtier.lab.outside.server import Launch, Server, end_on_signals
+
+HERE = Path(__file__).resolve().parent
+SCHEMA = "kvtier.recipes/1"
+PAGE, CHUNK, PROMPT, TURN, ANSWER = 64, 2048, 5000, 300, 16
+DEVICE_TOKENS, RUNNING = 24576, 8
+DILATION = 4.0
+"""Steps take as many times an H100's, so that this machine's own work is small beside them."""
+START_S = 300.0
+"""How long a server may take to start."""
+STATES = 40
+"""States in device memory, which SGLang would size by what a GPU has left."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A launch line: variables and flags as published, its source, and what stands for its model."""
+
+    name: str
+    shape: str
+    command: str
+    source: str
+    choices: str = ""
+    """Of a page that makes a line from choices: which they were."""
+    draft: str = ""
+    """What stands for the draft, where it is another model's folder."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the line sets before its command."""
+        words = shlex.split(self.command)
+        return dict(w.split("=", 1) for w in words if re.fullmatch(r"[A-Z_0-9]+=.*", w))
+
+    @property
+    def flags(self) -> list[list[str]]:
+        """Its flags, each with its values."""
+        found: list[list[str]] = []
+        for word in shlex.split(self.command):
+            if word.startswith("--"):
+                found.append(word.split("=", 1))
+            elif found:
+                found[-1].append(word)
+        return found
+
+
+def load(file: Path = HERE / "recipes.json") -> tuple[list[Recipe], dict[str, str]]:
+    """All recipes, and the flags that are left away with their reasons."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return [Recipe(**one) for one in found["recipes"]], found["dropped"]
+
+
+def arguments(recipe: Recipe, dropped: dict[str, str], folder: Path) -> list[str]:
+    """What the server is started with: the recipe's flags but for those that are left away, then what
+    the emulated device and storage need.
+    """
+    kept = [flag for flag in recipe.flags if flag[0] not in dropped]
+    own: dict[str, Any] = {
+        "--model-path": shapes.write(recipe.shape, folder / "model"),
+        "--load-format": "dummy",
+        "--skip-server-warmup": None,
+        "--max-total-tokens": DEVICE_TOKENS,
+        "--max-running-requests": RUNNING,
+        "--chunked-prefill-size": CHUNK,
+        "--page-size": PAGE,
+        "--enable-hierarchical-cache": None,
+        "--hicache-ratio": 2,
+        "--hicache-storage-backend": "kvtier",
+        "--hicache-storage-backend-extra-config": f"@{folder / 'kvtier.json'}",
+        "--enable-metrics": None,
+        "--enable-cache-report": None,
+        "--admin-api-key": "recipes",
+    }
+    if recipe.draft:
+        own["--speculative-draft-model-path"] = shapes.write(recipe.draft, folder / "draft")
+    if "layer_types" in shapes.SHAPES[recipe.shape] or "linear" in json.dumps(shapes.SHAPES[recipe.shape]):
+        if "sliding_window" not in shapes.SHAPES[recipe.shape]:
+            own["--max-mamba-cache-size"] = STATES
+    said = {flag[0] for flag in kept}
+    words = [word for flag in kept for word in flag]
+    for flag, value in own.items():
+        if flag not in said:
+            words += [flag] if value is None else [flag, str(value)]
+    return words
+
+
+def environment(recipe: Recipe, folder: Path) -> dict[str, str]:
+    """Variables of the server: the recipe's, and those of the device."""
+    latent = "kv_lora_rank" in shapes.SHAPES[recipe.shape]
+    name = "h100x8-deepseek-v3" if latent else "h100-llama8b"
+    known, own_bytes = profile.read(name), shapes.bytes_per_token(recipe.shape)
+    told = {
+        "profile": name,
+        "dilation": DILATION,
+        "bytes_scale": known.kv_bytes_per_token / own_bytes,
+        "page_size": PAGE,
+        "disk_read_gbytes_per_s": 0.0,
+        "disk_write_gbytes_per_s": 0.0,
+        "log": str(folder / "pace.jsonl"),
+    }
+    # Loading takes as long as computing, so that a restoration has both ends.
+    seconds = known.prefill_seconds([(PROMPT, 0)]) / PROMPT * DILATION
+    config = {
+        "store": {
+            "path": str(folder / "store"), "capacity_bytes": "1GiB", "min_free_bytes": 0,
+            "segment_bytes": "64MiB",
+        },
+        "prefetch_threshold": 256,
+        "policy": {
+            "restore": "both", "prefetch": "on", "eviction": "next-use", "min_restore_tokens": 256,
+        },
+        "lab": {"throttle": {"read_gbps": own_bytes * 8 / seconds / 1e9}},
+    }  # fmt: skip
+    (folder / "kvtier.json").write_text(json.dumps(config))
+    paths = [str(HERE / "stand_in"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **recipe.variables,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "DRAFTS": str(folder / "no such file"),
+        "TORCHDYNAMO_DISABLE": "1",
+        "KVTIER_PACED": json.dumps(told),
+        "KVTIER_RECIPE_COUNTS": str(folder / "counts.json"),
+        "KVTIER_CPU_DEVICE": "recipe_device.device:install",
+        "SGLANG_PLATFORM": "kvtier_cpu",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "recipe_device.models",
+        "SGLANG_ENABLE_WAR_BARRIER": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class Forked(Server):
+    """A server whose processes are forked from one that has imported SGLang already, which takes a
+    minute on a busy machine. `python -m sglang.launch_server` does the same from there on.
+    """
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        place = ["--host", "127.0.0.1", "--port", str(self.port)]
+        told = [*self._launch.arguments, *place]
+        env = {**os.environ, **self._launch.env}
+        self._process = forking.Popen(env, str(self.log_path), told)  # type: ignore[assignment]
+        self._started_s = time.monotonic()
+
+
+class Asked:
+    """A running server, and what it answered."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.storage = 0
+        """Tokens that SGLang's own report says came from storage."""
+
+    def call(self, method: str, path: str, body: Any = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer recipes"}
+        request = urllib.request.Request(self.server.url + path, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return str(answer.read().decode())
+
+    def ask(self, ids: list[int]) -> tuple[list[int], int]:
+        """The tokens of an answer, and how many verifications it took (0 without a draft)."""
+        sampling = {"temperature": 0, "max_new_tokens": ANSWER, "ignore_eos": True}
+        body = {"input_ids": ids, "sampling_params": sampling}
+        answer = json.loads(self.call("POST", "/generate", body))
+        meta = answer["meta_info"]
+        self.storage += int((meta.get("cached_tokens_details") or {}).get("storage") or 0)
+        return answer["output_ids"], int(meta.get("spec_verify_ct") or 0)
+
+    def metric(self, name: str, label: str = "") -> int:
+        lines = self.call("GET", "/metrics").splitlines()
+        found = [line for line in lines if line.startswith(name + "{") and label in line]
+        return int(sum(float(line.rsplit(" ", 1)[1]) for line in found))
+
+    def flush(self) -> None:
+        """Empties device and host memory, once the store does not grow any more."""
+        seen = [-1, self.metric("kvtier:store_pages")]
+        while seen[-1] != seen[-2] and len(seen) < 30:
+            time.sleep(1.2)
+            seen.append(self.metric("kvtier:store_pages"))
+        self.call("POST", "/flush_cache?timeout=60", {})
+
+
+def run(recipe: Recipe, dropped: dict[str, str], folder: Path, fork: bool = False) -> dict[str, Any]:
+    """One recipe's row of results. The server is stopped whatever happens."""
+    began = time.monotonic()
+    row: dict[str, Any] = {
+        "name": recipe.name, "source": recipe.source, "shape": recipe.shape, "starts": False,
+        "stores": False, "restores": False, "looks_ahead": False, "equal": None, "reason": "",
+        "dropped": [flag[0] for flag in recipe.flags if flag[0] in dropped],
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    words = arguments(recipe, dropped, folder)
+    server = (Forked if fork else Server)(recipe.name, Launch(tuple(words), environment(recipe, folder)), folder)
+    log = folder / "server.log"
+    try:
+        with server:
+            server.wait_until_healthy(START_S)
+            row["starts"] = True
+            row |= _asked(Asked(server))
+            server.raise_if_ended("while it was asked")
+    except (BenchError, OSError, ValueError) as error:
+        row["reason"] = failure(log) or str(error).splitlines()[0]
+    counts = folder / "counts.json"
+    row["rows"] = json.loads(counts.read_text()) if counts.exists() else {}
+    if not row["reason"]:
+        row["reason"] = refusal(log)
+    row["seconds"] = round(time.monotonic() - began, 1)
+    return row
+
+
+def _asked(asked: Asked) -> dict[str, Any]:
+    def ids(seed: int, count: int) -> list[int]:
+        return random.Random(seed).choices(range(16, 250), k=count)
+
+    first, other = ids(1, PROMPT), ids(2, PROMPT)
+    cold = asked.ask(first)
+    turn = first + cold[0] + ids(3, TURN)
+    cold_turn, cold_other = asked.ask(turn), asked.ask(other)
+    asked.flush()
+    pages = asked.metric("kvtier:store_pages")
+    again = [asked.ask(first), asked.ask(turn)]
+    asked.flush()
+    again += [asked.ask(turn), asked.ask(other)]
+    computed = [cold, cold_turn, cold_turn, cold_other]
+    time.sleep(1.2)  # counters are published twice a second
+    met = asked.metric("kvtier:restore_ended_total", 'how="met"')
+    loaded = asked.metric("kvtier:restore_loaded_tokens_total", 'tier="storage"')
+    known = asked.metric("kvtier:lookahead_map_pages")
+    failed = asked.metric("kvtier:lookahead_failures_total")
+    verified = [sum(count for _, count in answers) for answers in (computed, again)]
+    return {
+        "stores": pages >= (2 * PROMPT + TURN) // PAGE - 2 and bool(asked.storage or loaded),
+        "restores": met > 0 and loaded > 0,
+        "looks_ahead": known > 0 and not failed,
+        "equal": computed == again,
+        "restored": met,
+        "loaded_tokens": loaded,
+        "computed_tokens": asked.metric("kvtier:restore_computed_tokens_total"),
+        "storage_hit_tokens": asked.storage,
+        "accept_length": [round(len(again) * ANSWER / n, 2) for n in verified if n],
+    }
+
+
+def failure(log: Path) -> str:
+    """Why a server ended: its last error, and SGLang's symbol that raised it."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    found = ""
+    place = ""
+    for line in lines:
+        if frame := re.search(r'File "[^"]*?((?:sglang|sgl_kvtier|recipe_device)/[^"]+)", line (\d+), in (\w+)', line):
+            place = f"{frame[1]}:{frame[2]} {frame[3]}"
+        elif error := re.match(r"(?:\[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", line):
+            if not found:
+                found = f"{error[1][:300]} ({place})" if place else error[1][:300]
+    return found
+
+
+def refusal(log: Path) -> str:
+    """What kvtier does not do in this server, in the words of its log."""
+    lines = log.read_text(errors="replace").splitlines()
+    told = [line.partition("kvtier: ")[2] for line in lines if "WARNING" not in line or "kvtier" in line]
+    kept = [one for one in told if re.match(r"(not |SGLang|restoring is|restoration)", one)]
+    return "; ".join(dict.fromkeys(kept))[:500]
+
+
+COLUMNS = ("starts", "stores", "restores", "looks_ahead", "equal")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Results as a table in markdown."""
+    def word(value: Any) -> str:
+        return "-" if value is None else "yes" if value else "no"
+
+    lines = ["| Recipe | " + " | ".join(name.replace("_", " ") for name in COLUMNS)
+             + " | accept length, computed and restored | rows wrong of checked | reason |",
+             "| :--- " * (len(COLUMNS) + 4) + "|"]
+    for row in rows:
+        checked = sum(kind["checked"] for kind in row["rows"].values())
+        wrong = sum(kind["wrong"] for kind in row["rows"].values())
+        lengths = ", ".join(f"{one:.2f}" for one in row.get("accept_length", [])) or "-"
+        lines.append(
+            f"| {row['name']} | " + " | ".join(word(row[name]) for name in COLUMNS)
+            + f" | {lengths} | {wrong} of {checked:,} | {row['reason'] or '-'} |"
+        )
+    return "\n".join(lines)
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/recipes", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="recipes (all of them)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="results as JSON")
+    parser.add_argument("--list", action="store_true", help="print the recipes and their sources")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep servers' logs there")
+    args = parser.parse_args(given)
+    every, dropped = load()
+    known = {one.name: one for one in every}
+    if unknown := sorted(set(args.names) - set(known)):
+        parser.error(f"no recipe named {', '.join(unknown)}: scripts/recipes --list")
+    chosen = [known[name] for name in args.names] or every
+    if args.list:
+        for one in chosen:
+            print(f"{one.name:26} {one.source}")
+        return 0
+    rows: list[dict[str, Any]] = []
+    scratch = args.keep or Path(tempfile.mkdtemp(prefix="kvtier-recipes-"))
+    try:
+        with end_on_signals():
+            for number, one in enumerate(chosen, 1):
+                print(f"{number} of {len(chosen)}: {one.name} ...", file=sys.stderr, end=" ", flush=True)
+                shutil.rmtree(scratch / one.name, ignore_errors=True)
+                rows.append(run(one, dropped, scratch / one.name, fork=len(chosen) > 1))
+                said = ", ".join(name for name in COLUMNS if rows[-1][name]) or rows[-1]["reason"]
+                print(f"{rows[-1]['seconds']:.0f} s: {said}", file=sys.stderr)
+                if args.json:
+                    told = {"schema": SCHEMA, "recipes": rows}
+                    args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    finally:
+        if not args.keep:
+            shutil.rmtree(scratch, ignore_errors=True)
+    print(table(rows))
+    return int(any(row["equal"] is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Stand-in models: one small configuration for each kind of cache that the recipes' models have. The
+kinds of layers and the sizes that lay out pages are those of the model; layers are few, and nothing
+is computed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.lab.outside.lab_model import write_model
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 512,
+    "max_position_embeddings": 1 << 20,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 256,
+    "bos_token_id": None,
+    "pad_token_id": 259,
+    "rope_theta": 1e6,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+_GQA = {"num_key_value_heads": 2, "head_dim": 64}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_EXPERTS = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "moe_layer_freq": 1,
+}
+_QWEN_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+_DELTA = {
+    "full_attention_interval": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 32,
+    "partial_rotary_factor": 0.25,
+}
+_DSA = {
+    "num_attention_heads": 16,
+    "index_head_dim": 128,
+    "index_n_heads": 4,
+    "index_topk": 2048,
+    "num_nextn_predict_layers": 1,
+}
+_KDA = {
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "num_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "use_grouped_topk": True,
+    "mla_use_nope": True,
+    "head_dim": 32,
+    "linear_attn_config": {
+        "full_attn_layers": [4],
+        "kda_layers": [1, 2, 3],
+        "head_dim": 32,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    },
+}
+
+
+def _shape(architecture: str, kind: str, *parts: dict[str, Any], **own: Any) -> dict[str, Any]:
+    found = {**_BASE, "architectures": [architecture], "model_type": kind}
+    for part in parts:
+        found |= part
+    return found | own
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": _shape("LlamaForCausalLM", "llama", _GQA),
+    "qwen3": _shape("Qwen3ForCausalLM", "qwen3", _GQA),
+    "qwen3-moe": _shape("Qwen3MoeForCausalLM", "qwen3_moe", _GQA, _QWEN_EXPERTS),
+    "minimax-m2": _shape(
+        "MiniMaxM2ForCausalLM", "minimax_m2", _GQA, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "glm-4": _shape(
+        "Glm4MoeForCausalLM", "glm4_moe", _GQA, _EXPERTS,
+        num_nextn_predict_layers=1, use_qk_norm=True, partial_rotary_factor=0.5,
+    ),
+    "deepseek-v3": _shape(
+        "DeepseekV3ForCausalLM", "deepseek_v3", _LATENT, _EXPERTS, num_nextn_predict_layers=1
+    ),
+    "deepseek-v3.2": _shape(
+        "DeepseekV32ForCausalLM", "deepseek_v32", _LATENT, _EXPERTS, _DSA, num_key_value_heads=16
+    ),
+    "glm-5": _shape(
+        "GlmMoeDsaForCausalLM", "glm_moe_dsa", _LATENT, _EXPERTS, _DSA, num_key_value_heads=16
+    ),
+    "gpt-oss": _shape(
+        "GptOssForCausalLM", "gpt_oss", _GQA,
+        sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 2,
+        num_local_experts=8, num_experts_per_tok=2, swiglu_limit=7.0, rope_scaling=None,
+        attention_bias=True,
+    ),
+    "gemma-3": _shape(
+        "Gemma3ForCausalLM", "gemma3_text", _GQA,
+        num_hidden_layers=6, sliding_window=1024, sliding_window_pattern=6,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"], query_pre_attn_scalar=64,
+        rope_local_base_freq=10000.0, hidden_activation="gelu_pytorch_tanh",
+    ),
+    "gemma-4": _shape(
+        "Gemma4ForCausalLM", "gemma4_text", _GQA,
+        num_hidden_layers=6, sliding_window=1024,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        hidden_activation="gelu_pytorch_tanh", global_head_dim=64, num_global_key_value_heads=2,
+        num_kv_shared_layers=0, attention_k_eq_v=False, enable_moe_block=True, num_experts=8,
+        top_k_experts=2, moe_intermediate_size=32,
+    ),
+    "llama4": _shape(
+        "Llama4ForCausalLM", "llama4_text", _GQA,
+        num_local_experts=8, num_experts_per_tok=1, intermediate_size_mlp=64,
+        interleave_moe_layer_step=1, attention_chunk_size=8192, no_rope_layer_interval=4,
+        no_rope_layers=[1, 1, 1, 0], use_qk_norm=True, attn_temperature_tuning=True,
+        layer_types=["chunked_attention"] * 3 + ["full_attention"],
+    ),
+    "qwen3-next": _shape("Qwen3NextForCausalLM", "qwen3_next", _GQA, _QWEN_EXPERTS, _DELTA),
+    "qwen3.5": _shape("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _GQA, _QWEN_EXPERTS, _DELTA),
+    "kimi-k3": _shape("KimiK3LinearForCausalLM", "kimi_linear", _LATENT, _KDA, q_lora_rank=None),
+    "nemotron-3": _shape(
+        "NemotronHForCausalLM", "nemotron_h", _GQA,
+        hybrid_override_pattern="MEM*", mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=32,
+        n_groups=2, conv_kernel=4, chunk_size=64, mamba_hidden_act="silu", n_routed_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32,
+        n_shared_experts=1, max_position_embeddings=32768,
+    ),
+    "deepseek-v4": _shape(
+        "DeepseekV4ForCausalLM", "deepseek_v4", _EXPERTS,
+        num_attention_heads=16, num_key_value_heads=1, head_dim=512, q_lora_rank=64,
+        qk_rope_head_dim=64, o_lora_rank=64, o_groups=4, sliding_window=128, index_n_heads=4,
+        index_head_dim=128, index_topk=512, compress_ratios=[0, 4, 128, 4, 0],
+        compress_rope_theta=40000, hc_mult=4, hc_sinkhorn_iters=2, hc_eps=1e-6,
+        num_hash_layers=0, num_nextn_predict_layers=1, swiglu_limit=7.0,
+        scoring_func="sqrtsoftplus",
+    ),
+    "llama-eagle3": _shape(
+        "LlamaForCausalLMEagle3", "llama", _GQA, num_hidden_layers=1, draft_vocab_size=512
+    ),
+}  # fmt: skip
+"""By the word that a recipe has for its model, or for its draft."""
+
+
+def write(shape: str, folder: Path) -> Path:
+    """The folder of a stand-in model: its configuration, and the tokenizer of a lab model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    small = write_model("tiny-llama")
+    for file in ("tokenizer.json", "generation_config.json", "tokenizer_config.json"):
+        shutil.copy(small / file, folder)
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer["model_max_length"] = _BASE["max_position_embeddings"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
+    return folder
+
+
+def bytes_per_token(shape: str) -> int:
+    """Keys and values, or latents, of one token in bfloat16, roughly: windows count in full."""
+    config = SHAPES[shape]
+    layers = config["num_hidden_layers"]
+    if "kv_lora_rank" in config:
+        return int(2 * layers * (config["kv_lora_rank"] + config["qk_rope_head_dim"]))
+    return int(2 * layers * 2 * config["num_key_value_heads"] * config["head_dim"])
