@@ -8,12 +8,6 @@ import subprocess
 import sys
 from multiprocessing import forkserver
 
-PRELOADED = [
-    "sglang.launch_server",
-    "sglang.srt.entrypoints.http_server",
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.managers.detokenizer_manager",
-]
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -27,7 +21,7 @@ class Popen:
         if forkserver._forkserver._forkserver_address is None:
             before = dict(os.environ)
             os.environ.update(env)
-            _CONTEXT.set_forkserver_preload(PRELOADED)
+            _CONTEXT.set_forkserver_preload(["preload"])
             forkserver.ensure_running()
             os.environ.clear()
             os.environ.update(before)
@@ -68,7 +62,12 @@ def _launch(env: dict[str, str], log: str, arguments: list[str]) -> None:
     multiprocessing.Process = multiprocessing.get_context("fork").Process  # type: ignore[misc]
     multiprocessing.set_start_method = lambda *_, **__: None
     sys.argv = ["sglang.launch_server", *arguments]
-    from sglang.launch_server import kill_process_tree, load_plugins, prepare_server_args, run_server
+    from sglang.launch_server import (
+        kill_process_tree,
+        load_plugins,
+        prepare_server_args,
+        run_server,
+    )
 
     load_plugins()
     try:

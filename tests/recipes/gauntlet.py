@@ -16,6 +16,7 @@ import random
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,8 +40,6 @@ DILATION = 4.0
 """Steps take as many times an H100's, so that this machine's own work is small beside them."""
 START_S = 300.0
 """How long a server may take to start."""
-STATES = 40
-"""States in device memory, which SGLang would size by what a GPU has left."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,7 @@ def arguments(recipe: Recipe, dropped: dict[str, str], folder: Path) -> list[str
     }
     if recipe.draft:
         own["--speculative-draft-model-path"] = shapes.write(recipe.draft, folder / "draft")
-    if "layer_types" in shapes.SHAPES[recipe.shape] or "linear" in json.dumps(shapes.SHAPES[recipe.shape]):
-        if "sliding_window" not in shapes.SHAPES[recipe.shape]:
-            own["--max-mamba-cache-size"] = STATES
+    own |= shapes.ADDED.get(recipe.shape, {})
     said = {flag[0] for flag in kept}
     words = [word for flag in kept for word in flag]
     for flag, value in own.items():
@@ -211,7 +208,9 @@ class Asked:
         self.call("POST", "/flush_cache?timeout=60", {})
 
 
-def run(recipe: Recipe, dropped: dict[str, str], folder: Path, fork: bool = False) -> dict[str, Any]:
+def run(
+    recipe: Recipe, dropped: dict[str, str], folder: Path, fork: bool = False
+) -> dict[str, Any]:
     """One recipe's row of results. The server is stopped whatever happens."""
     began = time.monotonic()
     row: dict[str, Any] = {
@@ -221,13 +220,15 @@ def run(recipe: Recipe, dropped: dict[str, str], folder: Path, fork: bool = Fals
     }  # fmt: skip
     folder.mkdir(parents=True)
     words = arguments(recipe, dropped, folder)
-    server = (Forked if fork else Server)(recipe.name, Launch(tuple(words), environment(recipe, folder)), folder)
+    server = (Forked if fork else Server)(
+        recipe.name, Launch(tuple(words), environment(recipe, folder)), folder
+    )
     log = folder / "server.log"
     try:
         with server:
             server.wait_until_healthy(START_S)
             row["starts"] = True
-            row |= _asked(Asked(server))
+            row |= _asked(Asked(server), _writes_late(recipe))
             server.raise_if_ended("while it was asked")
     except (BenchError, OSError, ValueError) as error:
         row["reason"] = failure(log) or str(error).splitlines()[0]
@@ -239,7 +240,13 @@ def run(recipe: Recipe, dropped: dict[str, str], folder: Path, fork: bool = Fals
     return row
 
 
-def _asked(asked: Asked) -> dict[str, Any]:
+def _writes_late(recipe: Recipe) -> bool:
+    """Whether SGLang copies pages to host memory only when they are evicted, or used twice."""
+    policy = [flag[1] for flag in recipe.flags if flag[0] == "--hicache-write-policy"]
+    return bool(policy) and policy != ["write_through"]
+
+
+def _asked(asked: Asked, writes_late: bool) -> dict[str, Any]:
     def ids(seed: int, count: int) -> list[int]:
         return random.Random(seed).choices(range(16, 250), k=count)
 
@@ -247,6 +254,9 @@ def _asked(asked: Asked) -> dict[str, Any]:
     cold = asked.ask(first)
     turn = first + cold[0] + ids(3, TURN)
     cold_turn, cold_other = asked.ask(turn), asked.ask(other)
+    if writes_late:
+        for seed in range(4, 10):  # more than the device holds
+            asked.ask(ids(seed, PROMPT))
     asked.flush()
     pages = asked.metric("kvtier:store_pages")
     again = [asked.ask(first), asked.ask(turn)]
@@ -272,24 +282,30 @@ def _asked(asked: Asked) -> dict[str, Any]:
     }
 
 
+_FRAME = re.compile(
+    r'File "[^"]*?((?:sglang|sgl_kvtier|recipe_device)/[^"]+)", line (\d+), in (\w+)'
+)
+_ERROR = re.compile(r"(?:\[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)|.*(error: argument.*)")
+
+
 def failure(log: Path) -> str:
-    """Why a server ended: its last error, and SGLang's symbol that raised it."""
+    """Why a server ended: its first error, and the symbol that raised it."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    found = ""
     place = ""
     for line in lines:
-        if frame := re.search(r'File "[^"]*?((?:sglang|sgl_kvtier|recipe_device)/[^"]+)", line (\d+), in (\w+)', line):
-            place = f"{frame[1]}:{frame[2]} {frame[3]}"
-        elif error := re.match(r"(?:\[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", line):
-            if not found:
-                found = f"{error[1][:300]} ({place})" if place else error[1][:300]
-    return found
+        if frame := _FRAME.search(line):
+            place = f" ({frame[1]}:{frame[2]} {frame[3]})"
+        if error := _ERROR.match(line):
+            return (error[1] or error[2])[:300] + place
+    return ""
 
 
 def refusal(log: Path) -> str:
     """What kvtier does not do in this server, in the words of its log."""
     lines = log.read_text(errors="replace").splitlines()
-    told = [line.partition("kvtier: ")[2] for line in lines if "WARNING" not in line or "kvtier" in line]
+    told = [
+        line.partition("kvtier: ")[2] for line in lines if "WARNING" not in line or "kvtier" in line
+    ]
     kept = [one for one in told if re.match(r"(not |SGLang|restoring is|restoration)", one)]
     return "; ".join(dict.fromkeys(kept))[:500]
 
@@ -299,21 +315,57 @@ COLUMNS = ("starts", "stores", "restores", "looks_ahead", "equal")
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Results as a table in markdown."""
+
     def word(value: Any) -> str:
         return "-" if value is None else "yes" if value else "no"
 
-    lines = ["| Recipe | " + " | ".join(name.replace("_", " ") for name in COLUMNS)
-             + " | accept length, computed and restored | rows wrong of checked | reason |",
-             "| :--- " * (len(COLUMNS) + 4) + "|"]
+    lines = [
+        "| Recipe | "
+        + " | ".join(name.replace("_", " ") for name in COLUMNS)
+        + " | accept length, computed and restored | rows wrong of checked | reason |",
+        "| :--- " * (len(COLUMNS) + 4) + "|",
+    ]
     for row in rows:
         checked = sum(kind["checked"] for kind in row["rows"].values())
         wrong = sum(kind["wrong"] for kind in row["rows"].values())
         lengths = ", ".join(f"{one:.2f}" for one in row.get("accept_length", [])) or "-"
         lines.append(
-            f"| {row['name']} | " + " | ".join(word(row[name]) for name in COLUMNS)
+            f"| {row['name']} | "
+            + " | ".join(word(row[name]) for name in COLUMNS)
             + f" | {lengths} | {wrong} of {checked:,} | {row['reason'] or '-'} |"
         )
     return "\n".join(lines)
+
+
+def grids(rows: list[dict[str, Any]], commit: str, command: str) -> dict[str, Any]:
+    """Results as `kvtier report` shows them."""
+    columns = ["name", *COLUMNS, "accept_length", "rows", "wrong rows", "reason"]
+    values = [
+        [
+            *(row[name] for name in ("name", *COLUMNS)),
+            row.get("accept_length", []),
+            sum(kind["checked"] for kind in row["rows"].values()),
+            sum(kind["wrong"] for kind in row["rows"].values()),
+            row["reason"],
+        ]
+        for row in rows
+    ]
+    about = (
+        "public launch lines on the emulated device, small stand-ins of their models; accept_length: "
+        "computed, then from storage; rows: of all pools, compared in prefills"
+    )
+    told = {"about": about, "commit": commit, "command": command, "columns": columns}
+    return {"recipes": {**told, "rows": values}}
+
+
+def document(rows: list[dict[str, Any]], command: str) -> dict[str, Any]:
+    """Results as JSON."""
+    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "schema": SCHEMA, "page": "recipes.md", "commit": commit, "command": command,
+        "grids": grids(rows, commit, command), "recipes": rows,
+    }  # fmt: skip
 
 
 def main(given: list[str] | None = None) -> int:
@@ -337,14 +389,20 @@ def main(given: list[str] | None = None) -> int:
     try:
         with end_on_signals():
             for number, one in enumerate(chosen, 1):
-                print(f"{number} of {len(chosen)}: {one.name} ...", file=sys.stderr, end=" ", flush=True)
+                print(
+                    f"{number} of {len(chosen)}: {one.name} ...",
+                    file=sys.stderr,
+                    end=" ",
+                    flush=True,
+                )
                 shutil.rmtree(scratch / one.name, ignore_errors=True)
                 rows.append(run(one, dropped, scratch / one.name, fork=len(chosen) > 1))
                 said = ", ".join(name for name in COLUMNS if rows[-1][name]) or rows[-1]["reason"]
                 print(f"{rows[-1]['seconds']:.0f} s: {said}", file=sys.stderr)
                 if args.json:
-                    told = {"schema": SCHEMA, "recipes": rows}
-                    args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+                    command = shlex.join(["scripts/recipes", *(given or sys.argv[1:])])
+                    told = json.dumps(document(rows, command), indent=1)
+                    args.json.write_text(told + "\n", encoding="utf-8")
     finally:
         if not args.keep:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -184,6 +184,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 """By the word that a recipe has for its model, or for its draft."""
 
 
+_STATES = {"--max-mamba-cache-size": 40}
+ADDED: dict[str, dict[str, Any]] = {
+    "qwen3-next": _STATES,
+    "qwen3.5": _STATES,
+    "kimi-k3": _STATES,
+    "nemotron-3": _STATES,
+    "gpt-oss": {"--attention-backend": "triton"},
+}
+"""Flags by shape, for what SGLang would choose on a GPU: how many states its memory has room for, and
+the attention backend.
+"""
+
+
 def write(shape: str, folder: Path) -> Path:
     """The folder of a stand-in model: its configuration, and the tokenizer of a lab model."""
     folder.mkdir(parents=True, exist_ok=True)

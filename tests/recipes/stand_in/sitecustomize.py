@@ -18,3 +18,12 @@ def _is_an_h100(module):
 
 if os.environ.get("KVTIER_CPU_DEVICE", "").startswith("recipe_device"):
     sys.meta_path.insert(0, _Changer("torch.cuda", _is_an_h100))
+
+
+def _keeps_states(module):
+    module.CpuPlatform.support_mamba_cache_extra_buffer = lambda self: True
+
+
+if os.environ.get("KVTIER_CPU_DEVICE", "").startswith("recipe_device"):
+    sys.meta_path.insert(0, _Changer("torch.cuda", _is_an_h100))
+    sys.meta_path.insert(0, _Changer("sgl_kvtier.runtime.cpu.platform_class", _keeps_states))

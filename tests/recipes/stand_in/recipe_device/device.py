@@ -13,7 +13,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -47,6 +47,25 @@ class Attention(paced.Attention):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Nothing."""
 
+    def update_mamba_state_after_mtp_verify(
+        self, last_correct_step_indices: Any, mamba_track_indices: Any, mamba_steps_to_track: Any,
+        model: Any, req_pool_indices: Any = None,
+    ) -> None:  # fmt: skip
+        """After a verification of a model with states."""
+        del model, req_pool_indices
+        of_process().keep_verified(
+            last_correct_step_indices, mamba_track_indices, mamba_steps_to_track
+        )
+
+
+class _Verified(NamedTuple):
+    """What a verification would make of one request's states."""
+
+    slot: torch.Tensor
+    states: list[torch.Tensor]
+    chain: torch.Tensor
+    """Of each token that is verified."""
+
 
 class Device:
     """Signs what a forward would write, checks what stands before it, and takes its time."""
@@ -57,6 +76,8 @@ class Device:
         self._pools: dict[int, Pools] = {}
         self._counts: dict[str, list[int]] = {}
         self._counts_file = Path(os.environ[COUNTS])
+        self._states: Pools | None = None
+        self._unverified: list[_Verified] = []
         self.requests: dict[str, Any] = {}
         """SGLang's requests of the batch at hand, by id."""
 
@@ -71,6 +92,9 @@ class Device:
         if pools is None:
             pools = self._pools[id(pool)] = Pools(pool, requests, "draft " if model.draft else "")
             logger.warning("recipe: %s: %s", type(pool).__name__, pools.described())
+        if pools.states:
+            self._states = pools
+            self._unverified.clear()
         each = mode.is_target_verify() or mode.is_draft_extend_v2()
         prefills = not (mode.is_decode() or each)
         if prefills:
@@ -139,7 +163,9 @@ class Device:
             there = pools.window_slots(own)
             for rows in pools.windows:
                 rows.write(there[there > 0], chain[there > 0])
-        if slot is not None and not fb.forward_mode.is_target_verify():
+        if slot is not None and fb.forward_mode.is_target_verify():
+            self._unverified.append(_Verified(slot, states, chain))
+        elif slot is not None:
             self._sign_states(pools, fb, number, slot, states, chain, first, before)
         if shift:
             return chain
@@ -165,6 +191,19 @@ class Device:
             rows.put(slot, off + chain[-1] + rows.constants)
             if tracked is not None:
                 rows.put(tracked[0], off + tracked[1] + rows.constants)
+
+    def keep_verified(self, steps: torch.Tensor, tracked: Any, tracked_steps: Any) -> None:
+        """After a verification: the states behind the last accepted tokens, and those that SGLang asks
+        to keep (a step below 0: none).
+        """
+        assert self._states is not None, "there are states"
+        for number, found in enumerate(self._unverified):
+            for rows, off in zip(self._states.states, found.states, strict=True):
+                rows.put(found.slot, off + found.chain[int(steps[number])] + rows.constants)
+                if tracked is not None and tracked_steps is not None and tracked_steps[number] >= 0:
+                    kept = found.chain[int(tracked_steps[number])]
+                    rows.put(tracked[number : number + 1].long(), off + kept + rows.constants)
+        self._unverified.clear()
 
     def _check(
         self, fb: Any, number: int, buffers: list[Rows], slots: torch.Tensor, known: torch.Tensor
@@ -229,10 +268,18 @@ def _time_more_copies(device: Any) -> None:
     scale = device._settings.bytes_scale
 
     def timed(copy: Any, link: clock.Link, device_side: int) -> Any:
-        def run(*args: Any, **named: Any) -> None:
-            copy(*args, **named)
-            moved = sum(one[0].numel() * one.element_size() for one in args[device_side])
-            link.copy(clock.current_stream(), len(args[2]) * moved * scale)
+        def run(
+            src_ptrs: Any,
+            dst_ptrs: Any,
+            src_indices: Any,
+            dst_indices: Any,
+            *rest: Any,
+            **named: Any,
+        ) -> None:
+            copy(src_ptrs, dst_ptrs, src_indices, dst_indices, *rest, **named)
+            rows = (src_ptrs, dst_ptrs)[device_side]
+            moved = sum(one[0].numel() * one.element_size() for one in rows)
+            link.copy(clock.current_stream(), len(src_indices) * moved * scale)
 
         return run
 

@@ -33,7 +33,9 @@ class _Stub(nn.Module):
         self.model.embed_tokens = nn.Embedding(8, 8)
         self.lm_head = nn.Embedding(8, 8)
 
-    def forward(self, input_ids: Any, positions: Any, forward_batch: Any, *_: Any, **__: Any) -> Any:
+    def forward(
+        self, input_ids: Any, positions: Any, forward_batch: Any, *_: Any, **__: Any
+    ) -> Any:
         """The next tokens of a batch, after what the device takes for it."""
         return device.of_process().forward(self, input_ids, positions, forward_batch)
 
