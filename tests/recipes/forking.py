@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from multiprocessing import forkserver
@@ -48,6 +49,15 @@ class Popen:
     def terminate(self) -> None:
         """SIGTERM."""
         self._process.terminate()
+
+
+def stop() -> None:
+    """Ends the process that servers are forked from. Servers that run go on."""
+    pid = forkserver._forkserver._forkserver_pid
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        forkserver._forkserver._forkserver_pid = None
 
 
 def _launch(env: dict[str, str], log: str, arguments: list[str]) -> None:

@@ -89,6 +89,7 @@ def arguments(recipe: Recipe, dropped: dict[str, str], folder: Path) -> list[str
         "--load-format": "dummy",
         "--skip-server-warmup": None,
         "--max-total-tokens": DEVICE_TOKENS,
+        "--mem-fraction-static": 0.5,
         "--max-running-requests": RUNNING,
         "--chunked-prefill-size": CHUNK,
         "--page-size": PAGE,
@@ -300,14 +301,15 @@ def failure(log: Path) -> str:
     return ""
 
 
+_GOES_WITHOUT = re.compile(
+    r"kvtier: (.*SGLang's own.*|not .*|SGLang chooses .*|restoration ends.*)"
+)
+
+
 def refusal(log: Path) -> str:
     """What kvtier does not do in this server, in the words of its log."""
-    lines = log.read_text(errors="replace").splitlines()
-    told = [
-        line.partition("kvtier: ")[2] for line in lines if "WARNING" not in line or "kvtier" in line
-    ]
-    kept = [one for one in told if re.match(r"(not |SGLang|restoring is|restoration)", one)]
-    return "; ".join(dict.fromkeys(kept))[:500]
+    told = _GOES_WITHOUT.findall(log.read_text(errors="replace"))
+    return "; ".join(dict.fromkeys(told))[:600]
 
 
 COLUMNS = ("starts", "stores", "restores", "looks_ahead", "equal")
@@ -337,7 +339,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def grids(rows: list[dict[str, Any]], commit: str, command: str) -> dict[str, Any]:
+def grids(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Results as `kvtier report` shows them."""
     columns = ["name", *COLUMNS, "accept_length", "rows", "wrong rows", "reason"]
     values = [
@@ -354,27 +356,44 @@ def grids(rows: list[dict[str, Any]], commit: str, command: str) -> dict[str, An
         "public launch lines on the emulated device, small stand-ins of their models; accept_length: "
         "computed, then from storage; rows: of all pools, compared in prefills"
     )
-    told = {"about": about, "commit": commit, "command": command, "columns": columns}
-    return {"recipes": {**told, "rows": values}}
+    told = {"about": about, "commit": "of each recipe", "command": "scripts/recipes --json FILE"}
+    return {"recipes": {**told, "columns": columns, "rows": values}}
 
 
-def document(rows: list[dict[str, Any]], command: str) -> dict[str, Any]:
-    """Results as JSON."""
+def commit() -> str:
+    """Of this repository, for results."""
     git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "schema": SCHEMA, "page": "recipes.md", "commit": commit, "command": command,
-        "grids": grids(rows, commit, command), "recipes": rows,
-    }  # fmt: skip
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results as JSON."""
+    return {"schema": SCHEMA, "page": "recipes.md", "grids": grids(rows), "recipes": rows}
+
+
+def merged(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These rows, and of a file those of other recipes, in the order of the recipes."""
+    kept = json.loads(file.read_text(encoding="utf-8"))["recipes"] if file.exists() else []
+    found = {row["name"]: row for row in [*kept, *rows]}
+    return [found[one.name] for one in load()[0] if one.name in found]
 
 
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/recipes", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="recipes (all of them)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="results as JSON")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="results as JSON; what it has of other recipes stays",
+    )
     parser.add_argument("--list", action="store_true", help="print the recipes and their sources")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep servers' logs there")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print these results as a table")
     args = parser.parse_args(given)
+    if args.table:
+        print(table(json.loads(args.table.read_text(encoding="utf-8"))["recipes"]))
+        return 0
     every, dropped = load()
     known = {one.name: one for one in every}
     if unknown := sorted(set(args.names) - set(known)):
@@ -400,10 +419,10 @@ def main(given: list[str] | None = None) -> int:
                 said = ", ".join(name for name in COLUMNS if rows[-1][name]) or rows[-1]["reason"]
                 print(f"{rows[-1]['seconds']:.0f} s: {said}", file=sys.stderr)
                 if args.json:
-                    command = shlex.join(["scripts/recipes", *(given or sys.argv[1:])])
-                    told = json.dumps(document(rows, command), indent=1)
+                    told = json.dumps(document(merged(args.json, rows)), indent=1)
                     args.json.write_text(told + "\n", encoding="utf-8")
     finally:
+        forking.stop()
         if not args.keep:
             shutil.rmtree(scratch, ignore_errors=True)
     print(table(rows))

@@ -151,16 +151,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_kv_shared_layers=0, attention_k_eq_v=False, enable_moe_block=True, num_experts=8,
         top_k_experts=2, moe_intermediate_size=32,
     ),
-    "llama4": _shape(
-        "Llama4ForCausalLM", "llama4_text", _GQA,
-        num_local_experts=8, num_experts_per_tok=1, intermediate_size_mlp=64,
-        interleave_moe_layer_step=1, attention_chunk_size=8192, no_rope_layer_interval=4,
-        no_rope_layers=[1, 1, 1, 0], use_qk_norm=True, attn_temperature_tuning=True,
-        layer_types=["chunked_attention"] * 3 + ["full_attention"],
-    ),
+    "llama4": {
+        **_BASE,
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "vision_config": {},
+        "text_config": _shape(
+            "Llama4ForCausalLM", "llama4_text", _GQA,
+            num_local_experts=8, num_experts_per_tok=1, intermediate_size_mlp=64,
+            interleave_moe_layer_step=1, attention_chunk_size=8192, no_rope_layer_interval=4,
+            no_rope_layers=[1, 1, 1, 0], use_qk_norm=True, attn_temperature_tuning=True,
+            layer_types=["chunked_attention"] * 3 + ["full_attention"],
+        ),
+    },
     "qwen3-next": _shape("Qwen3NextForCausalLM", "qwen3_next", _GQA, _QWEN_EXPERTS, _DELTA),
     "qwen3.5": _shape("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _GQA, _QWEN_EXPERTS, _DELTA),
-    "kimi-k3": _shape("KimiK3LinearForCausalLM", "kimi_linear", _LATENT, _KDA, q_lora_rank=None),
+    "kimi-k3": _shape("KimiLinearForCausalLM", "kimi_linear", _LATENT, _KDA, q_lora_rank=None),
     "nemotron-3": _shape(
         "NemotronHForCausalLM", "nemotron_h", _GQA,
         hybrid_override_pattern="MEM*", mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=32,
@@ -184,13 +190,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 """By the word that a recipe has for its model, or for its draft."""
 
 
+_TRITON = {"--attention-backend": "triton"}
 _STATES = {"--max-mamba-cache-size": 40}
 ADDED: dict[str, dict[str, Any]] = {
     "qwen3-next": _STATES,
     "qwen3.5": _STATES,
     "kimi-k3": _STATES,
     "nemotron-3": _STATES,
-    "gpt-oss": {"--attention-backend": "triton"},
+    "gpt-oss": _TRITON,
+    "gemma-4": _TRITON,
 }
 """Flags by shape, for what SGLang would choose on a GPU: how many states its memory has room for, and
 the attention backend.
@@ -212,7 +220,7 @@ def write(shape: str, folder: Path) -> Path:
 
 def bytes_per_token(shape: str) -> int:
     """Keys and values, or latents, of one token in bfloat16, roughly: windows count in full."""
-    config = SHAPES[shape]
+    config = SHAPES[shape].get("text_config", SHAPES[shape])
     layers = config["num_hidden_layers"]
     if "kv_lora_rank" in config:
         return int(2 * layers * (config["kv_lora_rank"] + config["qk_rope_head_dim"]))

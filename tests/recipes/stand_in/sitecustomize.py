@@ -16,14 +16,18 @@ def _is_an_h100(module):
     module.get_device_capability = lambda device=None: (9, 0)
 
 
-if os.environ.get("KVTIER_CPU_DEVICE", "").startswith("recipe_device"):
-    sys.meta_path.insert(0, _Changer("torch.cuda", _is_an_h100))
-
-
 def _keeps_states(module):
     module.CpuPlatform.support_mamba_cache_extra_buffer = lambda self: True
 
 
+def _takes_any_pool(module):
+    module.reject_out_of_tree_path = lambda platform, *, subsystem: None
+
+
 if os.environ.get("KVTIER_CPU_DEVICE", "").startswith("recipe_device"):
-    sys.meta_path.insert(0, _Changer("torch.cuda", _is_an_h100))
-    sys.meta_path.insert(0, _Changer("sgl_kvtier.runtime.cpu.platform_class", _keeps_states))
+    for name, change in (
+        ("torch.cuda", _is_an_h100),
+        ("sgl_kvtier.runtime.cpu.platform_class", _keeps_states),
+        ("sglang.srt.platforms.interface", _takes_any_pool),
+    ):
+        sys.meta_path.insert(0, _Changer(name, change))

@@ -257,6 +257,7 @@ def install() -> None:
     """Puts the device in the place of the CPU in this process."""
     global _device
     paced.install()
+    torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # there is no driver
     _device = Device(paced.of_process()._settings)
     for name in list(ATTENTION_BACKENDS):
         ATTENTION_BACKENDS[name] = Attention

@@ -58,8 +58,8 @@ class Rows:
 class IndexKeys(Rows):
     """DSA's packed index keys: of a page first the keys of all tokens, then their scales."""
 
-    def __init__(self, name: str, buffer: torch.Tensor, number: int, page: int) -> None:
-        self.kind, self.name, self._page = "index keys", name, page
+    def __init__(self, kind: str, name: str, buffer: torch.Tensor, number: int, page: int) -> None:
+        self.kind, self.name, self._page = kind, name, page
         flat = buffer.view(buffer.shape[0], -1).view(torch.uint8)
         width = flat.shape[1] // page - 4
         self._keys = flat[:, : page * width].unflatten(1, (page, width))
@@ -91,7 +91,9 @@ class Pools:
         self.tokens = [*_numbered(f"{tag}kv", _layers(whole), 0)]
         index = getattr(whole, "index_k_with_scale_buffer", None)
         for number, buffer in enumerate(index if index is not None else ()):
-            self.tokens.append(IndexKeys(f"{number}", buffer, 2000 + number, whole.page_size))
+            self.tokens.append(
+                IndexKeys(f"{tag}index keys", f"{number}", buffer, 2000 + number, whole.page_size)
+            )
         self.windows: list[Rows] = []
         self._pool = pool
         if hasattr(pool, "swa_kv_pool"):

@@ -28,7 +28,9 @@ class _Stub(nn.Module):
         self.config = getattr(config, "text_config", config)
         self.quant_config = None
         self.vocabulary, self.width = self.config.vocab_size, self.config.hidden_size
-        self.window = (getattr(self.config, "sliding_window", None) or 1) - 1
+        # Chunked attention (Llama 4) keeps a chunk, and sees what of it stands before a token.
+        chunk = getattr(self.config, "attention_chunk_size", None)
+        self.window = chunk or (getattr(self.config, "sliding_window", None) or 1) - 1
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(8, 8)
         self.lm_head = nn.Embedding(8, 8)
@@ -85,13 +87,11 @@ EntryClass = [
         "LlamaForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM DeepseekV3ForCausalLM "
         "DeepseekV32ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM "
         "MiniMaxM2ForCausalLM Qwen3NextForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForCausalLM "
-        "NemotronHForCausalLM KimiLinearForCausalLM KimiK3LinearForCausalLM",
+        "Llama4ForConditionalGeneration NemotronHForCausalLM KimiLinearForCausalLM",
         _Stub,
     ),
     *_named(
-        "GptOssForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM Llama4ForCausalLM "
-        "DeepseekV4ForCausalLM",
-        _Windowed,
+        "GptOssForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM DeepseekV4ForCausalLM", _Windowed
     ),
     *_named(
         "DeepseekV3ForCausalLMNextN GlmMoeDsaForCausalLMNextN Glm4MoeForCausalLMNextN "
