@@ -217,6 +217,7 @@ def run(
     row: dict[str, Any] = {
         "name": recipe.name, "source": recipe.source, "shape": recipe.shape, "starts": False,
         "stores": False, "restores": False, "looks_ahead": False, "equal": None, "reason": "",
+        "commit": commit(),
         "dropped": [flag[0] for flag in recipe.flags if flag[0] in dropped],
     }  # fmt: skip
     folder.mkdir(parents=True)
@@ -256,6 +257,8 @@ def _asked(asked: Asked, writes_late: bool) -> dict[str, Any]:
     turn = first + cold[0] + ids(3, TURN)
     cold_turn, cold_other = asked.ask(turn), asked.ask(other)
     if writes_late:
+        for ids_again in (turn, other) * 2:
+            asked.ask(ids_again)
         for seed in range(4, 10):  # more than the device holds
             asked.ask(ids(seed, PROMPT))
     asked.flush()
@@ -290,10 +293,13 @@ _ERROR = re.compile(r"(?:\[[^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)|.*(e
 
 
 def failure(log: Path) -> str:
-    """Why a server ended: its first error, and the symbol that raised it."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    """Why a server ended: the first error of its scheduler, or else of its launcher, and the symbol
+    that raised it.
+    """
+    text = log.read_text(errors="replace") if log.exists() else ""
+    before, said, after = text.partition("Scheduler hit an exception")
     place = ""
-    for line in lines:
+    for line in (after if said else before).splitlines():
         if frame := _FRAME.search(line):
             place = f" ({frame[1]}:{frame[2]} {frame[3]})"
         if error := _ERROR.match(line):

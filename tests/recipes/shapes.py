@@ -148,7 +148,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_hidden_layers=6, sliding_window=1024,
         layer_types=["sliding_attention"] * 5 + ["full_attention"],
         hidden_activation="gelu_pytorch_tanh", global_head_dim=64, num_global_key_value_heads=2,
-        num_kv_shared_layers=0, attention_k_eq_v=False, enable_moe_block=True, num_experts=8,
+        swa_num_key_value_heads=2, num_kv_shared_layers=0, attention_k_eq_v=False, enable_moe_block=True, num_experts=8,
         top_k_experts=2, moe_intermediate_size=32,
     ),
     "llama4": {
@@ -199,9 +199,10 @@ ADDED: dict[str, dict[str, Any]] = {
     "nemotron-3": _STATES,
     "gpt-oss": _TRITON,
     "gemma-4": _TRITON,
+    "deepseek-v4": {"--page-size": 256},
 }
-"""Flags by shape, for what SGLang would choose on a GPU: how many states its memory has room for, and
-the attention backend.
+"""Flags by shape, for what SGLang would choose on a GPU: how many states its memory has room for,
+the attention backend, and the size of V4's pages.
 """
 
 

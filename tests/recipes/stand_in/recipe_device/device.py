@@ -39,6 +39,7 @@ class Attention(paced.Attention):
     """Stands in for every attention backend, a draft's and a hybrid model's too."""
 
     needs_cpu_seq_lens = True
+    verify_mask = None
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -145,7 +146,11 @@ class Device:
         states: list[torch.Tensor] = []
         slot = pools.state_slots(fb.req_pool_indices[number : number + 1]) if pools.states else None
         if first:
-            before = pools.tokens[0].read(prefix[-1:])[0, 0]
+            if pools.tokens:
+                before = pools.tokens[0].read(prefix[-1:])[0, 0]
+            else:  # rows of pages do not tell it
+                chain_before = self._known(fb, number, first, shift)
+                before = before if chain_before is None else chain_before[-1]
             if slot is not None:
                 states = [rows.read(slot) - before for rows in pools.states]
             if known is not None:
@@ -156,6 +161,8 @@ class Device:
                     low = max(0, first - model.window)
                     near = pools.window_slots(prefix[low:])
                     self._check(fb, number, pools.windows, near, known[low:])
+                if not pools.tokens:
+                    before = before + self._check_pages(fb, number, pools, prefix, known)
         chain = chain_of(tokens, first + shift, before)
         for rows in pools.tokens:
             rows.write(own, chain)
@@ -163,13 +170,37 @@ class Device:
             there = pools.window_slots(own)
             for rows in pools.windows:
                 rows.write(there[there > 0], chain[there > 0])
+        if not pools.tokens:
+            ends = (torch.arange(first, first + len(own)) + 1) % pools.page == 0
+            for rows in pools.pages:
+                rows.write(own[ends] // pools.page, chain[ends])
+            there = pools.window_slots(own[ends])
+            for rows in pools.window_pages:
+                rows.write(there[there > 0] // pools.page, chain[ends][there > 0])
         if slot is not None and fb.forward_mode.is_target_verify():
             self._unverified.append(_Verified(slot, states, chain))
         elif slot is not None:
             self._sign_states(pools, fb, number, slot, states, chain, first, before)
         if shift:
             return chain
-        return chain - (chain[0] if not first else pools.tokens[0].read(prefix[:1])[0, 0])
+        if not first:
+            return chain - chain[0]
+        if pools.tokens:
+            return chain - pools.tokens[0].read(prefix[:1])[0, 0]
+        begin = self._known(fb, number, 1, 0)
+        return chain if begin is None else chain - begin[0]
+
+    def _check_pages(
+        self, fb: Any, number: int, pools: Pools, prefix: torch.Tensor, known: torch.Tensor
+    ) -> torch.Tensor:
+        """Compares the whole pages of a prefix, and its last page in the window."""
+        last = slice(pools.page - 1, None, pools.page)
+        slots, chains = prefix[last], known[last]
+        damage = self._check(fb, number, pools.pages, slots // pools.page, chains)
+        if len(prefix) % pools.page == 0 and len(slots):
+            near = pools.window_slots(slots[-1:]) // pools.page
+            damage = damage + self._check(fb, number, pools.window_pages, near, chains[-1:])
+        return damage
 
     def _sign_states(
         self, pools: Pools, fb: Any, number: int, slot: torch.Tensor, states: list[torch.Tensor],
@@ -306,6 +337,8 @@ def watch() -> None:
     _watching = True
     attention = "sglang.srt.layers.attention.attention_registry."
     HookRegistry.register(attention + "attn_backend_wrapper", _unwrapped, HookType.AROUND)
+    draft = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_attention_backend"
+    HookRegistry.register(draft, _draft_attention, HookType.AROUND)
     run = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
     HookRegistry.register(run, _around_batch, HookType.AROUND)
     HookRegistry.apply_hooks()
@@ -314,6 +347,18 @@ def watch() -> None:
 def _unwrapped(original: Any, runner: Any, backend: Any, *args: Any, **named: Any) -> Any:
     del original, runner, args, named
     return backend
+
+
+def _draft_attention(original: Any, worker: Any) -> None:
+    from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
+
+    del original
+    runner = worker.draft_runner
+    worker.draft_extend_attn_backend = None
+    worker.draft_attn_backend = steps = Attention(runner)
+    steps.attn_backends = [Attention(runner) for _ in range(worker.speculative_num_steps - 1)]
+    runner.draft_attn_backend = steps
+    worker.tree_mask_mode = default_tree_mask_mode()
 
 
 def _around_batch(original: Any, worker: Any, batch: Any, *args: Any, **named: Any) -> Any:

@@ -87,6 +87,19 @@ class Pools:
         """`pool` and `requests` are SGLang's pools of tokens and of requests. `tag` goes before the
         kinds of rows: a draft's are counted apart.
         """
+        self.states: list[Rows] = []
+        self.windows: list[Rows] = []
+        self.pages: list[Rows] = []
+        """Of DeepSeek V4: rows of whole pages, by the number of a page of token slots."""
+        self.window_pages: list[Rows] = []
+        self._pool, self._requests, self.page = pool, requests, pool.page_size
+        if hasattr(pool, "kv_pools") and hasattr(pool, "index_pools"):
+            self.tokens: list[Rows] = []
+            for kinds in (pool.kv_pools, pool.index_pools):
+                for part in kinds.values():
+                    self.pages += _numbered(f"{tag}compressed", _packed(part), len(self.pages))
+            self.window_pages += _numbered(f"{tag}window", _packed(pool.swa_kv_pool), 1000)
+            return
         whole = getattr(pool, "full_kv_pool", pool)
         self.tokens = [*_numbered(f"{tag}kv", _layers(whole), 0)]
         index = getattr(whole, "index_k_with_scale_buffer", None)
@@ -94,12 +107,8 @@ class Pools:
             self.tokens.append(
                 IndexKeys(f"{tag}index keys", f"{number}", buffer, 2000 + number, whole.page_size)
             )
-        self.windows: list[Rows] = []
-        self._pool = pool
         if hasattr(pool, "swa_kv_pool"):
             self.windows = [*_numbered(f"{tag}window", _layers(pool.swa_kv_pool), 1000)]
-        self.states: list[Rows] = []
-        self._requests = requests
         mamba = None if tag else getattr(requests, "mamba_pool", None)
         if mamba is not None:
             cache = mamba.mamba_cache
@@ -123,6 +132,14 @@ class Pools:
             for rows, what in ((self.tokens, "token"), (self.windows, "window token"), (self.states, "state"))
             if rows
         )  # fmt: skip
+
+
+def _packed(pool: Any) -> list[torch.Tensor]:
+    """Buffers of a pool whose rows are pages; none of one that is not there."""
+    if pool is None:
+        return []
+    buffers = getattr(pool, "kv_buffer", None)
+    return [*(pool.index_k_with_scale_buffer if buffers is None else buffers)]
 
 
 def _layers(pool: Any) -> list[torch.Tensor]:
