@@ -206,6 +206,15 @@ the attention backend, and the size of V4's pages.
 """
 
 
+_WORDS = {
+    "deepseek-v4": (
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <think> </think> "
+        "<｜deepseek_image｜> <｜action｜> <｜query｜> <｜authority｜> <｜domain｜> <｜title｜> <｜read_url｜>"
+    )
+}
+"""Special tokens that SGLang looks up when a server starts."""
+
+
 def write(shape: str, folder: Path) -> Path:
     """The folder of a stand-in model: its configuration, and the tokenizer of a lab model."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -215,6 +224,11 @@ def write(shape: str, folder: Path) -> Path:
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     tokenizer["model_max_length"] = _BASE["max_position_embeddings"]
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    words = json.loads((folder / "tokenizer.json").read_text())
+    like = words["added_tokens"][0]
+    for number, word in enumerate(_WORDS.get(shape, "").split(), 300):
+        words["added_tokens"].append({**like, "id": number, "content": word})
+    (folder / "tokenizer.json").write_text(json.dumps(words))
     (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=1))
     return folder
 
