@@ -322,27 +322,29 @@ COLUMNS = ("starts", "stores", "restores", "looks_ahead", "equal")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Results as a table in markdown."""
-
-    def word(value: Any) -> str:
-        return "-" if value is None else "yes" if value else "no"
-
-    lines = [
-        "| Recipe | "
-        + " | ".join(name.replace("_", " ") for name in COLUMNS)
-        + " | accept length, computed and restored | rows wrong of checked | reason |",
-        "| :--- " * (len(COLUMNS) + 4) + "|",
-    ]
+    """Results as a table in markdown, and the reasons that its last column has numbers of."""
+    reasons = list(dict.fromkeys(row["reason"] for row in rows if row["reason"]))
+    heads = (
+        "Recipe",
+        *(name.replace("_", " ") for name in COLUMNS),
+        "accept length",
+        "rows wrong of checked",
+        "reason",
+    )
+    lines = ["| " + " | ".join(heads) + " |", "| :--- " * len(heads) + "|"]
     for row in rows:
         checked = sum(kind["checked"] for kind in row["rows"].values())
         wrong = sum(kind["wrong"] for kind in row["rows"].values())
-        lengths = ", ".join(f"{one:.2f}" for one in row.get("accept_length", [])) or "-"
-        lines.append(
-            f"| {row['name']} | "
-            + " | ".join(word(row[name]) for name in COLUMNS)
-            + f" | {lengths} | {wrong} of {checked:,} | {row['reason'] or '-'} |"
+        words = (
+            row["name"],
+            *({None: "-", True: "yes", False: "no"}[row[name]] for name in COLUMNS),
+            ", ".join(f"{one:.2f}" for one in row.get("accept_length", [])) or "-",
+            f"{wrong} of {checked:,}",
+            str(reasons.index(row["reason"]) + 1) if row["reason"] else "-",
         )
-    return "\n".join(lines)
+        lines.append("| " + " | ".join(words) + " |")
+    told = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", *told]).rstrip()
 
 
 def grids(rows: list[dict[str, Any]]) -> dict[str, Any]:

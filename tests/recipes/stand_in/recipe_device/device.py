@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 COUNTS = "KVTIER_RECIPE_COUNTS"
 """A file that holds, as JSON, how many rows of each kind were checked and how many were wrong."""
 _CHAIN = "recipe_chain"
-_MORE_POOLS = ("mamba", "dsa", "unified")
+_MORE_POOLS = ("pool_host.mamba", "pool_host.dsa", "pool_host.unified", "memory_pool_host")
 
 
 class Attention(paced.Attention):
@@ -316,13 +316,13 @@ def _time_more_copies(device: Any) -> None:
         return run
 
     for name in _MORE_POOLS:
-        module = importlib.import_module(f"sglang.srt.mem_cache.pool_host.{name}")
+        module = importlib.import_module(f"sglang.srt.mem_cache.{name}")
         for function, link, side in (
             ("transfer_kv_per_layer_direct_pf_lf", device.to_device, 1),
             ("transfer_kv_all_layer_direct_lf_pf", device.to_host, 0),
         ):
             own = getattr(copies, function)
-            if getattr(module, function, None) is own:
+            if getattr(module, function, own) is own:  # V4's module has none without CUDA
                 setattr(module, function, timed(own, link, side))
 
 
