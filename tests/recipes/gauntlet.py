@@ -274,7 +274,8 @@ def _asked(asked: Asked, writes_late: bool) -> dict[str, Any]:
     failed = asked.metric("kvtier:lookahead_failures_total")
     verified = [sum(count for _, count in answers) for answers in (computed, again)]
     return {
-        "stores": pages >= (2 * PROMPT + TURN) // PAGE - 2 and bool(asked.storage or loaded),
+        "stores": bool(asked.storage or loaded),
+        "stored_pages": pages,
         "restores": met > 0 and loaded > 0,
         "looks_ahead": known > 0 and not failed,
         "equal": computed == again,

@@ -337,6 +337,9 @@ def watch() -> None:
     _watching = True
     attention = "sglang.srt.layers.attention.attention_registry."
     HookRegistry.register(attention + "attn_backend_wrapper", _unwrapped, HookType.AROUND)
+    compressed = "sglang.srt.mem_cache.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool."
+    cleaned = compressed + "clear_unaccepted_c128_draft_states"
+    HookRegistry.register(cleaned, _nothing, HookType.AROUND)
     draft = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_attention_backend"
     HookRegistry.register(draft, _draft_attention, HookType.AROUND)
     run = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
@@ -347,6 +350,11 @@ def watch() -> None:
 def _unwrapped(original: Any, runner: Any, backend: Any, *args: Any, **named: Any) -> Any:
     del original, runner, args, named
     return backend
+
+
+def _nothing(original: Any, *args: Any, **named: Any) -> None:
+    """In the place of a kernel that changes rows which are not signed."""
+    del original, args, named
 
 
 def _draft_attention(original: Any, worker: Any) -> None:
