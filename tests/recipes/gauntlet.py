@@ -89,7 +89,7 @@ def arguments(recipe: Recipe, dropped: dict[str, str], folder: Path) -> list[str
         "--load-format": "dummy",
         "--skip-server-warmup": None,
         "--max-total-tokens": DEVICE_TOKENS,
-        "--mem-fraction-static": 0.5,
+        "--mem-fraction-static": 0.98,
         "--max-running-requests": RUNNING,
         "--chunked-prefill-size": CHUNK,
         "--page-size": PAGE,
