@@ -38,6 +38,13 @@ PAGE, CHUNK, PROMPT, TURN, ANSWER = 64, 2048, 5000, 300, 16
 DEVICE_TOKENS, RUNNING = 24576, 8
 DILATION = 4.0
 """Steps take as many times an H100's, so that this machine's own work is small beside them."""
+POLICY: dict[str, Any] = {
+    "restore": "both",
+    "prefetch": "on",
+    "eviction": "next-use",
+    "min_restore_tokens": 256,
+}
+"""Of every server's kvtier.json."""
 START_S = 300.0
 """How long a server may take to start."""
 
@@ -134,9 +141,7 @@ def environment(recipe: Recipe, folder: Path) -> dict[str, str]:
             "segment_bytes": "64MiB",
         },
         "prefetch_threshold": 256,
-        "policy": {
-            "restore": "both", "prefetch": "on", "eviction": "next-use", "min_restore_tokens": 256,
-        },
+        "policy": POLICY,
         "lab": {"throttle": {"read_gbps": own_bytes * 8 / seconds / 1e9}},
     }  # fmt: skip
     (folder / "kvtier.json").write_text(json.dumps(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gauntlet
 import pytest
@@ -18,3 +19,25 @@ def test_a_recipe_is_stored_restored_and_looked_ahead_with_equal_answers(tmp_pat
     assert row["reason"] == "" and row["dropped"] == ["--model-path", "--tp"]
     assert row["computed_tokens"] > 0 and row["loaded_tokens"] > 0, "from both ends"
     assert row["rows"]["kv"]["checked"] > gauntlet.PROMPT and row["rows"]["kv"]["wrong"] == 0
+
+
+@pytest.mark.slow
+def test_a_draft_whose_rows_do_not_come_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads leave it out while the file of $DRAFTS is there (`tests/runtime/changed_site`)."""
+    recipes, dropped = gauntlet.load()
+    recipe = next(one for one in recipes if one.name == "glm-4.7-mtp")
+    real = gauntlet.environment
+
+    def leaving_out(*given: Any) -> dict[str, str]:
+        env = real(*given)
+        Path(env["DRAFTS"]).touch()
+        return env
+
+    monkeypatch.setattr(gauntlet, "environment", leaving_out)
+    monkeypatch.setitem(gauntlet.POLICY, "proof", "off")  # which would find it first
+    row = gauntlet.run(recipe, dropped, tmp_path / "server")
+    assert row["restores"] and row["rows"]["kv"]["wrong"] == 0, row
+    assert row["rows"]["draft kv"]["wrong"] > 0
+    assert row["equal"] is False and row["accept_length"][1] < row["accept_length"][0]
