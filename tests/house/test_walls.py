@@ -191,7 +191,9 @@ def test_no_two_test_files_have_one_name() -> None:
     """The folders of tests are no packages: pytest tells files apart by their names alone."""
     tests = Path(__file__).parents[1]
     names = Counter(
-        path.name for path in tests.rglob("*.py") if path.name not in ("conftest.py", "__init__.py")
+        path.name
+        for path in tests.rglob("*.py")
+        if path.name not in ("conftest.py", "__init__.py", "sitecustomize.py")
     )
     assert [name for name, count in names.items() if count > 1] == []
 
