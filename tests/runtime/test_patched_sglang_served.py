@@ -7,13 +7,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from serving import ADMIN, Served, flags, prompts, serving
 
-from sgl_kvtier.lab.experiment.ablation import patched_sglang
+from sgl_kvtier.lab.experiment.ablation import compile_hash, patched_sglang
 
 LENGTH, PAGE = 1000, 16
 WHOLE = (LENGTH - 1) // PAGE * PAGE
@@ -23,6 +24,8 @@ COUNT = 8
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a copy of SGLang that has the patch."""
+    if version("sglang") != "0.5.23":
+        pytest.skip("the patch is for SGLang 0.5.23")
     return patched_sglang(tmp_path_factory.mktemp("patched"))
 
 
@@ -94,8 +97,10 @@ def ask_all(served: Served, asked: list[list[int]]) -> list[tuple[list[int], int
 
 
 @pytest.mark.server
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_patched_server_computes_nothing_that_is_stored(tmp_path: Path, patched: Path) -> None:
+    compile_hash(patched)
     asked = prompts(COUNT, LENGTH, seed=11)
     words = flags(backend="file", page_size=PAGE, max_running_requests=1)
     env = {

@@ -126,17 +126,22 @@ def patched_sglang(folder: Path) -> Path:
             why = getattr(error, "stdout", None) or str(error)
             raise BenchError(f"{PATCHED}: {PATCH.name} cannot be applied: {why}") from error
         torn.rename(whole)
-    # What SGLang compiles at its first prompt depends on where its source lies.
-    if compile_page_hash() or (whole / _EXTENSIONS).exists():
-        return whole
+    return whole
+
+
+def compile_hash(patched: Path) -> None:
+    """Compiles the page hash of a patched SGLang, unless that was done: it depends on where the
+    source lies, and SGLang would do it at its first prompt. Raises BenchError.
+    """
+    if compile_page_hash() or (patched / _EXTENSIONS).exists():
+        return
     try:
         command = [sys.executable, "-m", "sgl_kvtier.runtime.sglang.page_hash"]
-        env = {**os.environ, **_env_of(str(whole))}
+        env = {**os.environ, **_env_of(str(patched))}
         subprocess.run(command, check=True, capture_output=True, text=True, env=env)
     except (OSError, subprocess.CalledProcessError) as error:
         why = getattr(error, "stderr", None) or str(error)
         raise BenchError(f"{PATCHED}: its page hash cannot be compiled: {why}") from error
-    return whole
 
 
 _EXTENSIONS = "torch_extensions"
@@ -153,7 +158,10 @@ def choose_best(cell: Cell, log: RoundLog) -> None:
     Raises BenchError where none could be measured, or the patch cannot be applied.
     """
     asked_for = set(cell.plan.arms)
-    patched = str(patched_sglang(cell.plan.folder)) if PATCHED in asked_for else ""
+    patched = ""
+    if PATCHED in asked_for:
+        patched = str(patched_sglang(cell.plan.folder))
+        compile_hash(Path(patched))
     if not {BEST, PATCHED, "store", "reads", IN_ORDER} & asked_for:
         return
     best: tuple[str, ...] = ()
