@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from sgl_kvtier.outside import (
     shown,
 )
 from sgl_kvtier.sizes import format_bytes, parse_bytes
+from sgl_kvtier.tenants import parse_tenants
 
 HOST_KEYS = frozenset(
     {
@@ -63,10 +64,12 @@ def setting(
     is_bytes: bool = False,
     is_class: bool = False,
     is_path: bool = False,
+    check: Callable[[str], Any] | None = None,
 ) -> Any:
     """A dataclass field with its description and its allowed range. Checks, messages and docs are
     made from them. Numbers have both bounds. `is_class`: beside its default and its choices it may
     name a class, as package.module:Class. `is_path`: a path, made absolute when it is read.
+    `check` raises ValueError for a text that is wrong.
     """
     meta = {
         "doc": doc,
@@ -76,6 +79,7 @@ def setting(
         "is_bytes": is_bytes,
         "is_class": is_class,
         "is_path": is_path,
+        "check": check,
     }
     return field(default=default, metadata=meta)
 
@@ -136,6 +140,13 @@ class StoreConfig:
         "all",
         "which new pages are written: all, or second-hit = those offered twice, which spares flash",
         choices=("all", "second-hit"),
+    )
+    tenants: str = setting(
+        "",
+        "shares of the capacity that tenants are sure of, as NAME=DIGEST:SHARE, by commas: DIGEST "
+        "is that of a cache salt (kvtier stat --salt -), SHARE a size or a percentage, of the part "
+        "of the capacity that is this model's. A tenant above its share evicts its own pages first",
+        check=parse_tenants,
     )
     durable: bool = setting(
         False,
@@ -488,6 +499,11 @@ def _parse_value(f: Any, key: str, value: Any) -> Any:
         return value
     if (meta["choices"] or meta["is_class"]) and value not in (*meta["choices"], f.default):
         raise wrong
+    if meta["check"] is not None:
+        try:
+            meta["check"](value)
+        except ValueError as error:
+            raise ConfigError(f"{key} = {shown(value)}: {error}") from None
     if meta["is_path"] and value:
         try:
             return full_path(value)

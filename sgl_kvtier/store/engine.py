@@ -45,6 +45,7 @@ from sgl_kvtier.store.index.columns import Columns, columns_of
 from sgl_kvtier.store.index.core import Complaints, Core, advice
 from sgl_kvtier.store.index.located import Located
 from sgl_kvtier.store.index.room import Room
+from sgl_kvtier.store.index.shares import Holding
 from sgl_kvtier.store.index.slots import EMPTY, Rows, SlotTable, State, words
 from sgl_kvtier.store.io.jobs import Ended, OrderedJob
 from sgl_kvtier.store.io.native_threads import NATIVE, NativeIOThreads, ring_threads
@@ -54,6 +55,7 @@ from sgl_kvtier.store.recovery import load_table, snapshot
 from sgl_kvtier.store.siblings.gone import ANY_TIME, Deletes, gone_records
 from sgl_kvtier.store.siblings.sharing import Sharing
 from sgl_kvtier.store.writes import Writer, find_pages, pool_names
+from sgl_kvtier.tenants import NOBODY, pool_of
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
@@ -359,6 +361,28 @@ class DiskStore:
         self._eraser.forget_aside(Deletes(gone_records([*named], pool, ANY_TIME)).hit)
         return self._remove(here, theirs_too=told)
 
+    def delete_tenant(self, digest: str) -> int:
+        """Drops every page that was put for a tenant, in all pools, as `delete` does."""
+        table = self._core.table
+        told = self._sharing is None or self._sharing.delete([], KV, digest)
+
+        def here() -> Rows:
+            tenant = table.known_tenant(digest)
+            if tenant is None or digest == NOBODY:
+                return np.empty(0, np.int64)
+            there = (table.state >= State.LIVE) | (table.state == State.WRITING)
+            return self._without_younger(np.flatnonzero(there & (table.tenant == tenant)))
+
+        self._eraser.forget_aside(Deletes(gone_records([], KV, ANY_TIME, digest)).hit)
+        return self._remove(here, theirs_too=told)
+
+    def tenants(self) -> list[Holding]:
+        """What the tenants of `store.tenants` hold, and all others together; none where the
+        setting is empty.
+        """
+        with self._core.lock:
+            return self._room.holdings()
+
     def clear(self) -> int:
         table = self._core.table
         told = self._sharing is None or self._sharing.delete([], KV)
@@ -467,6 +491,8 @@ class DiskStore:
         hit = (rows != EMPTY) & (table.state[any_row] >= State.LIVE) & (lengths == asked.lengths)
         rows[~hit] = EMPTY
         found = rows[hit]
+        if len(table.tenants) > 1 and table.tenant[any_row].any():
+            names = table.names_of(any_row)
         segment = table.segment[any_row]
         located = Located(
             self._core.identity, rows, table.keys[any_row], names, table.sequence[any_row], lengths,
@@ -482,7 +508,7 @@ class DiskStore:
         """Locked. What the slot of this row must say."""
         table = self._core.table
         segment = self._room.segments[int(table.segment[row])]
-        pool = table.pools[table.pool[row]]
+        pool = pool_of(table.pools[table.pool[row]], table.tenants[table.tenant[row]])
         return SlotHead(
             self._core.identity,
             table.key_of(row),

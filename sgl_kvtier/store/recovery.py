@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from sgl_kvtier.store.disk.format import (
     BLOCK,
     FIRST_WORD,
     MAX_PAYLOAD,
+    POOL_BYTES,
     PUT,
     RECORD,
     SETTLED,
@@ -37,9 +39,10 @@ from sgl_kvtier.store.disk.segment import (
     segment_number,
 )
 from sgl_kvtier.store.index.core import Core, advice
-from sgl_kvtier.store.index.hashtable import key_hash
+from sgl_kvtier.store.index.hashtable import MIX, key_hash
 from sgl_kvtier.store.index.room import Room
-from sgl_kvtier.store.index.slots import State
+from sgl_kvtier.store.index.slots import SlotTable, State
+from sgl_kvtier.tenants import parted
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +92,16 @@ def _enter(core: Core, live: np.ndarray, bases: dict[int, int]) -> None:
     base = np.zeros(max(bases) + 1, np.int64)
     base[list(bases)] = list(bases.values())
     rows = base[live["segment"]] + live["slot"]
-    names, pool = pool_codes(live)
-    ids = np.array([core.table.pool_id(name) for name in names])
-    core.table.enter(rows, key_words(live), ids[pool], live["length"], live["sequence"])
+    pools = pool_codes(live)
+    ids = np.array([core.table.pool_id(name) for name in pools.names])
+    core.table.enter(
+        rows,
+        key_words(live),
+        ids[pools.codes],
+        live["length"],
+        live["sequence"],
+        tenants=tenants_of(core.table, pools),
+    )
     core.table.publish(rows)
     # The order of writing replaces the order of use, which is not kept on disk.
     core.table.age(rows)
@@ -264,13 +274,38 @@ def newest_sequence(env: Env) -> int:
     return env.wall_ns() + _FUTURE_NS
 
 
-def pool_codes(records: np.ndarray) -> tuple[list[str], NDArray[np.int64]]:
-    """The pools' names, and for each record the position of its pool's name among them."""
+class PoolCodes(NamedTuple):
+    """The pools of records, without their tenants, and whose the pages are."""
+
+    names: list[str]
+    codes: NDArray[np.int64]
+    """For each record the position of its pool's name among `names`."""
+    digests: list[str]
+    tenants: NDArray[np.int64]
+    """For each record the position of its tenant's digest among `digests`."""
+
+
+def pool_codes(records: np.ndarray) -> PoolCodes:
+    """The pools' names and the tenants, and for each record their positions."""
     pools = records["pool"]
     if len(pools) and (_words(pools) == _words(pools[:1])).all():
-        return [pools[0].decode("ascii", "replace")], np.zeros(len(pools), np.int64)
-    names, codes = np.unique(pools, return_inverse=True)
-    return [name.decode("ascii", "replace") for name in names], codes
+        name, digest = parted(pools[0].decode("ascii", "replace"))
+        zeros = np.zeros(len(pools), np.int64)
+        return PoolCodes([name], zeros, [digest], zeros)
+    # Sorting numbers is several times as fast as sorting names. If two names ever have one number,
+    # pages are lost, none is wrong.
+    _, first, codes = np.unique(_words(pools) @ MIX, return_index=True, return_inverse=True)
+    both = [parted(pools[i].decode("ascii", "replace")) for i in first.tolist()]
+    names, digests = (sorted({one[i] for one in both}) for i in (0, 1))
+    name_at = np.array([names.index(name) for name, _ in both], np.int64)
+    digest_of = {digest: i for i, digest in enumerate(digests)}
+    tenant_at = np.array([digest_of[digest] for _, digest in both], np.int64)
+    return PoolCodes(names, name_at[codes], digests, tenant_at[codes])
+
+
+def tenants_of(table: SlotTable, pools: PoolCodes) -> NDArray[np.uint16]:
+    """The numbers that a table has for the tenants of records. The table's lock is held."""
+    return table.tenant_ids(pools.digests)[pools.tenants]
 
 
 def places(records: np.ndarray) -> NDArray[np.uint64]:
@@ -281,7 +316,7 @@ def places(records: np.ndarray) -> NDArray[np.uint64]:
 
 def _words(names: NDArray[np.bytes_]) -> NDArray[np.uint64]:
     """The same bytes as numbers, four per name: comparing those is several times faster."""
-    return np.ascontiguousarray(names).view("<u8").reshape(len(names), -1)
+    return np.ascontiguousarray(names).view("<u8").reshape(len(names), POOL_BYTES // 8)
 
 
 def _newest_of_each_key(records: np.ndarray) -> np.ndarray:
@@ -292,6 +327,6 @@ def _newest_of_each_key(records: np.ndarray) -> np.ndarray:
         return records
     # A key is compared by 64 bits here. If two keys ever share them, one page is lost, none is
     # wrong.
-    names = key_hash(key_words(records), pool_codes(records)[1].astype(np.uint16))
+    names = key_hash(key_words(records), pool_codes(records).codes.astype(np.uint16))
     _, first = np.unique(names[::-1], return_index=True)
     return records[np.sort(len(records) - 1 - first)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,9 @@ from sgl_kvtier.store.index.columns import Columns, columns_of
 from sgl_kvtier.store.index.core import Core
 from sgl_kvtier.store.index.located import Located
 from sgl_kvtier.store.index.room import Room
-from sgl_kvtier.store.index.slots import EMPTY, Rows, State
+from sgl_kvtier.store.index.slots import EMPTY, Rows, SlotTable, State
 from sgl_kvtier.store.io.threads import IOThreads
+from sgl_kvtier.tenants import MARK, parted
 
 _ROUNDS = 2
 """Making room can evict a page of the same batch that was just there: it gets a second chance."""
@@ -33,6 +34,8 @@ class _Batch:
     columns: Columns
     names: NDArray[np.bytes_]
     outcomes: list[PutOutcome]
+    tenants: NDArray[np.uint16]
+    """Whose each page is, as the table numbers them."""
     claimed: list[Rows]
     """Slots taken for pages of the batch that are not written yet. They are released on every path.
     """
@@ -69,7 +72,16 @@ class Writer:
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
         """Writes pages that are not there yet; REFUSED where that fails. Never raises OSError."""
         columns = columns_of(pages)
-        batch = _Batch(pages, columns, pool_names(columns), [PutOutcome.REFUSED] * len(pages), [])
+        names = pool_names(columns)
+        refused = [PutOutcome.REFUSED] * len(pages)
+        with self._core.lock:
+            try:
+                columns, tenants = _parted(columns, self._core.table)
+            except ValueError as error:
+                self._core.complaints.about_tenants(error)
+                self._core.counters.pages_refused += len(pages)
+                return refused
+        batch = _Batch(pages, columns, names, refused, tenants, [])
         try:
             self._put(batch)
         except BaseException:
@@ -124,6 +136,7 @@ class Writer:
             0 < length <= MAX_PAYLOAD
             and bool((lengths == length).all())
             and len({page[0] for page in batch.pages}) == len(lengths)
+            and bool((batch.tenants == batch.tenants[0]).all())
         )
         if not alike or batch.columns.pool is None or self._admission is not None:
             return None
@@ -161,7 +174,7 @@ class Writer:
         missing = indexes[here == EMPTY].tolist()
         # Of a page that is in the batch twice only the first is written. The loop runs backwards,
         # so that the first stays.
-        name = {i: (batch.pages[i].key, batch.pages[i].pool) for i in missing}
+        name = {i: (batch.pages[i].key, batch.columns.pools[i]) for i in missing}
         first = {name[i]: i for i in reversed(missing)}
         fresh = missing if len(first) == len(missing) else sorted(first.values())
         # No page of a batch is evicted for another one of it: its outcome would be wrong.
@@ -199,17 +212,18 @@ class Writer:
         if core.closing:
             return []
         new: list[_New] = []
-        needed = batch.slot_bytes[indexes]
-        for size in dict.fromkeys(needed.tolist()):
-            some = self._claim_slots(batch, indexes[needed == size], size)
+        needed, whose = batch.slot_bytes[indexes], batch.tenants[indexes]
+        for size, tenant in dict.fromkeys(zip(needed.tolist(), whose.tolist(), strict=True)):
+            some = self._claim_slots(batch, indexes[(needed == size) & (whose == tenant)], size)
             if len(some.indexes):
                 new.append(some)
         return new
 
     def _claim_slots(self, batch: _Batch, indexes: Rows, size: int) -> _New:
-        """Locked. Slots of one size, for as many of the pages as there are slots."""
+        """Locked. Slots of one size, for as many of the pages, of one tenant, as there are."""
         core, columns = self._core, batch.columns
-        rows = self._room.take(size, len(indexes))
+        tenant = int(batch.tenants[indexes[0]]) if len(indexes) else 0
+        rows = self._room.take(size, len(indexes), tenant)
         batch.claimed.append(rows)
         whole = len(rows) == len(columns.lengths)
         mine = indexes[: len(rows)]
@@ -224,7 +238,7 @@ class Writer:
             pools = np.array(
                 [core.table.pool_id(columns.pools[i]) for i in mine.tolist()], np.int64
             )
-        core.table.enter(rows, keys, pools, lengths, sequences)
+        core.table.enter(rows, keys, pools, lengths, sequences, tenants=tenant)
         where = self._room.slots_of(rows, core.table.segment[rows], np.ones(len(rows), bool))
         return _New(
             mine,
@@ -351,6 +365,24 @@ def _upwards(claimed: list[_New]) -> _New:
     if (order[1:] > order[:-1]).all():
         return _New(indexes, located)
     return _New(indexes[order], located.at(order))
+
+
+def _parted(columns: Columns, table: SlotTable) -> tuple[Columns, NDArray[np.uint16]]:
+    """Locked. (the pages by their pools' own names, whose each is). Raises ValueError where there
+    are too many tenants.
+    """
+    if columns.pool is not None:
+        tenants = np.zeros(len(columns.pools), np.uint16)
+        if MARK in columns.pool:
+            pool, digest = parted(columns.pool)
+            tenants[:] = table.tenant_id(digest)
+            columns = replace(columns, pool=pool, pools=[pool] * len(tenants))
+        return columns, tenants
+    both = [parted(pool) for pool in columns.pools]
+    pools = [pool for pool, _ in both]
+    one = pools[0] if pools and pools.count(pools[0]) == len(pools) else None
+    tenants = table.tenant_ids([digest for _, digest in both])
+    return replace(columns, pool=one, pools=pools), tenants
 
 
 def pool_names(columns: Columns) -> NDArray[np.bytes_]:

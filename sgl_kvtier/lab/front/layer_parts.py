@@ -22,6 +22,7 @@ from sgl_kvtier.store.base import (
     ReadOutcome,
     StoreStats,
 )
+from sgl_kvtier.tenants import parted
 from sgl_kvtier.types import Lookup, PageKey
 
 _WORST = (
@@ -86,8 +87,8 @@ class LayerParts:
         return _WholePages(self._store, pages, self._parts, priority, deadline_s, on_page)
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        """A page is stored when all its parts are."""
-        each = [_parts_of(page.pool, self._parts) for page in pages]
+        """A page is stored when all its parts are, which name no tenant."""
+        each = [_parts_of(parted(page.pool)[0], self._parts) for page in pages]
         flat = [
             page
             if part is None

@@ -27,6 +27,7 @@ from sgl_kvtier.store.base import (
     StoreStats,
 )
 from sgl_kvtier.store.tiered.remote import RemoteStore
+from sgl_kvtier.tenants import parted
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
@@ -262,7 +263,7 @@ class Faulty(_InFront):
         for i, outcome in zip(through, self._store.put([pages[i] for i in through]), strict=True):
             outcomes[i] = outcome
             if outcome is PutOutcome.STORED and damaged[i] and self._damage is not None:
-                self._damage(pages[i].key, pages[i].pool, bit=bits[i])
+                self._damage(pages[i].key, parted(pages[i].pool)[0], bit=bits[i])
         return outcomes
 
 

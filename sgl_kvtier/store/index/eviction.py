@@ -23,8 +23,10 @@ class LeastRecentlyUsed:
     row used or written after the refill is younger than all of them.
     """
 
-    def __init__(self, table: SlotTable) -> None:
+    def __init__(self, table: SlotTable, group: int | None = None) -> None:
+        """`group`: only pages of these tenants (`SlotTable.group`); None: all."""
         self._table = table
+        self._group = group
         self._queue: deque[tuple[int, int]] = deque()
 
     def victims(self, count: int, segments: Iterable[Segment]) -> Rows:
@@ -41,6 +43,8 @@ class LeastRecentlyUsed:
                 continue
             row, used = self._queue.popleft()
             if table.state[row] == State.LIVE and not table.pins[row] and table.used[row] == used:
+                # A use has a moment of its own: a row that another tenant's page has by now has
+                # another one.
                 chosen.append(row)
         return np.array(chosen, np.int64)
 
@@ -58,6 +62,8 @@ class LeastRecentlyUsed:
         spans = [np.arange(s.base, s.base + s.slots) for s in segments]
         rows = np.concatenate(spans) if spans else np.empty(0, np.int64)
         rows = rows[(table.state[rows] == State.LIVE) & (table.pins[rows] == 0)]
+        if self._group is not None:
+            rows = rows[table.group[table.tenant[rows]] == self._group]
         if taken:
             rows = rows[~np.isin(rows, taken)]
         want = max(count, _AT_LEAST, len(rows) // _SHARE)

@@ -15,7 +15,7 @@ except ImportError:
 
 EMPTY = -1
 _GONE = -2
-_MIX = np.array(
+MIX = np.array(
     [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63],
     dtype=np.uint64,
 )
@@ -121,9 +121,9 @@ class HashTable:
 def key_hash(keys: NDArray[np.uint64], pools: NDArray[np.uint16]) -> Rows:
     """63 well-mixed bits of each key and pool."""
     with np.errstate(over="ignore"):
-        mixed = keys @ _MIX + pools.astype(np.uint64) * _POOL_MIX
+        mixed = keys @ MIX + pools.astype(np.uint64) * _POOL_MIX
         mixed ^= mixed >> _SHIFT
-        mixed *= _MIX[0]
+        mixed *= MIX[0]
         mixed ^= mixed >> _SHIFT
     bits: Rows = (mixed >> np.uint64(1)).astype(np.int64)
     return bits

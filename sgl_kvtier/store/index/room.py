@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import threading
@@ -28,7 +29,9 @@ from sgl_kvtier.store.disk.segment import (
 from sgl_kvtier.store.disk.space import NoRoom, fixed_bytes, no_room
 from sgl_kvtier.store.index.core import Core
 from sgl_kvtier.store.index.eviction import LeastRecentlyUsed, coldest_segment
+from sgl_kvtier.store.index.shares import Holding, Shares
 from sgl_kvtier.store.index.slots import Rows, State
+from sgl_kvtier.tenants import parse_tenants
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,10 @@ class Room:
         """Held while segments are made, removed or closed. Taken before log's and core's locks."""
         self._syncing = threading.Lock()
         self._free: dict[int, list[int]] = defaultdict(list)
-        self._lru: dict[int, LeastRecentlyUsed] = {}
+        self._lru: dict[tuple[int, int | None], LeastRecentlyUsed] = {}
+        named = parse_tenants(core.config.tenants)
+        self.shares = Shares(core.table, named, ranks) if named else None
+        """What tenants are sure of; None where none is named."""
         self._next_number = 1
         self._stuck_bytes = 0
         self._aside: dict[int, int] = {}
@@ -207,9 +213,7 @@ class Room:
             bases[number] = segment.base
         records = np.zeros(len(rows), RECORD)
         records["key"] = table.keys[rows].view("V32").reshape(-1)
-        records["pool"] = np.array([name.encode() for name in table.pools] or [b""], "S32")[
-            table.pool[rows]
-        ]
+        records["pool"] = table.names_of(rows)
         records["sequence"] = table.sequence[rows]
         records["segment"] = table.segment[rows]
         records["slot"] = rows - bases[table.segment[rows]]
@@ -221,13 +225,17 @@ class Room:
         """Locked. Whether `take` would find `count` slots without evicting anything."""
         return len(self._free[slot_bytes]) >= count
 
-    def take(self, slot_bytes: int, count: int) -> Rows:
-        """Locked. Up to `count` free rows, evicting the pages used longest ago where needed.
-        Neighbours stay together.
+    def take(self, slot_bytes: int, count: int, tenant: int = 0) -> Rows:
+        """Locked. Up to `count` free rows for a tenant's pages, evicting the pages used longest ago
+        where needed, and as `shares` has it. Neighbours stay together.
         """
         free = self._free[slot_bytes]
         missing = count - len(free)
-        if missing > 0:
+        if missing > 0 and self.shares is not None:
+            group = int(self._core.table.group[tenant])
+            evict = functools.partial(self._evict_of, slot_bytes)
+            self.shares.evict(group, missing, len(free), slot_bytes, self._promised(), evict)
+        elif missing > 0:
             victims = self._lru_of(slot_bytes).victims(missing, self._of_size(slot_bytes))
             self._core.counters.pages_evicted += len(victims)
             free.extend(self._core.table.drop(victims).tolist())
@@ -363,10 +371,31 @@ class Room:
     def _of_size(self, slot_bytes: int) -> list[Segment]:
         return [s for s in self.segments.values() if s.slot_bytes == slot_bytes]
 
-    def _lru_of(self, slot_bytes: int) -> LeastRecentlyUsed:
-        if slot_bytes not in self._lru:
-            self._lru[slot_bytes] = LeastRecentlyUsed(self._core.table)
-        return self._lru[slot_bytes]
+    def _lru_of(self, slot_bytes: int, group: int | None = None) -> LeastRecentlyUsed:
+        name = (slot_bytes, group)
+        if name not in self._lru:
+            self._lru[name] = LeastRecentlyUsed(self._core.table, group)
+        return self._lru[name]
+
+    def _evict_of(self, slot_bytes: int, group: int, count: int) -> int:
+        """Locked. Evicts up to `count` pages of a group of tenants; returns how many."""
+        victims = self._lru_of(slot_bytes, group).victims(count, self._of_size(slot_bytes))
+        self._core.counters.pages_evicted += len(victims)
+        self._free[slot_bytes].extend(self._core.table.drop(victims).tolist())
+        return len(victims)
+
+    def _promised(self, at_least: int = 0) -> list[int]:
+        """Locked. Bytes of slots that are each group of tenants', in all the slots there are, or
+        `at_least` in so many bytes.
+        """
+        here = sum(segment.slots * segment.slot_bytes for segment in self.segments.values())
+        shares = self.shares
+        return [] if shares is None else shares.promised(self.whole, max(here, at_least))
+
+    def holdings(self) -> list[Holding]:
+        """Locked. What the tenants of the settings hold; none where none is named."""
+        promised = self._promised(self.allowance)
+        return [] if self.shares is None else self.shares.holdings(promised)
 
     def _grow(self, slot_bytes: int) -> bool:
         slots = self._slots_of_new(slot_bytes)
@@ -481,13 +510,19 @@ class Room:
 
     def _retire_coldest(self, keep_size: int | None, older_than: int | None = None) -> bool:
         with self._core.lock:
-            found = coldest_segment(
-                self._core.table, [s for s in self.segments.values() if s.slot_bytes != keep_size]
-            )
+            candidates = [s for s in self.segments.values() if s.slot_bytes != keep_size]
+            if self.shares is not None:
+                spared = list(self.shares.spared(candidates, self._promised()))
+                # Pages of this size have slots already: they do without more rather than take what
+                # a tenant was promised.
+                candidates = spared or ([] if older_than is not None else candidates)
+            found = coldest_segment(self._core.table, candidates)
             if found is None or (older_than is not None and found[1] >= older_than):
                 return False
             segment = found[0]
             before = len(self._core.table)
+            if self.shares is not None:
+                self.shares.gone(segment)
             self.forget(segment)
             self._core.counters.pages_evicted += before - len(self._core.table)
         self.remove(segment)

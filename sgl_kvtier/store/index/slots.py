@@ -1,7 +1,7 @@
 """Every slot of a store as one row of numpy arrays: its page, its last use, and the reads of it in
 flight.
 
-About 75 bytes a slot. Not thread-safe: the engine's lock guards every call, and no call does I/O.
+About 77 bytes a slot. Not thread-safe: the engine's lock guards every call, and no call does I/O.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_kvtier.store.disk.format import KEY_BYTES
+from sgl_kvtier.store.disk.format import BLOCK, KEY_BYTES, POOL_BYTES
 from sgl_kvtier.store.index.hashtable import EMPTY, HashTable, Rows
+from sgl_kvtier.tenants import NOBODY, pool_of
 from sgl_kvtier.types import PageKey
 
 MOST_POOLS = 1 << 16
 """Pools that a row's number of its pool can tell apart."""
+MOST_TENANTS = 1 << 16
+"""Tenants that have pages at a time."""
 
 
 class State(enum.IntEnum):
@@ -47,8 +50,22 @@ class SlotTable:
         self.pool: NDArray[np.uint16] = np.zeros(0, np.uint16)
         self.pins: NDArray[np.uint16] = np.zeros(0, np.uint16)
         self.state: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.tenant: NDArray[np.uint16] = np.zeros(0, np.uint16)
+        """Whose each page is: a number in `tenants`. A key belongs to one tenant, so that it is no
+        part of what is looked up.
+        """
         self.pools: list[str] = []
         self._pool_ids: dict[str, int] = {}
+        self.tenants: list[str] = [NOBODY]
+        """Digests by number; 0 is nobody."""
+        self._tenant_ids: dict[str, int] = {NOBODY: 0}
+        self._groups: dict[str, int] = {}
+        self.group: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        """Of each tenant's number its group: from 1 on the tenants that were promised a share, 0
+        all others. Empty where nobody was: nothing is counted then.
+        """
+        self.held: NDArray[np.int64] = np.zeros((2, 1), np.int64)
+        """Bytes of slots that each group's pages have, here and in siblings' folders."""
         self.losses = 0
         """Grows whenever keys were forgotten or rows became free: another copy may be entered."""
         self._table = HashTable()
@@ -80,6 +97,74 @@ class SlotTable:
             found = self._pool_ids[pool] = len(self.pools)
             self.pools.append(pool)
         return found
+
+    def tenant_id(self, digest: str) -> int:
+        """The small number that stands for a tenant. Raises ValueError where more tenants than it
+        can number have pages.
+        """
+        found = self._tenant_ids.get(digest)
+        if found is None:
+            found = len(self.tenants)
+            if found < MOST_TENANTS:
+                self.tenants.append(digest)
+            else:
+                found = self._unused_tenant()
+                del self._tenant_ids[self.tenants[found]]
+                self.tenants[found] = digest
+            self._tenant_ids[digest] = found
+            if len(self.group):
+                self.group[found] = self._groups.get(digest, 0)
+        return found
+
+    def tenant_ids(self, digests: Sequence[str]) -> NDArray[np.uint16]:
+        """`tenant_id` of each."""
+        return np.array([self.tenant_id(digest) for digest in digests], np.uint16)
+
+    def known_tenant(self, digest: str) -> int | None:
+        """The number of a tenant that may have pages."""
+        return self._tenant_ids.get(digest)
+
+    def _unused_tenant(self) -> int:
+        there = (self.state != State.NONE) & (self.state != State.FREE)
+        used = np.zeros(MOST_TENANTS, bool)
+        used[0] = True
+        used[self.tenant[there]] = True
+        free = np.flatnonzero(~used)
+        if not len(free):
+            raise ValueError(f"at most {MOST_TENANTS - 1} tenants have pages at a time")
+        return int(free[0])
+
+    def count_by(self, digests: Sequence[str]) -> None:
+        """From now on counts what each of these tenants holds, in this order from group 1 on. While
+        the table is empty.
+        """
+        assert not len(self._table)
+        self._groups = {digest: i + 1 for i, digest in enumerate(digests)}
+        self.group = np.zeros(MOST_TENANTS, np.uint8)
+        self.held = np.zeros((2, len(digests) + 1), np.int64)
+
+    def _count_held(self, rows: Rows, sign: int, theirs: NDArray[np.bool_] | None = None) -> None:
+        """`theirs`: which of the rows are siblings'; None: none."""
+        if not len(self.group):
+            return
+        nbytes = BLOCK - (-self.length[rows].astype(np.int64) // BLOCK) * BLOCK
+        groups = self.group[self.tenant[rows]].astype(np.int64)
+        where = np.zeros(len(rows), np.int64) if theirs is None else theirs.astype(np.int64)
+        np.add.at(self.held, (where, groups), sign * nbytes)
+
+    def names_of(self, rows: Rows) -> NDArray[np.bytes_]:
+        """The pools' names of rows as on disk, with the tenants."""
+        label = (self.tenant[rows].astype(np.int64) << 16) | self.pool[rows]
+        # A set, no sorting: that releases Python's lock, which costs 5 ms beside a busy thread.
+        names = {
+            one: pool_of(self.pools[one & 0xFFFF], self.tenants[one >> 16]).encode()
+            for one in set(label.tolist())
+        }
+        if len(names) == 1:
+            (name,) = names.values()
+            text = name.ljust(POOL_BYTES, b"\0") * len(rows)
+            return np.frombuffer(text, f"S{POOL_BYTES}")
+        return np.array([names[one] for one in label.tolist()], f"S{POOL_BYTES}")
 
     def reserve(self, count: int) -> None:
         """Makes room for `count` rows at once, so that adding them copies nothing."""
@@ -141,26 +226,30 @@ class SlotTable:
         lengths: Rows,
         sequences: NDArray[np.uint64],
         *,
+        tenants: NDArray[np.uint16] | int = 0,
         theirs: bool = False,
     ) -> None:
         """Turns free rows into WRITING rows of new, distinct keys; with `theirs` into pages of a
-        sibling's folder, used longer ago than any other.
+        sibling's folder, used longer ago than any other. `tenants`: whose they are.
         """
         assert (self.state[rows] == State.FREE).all()
         self.keys[rows] = keys
         self.pool[rows] = pools
         self.length[rows] = lengths
         self.sequence[rows] = sequences
+        self.tenant[rows] = tenants
         self._table.insert(rows, self.keys, self.pool)
         # Last, once they can be found: `drop` looks them up to remove them.
         if theirs:
             self.state[rows] = State.THEIRS
             self.used[rows] = 0
             self._theirs += len(rows)
+            self._count_held(rows, 1, np.ones(len(rows), bool))
         else:
             self.state[rows] = State.WRITING
             self.touch(rows)
             self._own += len(rows)
+            self._count_held(rows, 1)
 
     def publish(self, rows: Rows) -> None:
         """Turns WRITING rows into LIVE ones."""
@@ -169,6 +258,7 @@ class SlotTable:
     def drop(self, rows: Rows) -> Rows:
         """Forgets pages; returns the rows free now. A pinned row is free with its last `unpin`."""
         self._table.remove(rows, self.keys, self.pool)
+        self._count_held(rows, -1, self.state[rows] == State.THEIRS if self._theirs else None)
         theirs = int((self.state[rows] == State.THEIRS).sum()) if self._theirs else 0
         self._theirs -= theirs
         self._own -= len(rows) - theirs
@@ -209,13 +299,20 @@ class SlotTable:
         live = np.flatnonzero((self.state >= State.LIVE) | (self.state == State.WRITING))
         assert len(live) == len(self._table) == self._own + self._theirs
         assert self._theirs == int((self.state == State.THEIRS).sum())
+        self._check_held()
         for pool in range(len(self.pools)):
             mine = live[self.pool[live] == pool]
             assert (self._table.find(self.keys[mine], pool, self.keys, self.pool) == mine).all()
         assert not self.pins[(self.state == State.FREE) | (self.state == State.NONE)].any()
 
+    def _check_held(self) -> None:
+        live = np.flatnonzero((self.state >= State.LIVE) | (self.state == State.WRITING))
+        held, self.held = self.held, np.zeros_like(self.held)
+        self._count_held(live, 1, self.state[live] == State.THEIRS)
+        assert (held == self.held).all()
+
     def _columns(self) -> dict[str, np.ndarray]:
-        names = ("keys", "sequence", "used", "length", "segment", "pool", "pins", "state")
+        names = ("keys", "sequence", "used", "length", "segment", "pool", "tenant", "pins", "state")
         return {name: getattr(self, name) for name in names}
 
     def _grow(self, rows: int) -> None:

@@ -24,6 +24,7 @@ from sgl_kvtier.store.index.slots import EMPTY, Rows, State
 from sgl_kvtier.store.recovery import latest, newest_sequence, places, pool_codes
 from sgl_kvtier.store.siblings.folder import NOTHING, SiblingFolder
 from sgl_kvtier.store.siblings.gone import Deletes, gone_records, read_gone, write_gone
+from sgl_kvtier.tenants import NOBODY
 
 _CHUNK = 256
 """Rows changed at a time: the core's lock is held for microseconds."""
@@ -110,19 +111,26 @@ class Following:
         if deletes.all_until:
             there = (table.state >= State.LIVE) | (table.state == State.WRITING)
             found.append(np.flatnonzero(there & (table.sequence <= deletes.all_until)))
-        pools, codes = pool_codes(deletes.named)
-        for code, pool in enumerate(pools):
-            entries = deletes.named[codes == code]
+        for digest, until in deletes.tenants.items():
+            tenant = table.known_tenant(digest)
+            if tenant is not None:
+                there = (table.state >= State.LIVE) | (table.state == State.WRITING)
+                mine = there & (table.tenant == tenant) & (table.sequence <= until)
+                found.append(np.flatnonzero(mine))
+        pools = pool_codes(deletes.named)
+        for code, pool in enumerate(pools.names):
+            entries = deletes.named[pools.codes == code]
             rows = table.find_words(key_words(entries), pool)
             # A table without a row has no row 0 to stand for pages that are not there.
             until, rows = entries["sequence"][rows != EMPTY], rows[rows != EMPTY]
             found.append(rows[table.sequence[rows] <= until])
         return np.unique(np.concatenate(found))
 
-    def delete(self, keys: list[bytes], pool: str) -> bool:
+    def delete(self, keys: list[bytes], pool: str, tenant: str = NOBODY) -> bool:
         """Makes pages impossible to find in all folders, also for siblings and in later lives; all
-        pages without `keys`. Those of this store's own are the caller's. False where siblings
-        cannot be told yet: that is tried again until it works. Never raises OSError.
+        pages without `keys`, or all of a `tenant`. Those of this store's own are the caller's.
+        False where siblings cannot be told yet: that is tried again until it works. Never raises
+        OSError.
         """
         self.look()
         core = self._core
@@ -134,9 +142,10 @@ class Following:
             with core.lock:
                 core.sequence = max(core.env.wall_ns(), core.sequence)
                 until = core.sequence
-            new = gone_records(keys, pool, until)
+            new = gone_records(keys, pool, until, tenant)
             # A clear stands for everything before, but not for a list that was not read yet.
-            self._own_list = np.concatenate([self._own_list, new]) if keys else new
+            everything = not keys and tenant == NOBODY
+            self._own_list = new if everything else np.concatenate([self._own_list, new])
             self._gather()
             if len(self._own_list) > self._long:
                 self._shorten()
@@ -380,9 +389,9 @@ class Following:
         may go before this one does, and a row that is being read becomes free.
         """
         table, waiting = self._core.table, [NOTHING]
-        pools, codes = pool_codes(live)
-        for code, pool in enumerate(pools):
-            mine = np.flatnonzero(codes == code)
+        pools = pool_codes(live)
+        for code, pool in enumerate(pools.names):
+            mine = np.flatnonzero(pools.codes == code)
             keys = key_words(live[mine])
             for part in _chunks(len(mine)):
                 some, where = live[mine[part]], rows[mine[part]]
@@ -395,9 +404,11 @@ class Following:
                     new = absent & (state == State.FREE)
                     if new.any():
                         ids = np.full(int(new.sum()), table.pool_id(pool))
+                        whose = pools.tenants[mine[part]][new].tolist()
                         table.enter(
                             where[new], keys[part][new], ids, some["length"][new],
                             some["sequence"][new], theirs=True,
+                            tenants=table.tenant_ids([pools.digests[i] for i in whose]),
                         )  # fmt: skip
                 wait = np.where(absent, state == State.DOOMED, here != where)
                 if wait.any():

@@ -18,7 +18,10 @@ from sgl_kvtier.store.disk.format import (
     pack_log_head,
     unpack_log,
 )
+from sgl_kvtier.store.recovery import pool_codes
+from sgl_kvtier.tenants import MARK, NOBODY, mark, parted
 
+_MARK = MARK.encode()
 _MOST_BYTES = 256 << 20
 ANY_TIME = (1 << 64) - 1
 """As the moment of a delete: whenever the page was written."""
@@ -47,18 +50,28 @@ def write_gone(env: Env, path: str, identity: bytes, records: np.ndarray) -> Non
         env.unlink(path)
 
 
-def gone_records(keys: list[bytes], pool: str, until: int) -> np.ndarray:
-    """Entries for pages by their keys; without keys, one for all pages."""
+def gone_records(keys: list[bytes], pool: str, until: int, tenant: str = NOBODY) -> np.ndarray:
+    """Entries for pages by their keys; without keys, one for all pages, or for all of a tenant."""
+    if tenant != NOBODY:
+        # A tenant's mark without a pool: no page's own name is that.
+        return np.array([(b"", mark(tenant).encode(), until, 0, 0, 0, GONE)], RECORD)
     named = [(key, pool.encode(), until, 0, 0, 0, GONE) for key in keys]
     return np.array(named or [(b"", b"", until, 0, 0, 0, GONE)], RECORD)
 
 
 class Deletes:
-    """Which pages must not be found any more: by their key, or all, written up to a moment."""
+    """Which pages must not be found any more: by their key, of a tenant, or all, written up to a
+    moment.
+    """
 
     def __init__(self, records: np.ndarray) -> None:
+        self.tenants: dict[str, int] = {}
+        """Digests of tenants whose pages are gone, and up to which sequence number."""
         named = records["pool"] != b""
         everything = records[~named]
+        for i, digest in _of_tenants(records).items():
+            named[i] = False
+            self.tenants[digest] = max(self.tenants.get(digest, 0), int(records["sequence"][i]))
         self.all_until = int(everything["sequence"].max()) if len(everything) else 0
         self._until: dict[bytes, int] = {}
         for record in records[named]:
@@ -80,16 +93,32 @@ class Deletes:
         if len(self._words):
             for i in np.flatnonzero(np.isin(key_words(pages)[:, 0], self._words)).tolist():
                 found[i] |= int(pages["sequence"][i]) <= self._until.get(_name(pages[i]), -1)
+        if self.tenants and len(pages):
+            whose = pool_codes(pages)
+            until = np.array([self.tenants.get(d, 0) for d in whose.digests], np.uint64)
+            found |= pages["sequence"] <= until[whose.tenants]
         return found
 
     def needed_for(self, pages: np.ndarray) -> np.ndarray:
         """The entries that delete one of these pages: the others have done their work."""
-        names = {_name(page) for page in pages[self.hit(pages)]}
+        hit = pages[self.hit(pages)]
+        names = {_name(page) for page in hit}
+        whose = set(pool_codes(hit).digests) if self.tenants and len(hit) else set()
         everything = bool((pages["sequence"] <= self.all_until).any())
         keep = [_name(entry) in names if entry["pool"] else everything for entry in self._records]
+        for i, digest in _of_tenants(self._records).items():
+            keep[i] = digest in whose
         needed: np.ndarray = self._records[np.array(keep, bool)]
         return needed
 
 
 def _name(record: np.ndarray) -> bytes:
-    return bytes(record["key"]) + bytes(record["pool"])
+    pool = bytes(record["pool"])
+    return bytes(record["key"]) + pool.partition(_MARK)[0]
+
+
+def _of_tenants(records: np.ndarray) -> dict[int, str]:
+    """The entries that delete all pages of a tenant: their positions, and whose."""
+    pools = records["pool"]
+    marked = np.flatnonzero(np.char.startswith(pools, _MARK)).tolist() if len(pools) else []
+    return {i: parted(pools[i].decode("ascii", "replace"))[1] for i in marked}

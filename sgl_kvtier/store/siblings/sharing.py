@@ -27,6 +27,7 @@ from sgl_kvtier.store.index.room import Room
 from sgl_kvtier.store.index.slots import Rows
 from sgl_kvtier.store.siblings.folder import SiblingFolder
 from sgl_kvtier.store.siblings.following import Following
+from sgl_kvtier.tenants import NOBODY
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +86,9 @@ class Sharing:
         self._guarded(self._obey)
         self._guarded(self._balance)
 
-    def delete(self, keys: list[bytes], pool: str) -> bool:
+    def delete(self, keys: list[bytes], pool: str, tenant: str = NOBODY) -> bool:
         """`Following.delete`."""
-        return self._following.delete(keys, pool)
+        return self._following.delete(keys, pool, tenant)
 
     def deleted_rows(self) -> Rows:
         """`Following.deleted_rows`."""

@@ -27,6 +27,7 @@ from sgl_kvtier.store.tiered.keeping import Keeper
 from sgl_kvtier.store.tiered.remote import RemoteStore
 from sgl_kvtier.store.tiered.upload import Name, Uploader
 from sgl_kvtier.store.writes import pool_names
+from sgl_kvtier.tenants import parted
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ class TieredStore:
                 self._writes -= 1
                 self._wrote_at = time.monotonic()
         self._uploader.written(
-            Name(page[0], page[2], sum(memoryview(part).nbytes for part in page[1]))
+            Name(page[0], parted(page[2])[0], sum(memoryview(part).nbytes for part in page[1]))
             for page, outcome in zip(pages, outcomes, strict=True)
             if outcome is not PutOutcome.REFUSED
         )
