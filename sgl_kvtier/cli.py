@@ -134,7 +134,8 @@ COMMANDS = {
     "stat": Command(
         "sgl_kvtier.runtime.tools.stat_command:stat",
         "what is in a page store, who has it open, and the speeds that its servers learned",
-        "kvtier stat /mnt/nvme/kvtier\n  kvtier stat --remote 127.0.0.1:9003",
+        "kvtier stat /mnt/nvme/kvtier\n  kvtier stat --remote 127.0.0.1:9003\n"
+        "  printf %s SALT | kvtier stat --salt -",
     ),
     "explain": Command(
         "sgl_kvtier.runtime.tools.explain_command",
@@ -155,7 +156,8 @@ COMMANDS = {
     "purge": Command(
         "sgl_kvtier.store.tools.commands:purge",
         "remove pages from a store",
-        "kvtier purge /mnt/nvme/kvtier --all --dry-run",
+        "kvtier purge /mnt/nvme/kvtier --all --dry-run\n"
+        "  printf %s SALT | kvtier purge /mnt/nvme/kvtier --salt -",
     ),
     "remote up": Command(
         "sgl_kvtier.remote.tools.up",

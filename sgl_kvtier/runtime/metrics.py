@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from sgl_kvtier.runtime.sglang import features
 from sgl_kvtier.store.base import PageStore, StoreStats
+from sgl_kvtier.store.index.shares import Holding
 from sgl_kvtier.store.tiered.store import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -202,7 +203,23 @@ _LOOKAHEAD = (
     Metric("lookahead_map_remote_pages", "pages known to be shared", kind=Kind.GAUGE),
     Metric("lookahead_sessions", "idle sessions whose paths are kept", kind=Kind.GAUGE),
 )
-METRICS = {metric.name: metric for metric in (*_STORE, *_REMOTE, *_RESTORE, *_LOOKAHEAD)}
+_TENANTS = (
+    Metric(
+        "tenant_bytes",
+        "bytes of the disk with pages of a tenant of store.tenants, in this server's own folder; "
+        "other: of all others",
+        ("tenant",),
+        Kind.GAUGE,
+    ),
+    Metric(
+        "tenant_share_bytes",
+        "bytes of this server's part that pages of others take from no tenant",
+        ("tenant",),
+        Kind.GAUGE,
+    ),
+    Metric("tenant_pages_evicted", "pages of a tenant evicted to make room", ("tenant",)),
+)
+METRICS = {metric.name: metric for metric in (*_STORE, *_TENANTS, *_REMOTE, *_RESTORE, *_LOOKAHEAD)}
 
 _POSITIONS = tuple(n / 10 for n in range(1, 11))
 """Buckets of the one histogram."""
@@ -239,6 +256,15 @@ def feature_samples() -> Iterator[Sample]:
     """Which features this SGLang allows."""
     for feature in features.FEATURES:
         yield "feature", {"feature": feature.name}, not features.moved(feature.name)
+
+
+def tenant_samples(tenants: Callable[[], list[Holding]]) -> Iterator[Sample]:
+    """What the tenants of the settings hold, by their names there, and all others together."""
+    for one in tenants():
+        label = {"tenant": one.name}
+        yield "bytes", label, one.nbytes
+        yield "share_bytes", label, one.promised
+        yield "pages_evicted", label, one.evicted
 
 
 def remote_samples(store: TieredStore) -> Iterator[Sample]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import json
 import os
 import stat
@@ -24,6 +25,7 @@ from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.tools import commands
+from sgl_kvtier.tenants import digest_of, pool_of
 from sgl_kvtier.types import Lookup
 
 STAT = commands.Stat(lambda folder: None)
@@ -369,3 +371,109 @@ def test_stat_remote_says_what_to_give_where_nothing_answers(address: str) -> No
 def test_stat_needs_a_folder_or_a_master() -> None:
     with pytest.raises(StoreError, match="--remote"):
         run(STAT)
+
+
+ACME, BETA = digest_of("salt of acme"), digest_of("salt of beta")
+ALIKE = r"tp0-pp0(?:-dp[0-9]+)?(?:-copy[0-9]+)?"
+
+
+def tenants_at(path: Path) -> tuple[DiskStore, dict[Any, bytes], dict[Any, bytes]]:
+    """A server's store with 30 pages of one tenant and 20 of another."""
+    store = open_at(path, rank="tp0-pp0", alike=ALIKE)
+    acme = {key(("acme", i)): content(i, 5000) for i in range(30)}
+    beta = {key(("beta", i)): content(i, 5000) for i in range(20)}
+    put(store, acme, pool_of("kv", ACME))
+    put(store, beta, pool_of("kv", BETA))
+    return store, acme, beta
+
+
+def salt_on_stdin(monkeypatch: pytest.MonkeyPatch, salt: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(salt + "\n"))
+
+
+def test_stat_counts_pages_by_tenant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, _, _ = tenants_at(tmp_path)
+    put(store, {key("nobody's"): content(0, 5000)})
+    _, data = result(STAT, tmp_path)
+    store.close()
+    (row,) = data["namespaces"]
+    assert row["pages"] == 51
+    assert row["tenants"] == [
+        {"digest": ACME, "pages": 30, "nbytes": 30 * 12288},
+        {"digest": BETA, "pages": 20, "nbytes": 20 * 12288},
+        {"digest": "", "pages": 1, "nbytes": 12288},
+    ]
+    shown = capsys.readouterr().out
+    assert ACME in shown and "(none named)" in shown
+
+
+def test_stat_says_the_digest_of_a_salt(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    salt_on_stdin(monkeypatch, "salt of acme")
+    assert run(STAT, "--salt", "-") == 0
+    assert capsys.readouterr().out == f"{ACME}\n"
+    with pytest.raises(StoreError, match="on standard input"):
+        run(STAT, "--salt", "")
+
+
+def test_a_tenant_is_purged_from_folders_that_nobody_has_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, acme, beta = tenants_at(tmp_path)
+    two = open_at(tmp_path, rank="tp0-pp0", alike=ALIKE)
+    more = {key(("acme", i)): content(i, 5000) for i in range(100, 110)}
+    put(two, more, pool_of("kv", ACME))
+    one.close()
+    two.close()
+    salt_on_stdin(monkeypatch, "salt of acme")
+    status, data = result(commands.purge, tmp_path, "--salt", "-", "--dry-run")
+    assert (status, [row["removed"] for row in data["namespaces"]]) == (0, ["would be"])
+    assert [row["pages"] for row in data["namespaces"]] == [40]
+    status, data = result(commands.purge, tmp_path, "--salt", "salt of acme")
+    assert (status, [row["removed"] for row in data["namespaces"]]) == (0, ["yes"])
+    for _ in range(2):
+        again = open_at(tmp_path, rank="tp0-pp0", alike=ALIKE)
+        assert again.lookup([*acme, *more]) == [Lookup.MISS] * 40
+        assert again.lookup(list(beta)) == [Lookup.HIT] * 20
+        again.close()
+
+
+def test_a_tenant_is_purged_beside_running_servers(tmp_path: Path) -> None:
+    one, acme, beta = tenants_at(tmp_path)
+    two = open_at(tmp_path, rank="tp0-pp0", alike=ALIKE)
+    two.follow()
+    assert two.lookup(list(acme)) == [Lookup.HIT] * 30
+    status, data = result(commands.purge, tmp_path, "--salt", "salt of acme")
+    assert (status, [row["removed"] for row in data["namespaces"]]) == (0, ["yes"])
+    for store in (one, two):
+        store.follow()
+        assert store.lookup(list(acme)) == [Lookup.MISS] * 30
+        assert store.lookup(list(beta)) == [Lookup.HIT] * 20
+    # What is stored from now on is new.
+    assert put(one, acme, pool_of("kv", ACME)) == [PutOutcome.STORED] * 30
+    one.close()
+    two.close()
+    again = open_at(tmp_path, rank="tp0-pp0", alike=ALIKE)
+    assert again.lookup(list(acme)) == [Lookup.HIT] * 30
+    again.close()
+
+
+def test_a_purge_says_so_where_a_server_does_not_follow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sgl_kvtier.store.tools.tenant.purge_tenant.__defaults__", (0.3,))
+    alone = open_at(tmp_path, rank="tp0-pp0")
+    put(alone, {key(1): content(1, 5000)}, pool_of("kv", ACME))
+    status, data = result(commands.purge, tmp_path, "--salt", "salt of acme")
+    assert status == 1
+    assert data["namespaces"][0]["removed"].startswith("no: 1 pages are still there")
+    alone.close()
+
+
+def test_a_salt_is_not_recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in (["--salt", "secret"], ["--salt=secret"]):
+        monkeypatch.setattr("sys.argv", ["kvtier", "purge", str(root), *given])
+        status, data = result(commands.purge, root, *given)
+        assert status == 0
+        assert "secret" not in json.dumps(data)

@@ -11,6 +11,7 @@ from sgl_kvtier.runtime.backend.host_pages import is_page_contiguous
 from sgl_kvtier.runtime.settings import BACKEND
 from sgl_kvtier.runtime.sglang import features
 from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.sglang.tree_nodes import whose
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,29 @@ def read_ahead(
         quiet_stop.busy(controller, "reading"),
         backend.reading_ahead(operation.hash_value, operation.host_indices),
     ):
+        return original(controller, operation, *args, **kwargs)
+
+
+def note_tenant(
+    original: Callable[..., Any], tree: Any, node_id: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Hook around SGLang's queueing of a node's pages for storage: notes whose they are."""
+    backend = store_of(getattr(tree, "cache_controller", None))
+    if backend is not None and not features.moved("tenants"):
+        found = whose(tree.tree_core, node_id)
+        if found is not None and found.salt:
+            backend.note_tenant(found.first, found.salt)
+    return original(tree, node_id, *args, **kwargs)
+
+
+def write_for_tenant(
+    original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Hook around SGLang's writing of these pages, on its own thread: they name their tenant."""
+    backend = store_of(controller)
+    if backend is None or not operation.hash_value:
+        return original(controller, operation, *args, **kwargs)
+    with backend.writing_for_tenant_of(operation.hash_value[0]):
         return original(controller, operation, *args, **kwargs)
 
 

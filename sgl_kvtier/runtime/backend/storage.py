@@ -48,6 +48,7 @@ from sgl_kvtier.runtime.metrics import (
     feature_samples,
     remote_samples,
     store_samples,
+    tenant_samples,
 )
 from sgl_kvtier.runtime.sglang import features, hooks, page_hash, seams
 from sgl_kvtier.runtime.step.page_names import page_key
@@ -64,9 +65,13 @@ from sgl_kvtier.store.base import (
 from sgl_kvtier.store.engine import open_store
 from sgl_kvtier.store.io.jobs import OrderedJob
 from sgl_kvtier.store.tiered.store import TieredStore
+from sgl_kvtier.tenants import NOBODY, digest_of, pool_of
 from sgl_kvtier.types import Lookup, PageKey, Tier
 
 logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 100_000
+"""Writes on their way of which the tenant is remembered."""
 
 
 class KVTierStorage(HiCacheStorage):
@@ -82,6 +87,8 @@ class KVTierStorage(HiCacheStorage):
         self.config = settings.from_extra_config(extra)
         policy = self.config.policy
         features.require(*settings.named_features(policy))
+        if self.config.store.tenants:
+            features.require("tenants")
         if "module_path" not in extra:
             needed = ["storage", "zero-copy", "weights"]
             if policy.restore != "off" or settings.looks_ahead(policy):
@@ -106,6 +113,11 @@ class KVTierStorage(HiCacheStorage):
         self._metrics: list[Source] = []
         self._reading: dict[int, ReadJob | PrefixRead] = {}
         self._prefix = threading.local()
+        self._tenants: dict[str, str] = {}
+        """Digests of the tenants of pages on their way to storage, by the name of the first page of
+        each write.
+        """
+        self._writing = threading.local()
         self._cut_short = False
         self._latents = bool(storage_config.is_mla_model)
         self._replicated: set[str] = set()
@@ -207,6 +219,7 @@ class KVTierStorage(HiCacheStorage):
             )
             raise type(error)(f"{error}. {again}") from error
         self.folder = Path(self.config.store.path) / who.directory_name
+        self._tenants.clear()
         if c.enable_storage_metrics:
             labels = {
                 "tp_rank": str(c.tp_rank),
@@ -215,6 +228,9 @@ class KVTierStorage(HiCacheStorage):
             }
             self._metrics.append(PUBLISHER.add("", partial(store_samples, self._store), labels))
             self._metrics.append(PUBLISHER.add("", feature_samples, labels))
+            if config.tenants:
+                samples = partial(tenant_samples, store.tenants)
+                self._metrics.append(PUBLISHER.add("tenant_", samples, labels))
             if isinstance(self._store, TieredStore):
                 samples = partial(remote_samples, self._store)
                 self._metrics.append(PUBLISHER.add("remote_", samples, labels))
@@ -332,6 +348,24 @@ class KVTierStorage(HiCacheStorage):
         for read in list(self._reading.values()):
             if isinstance(read, PrefixRead) and read.keys is keys:
                 read.cancel()
+
+    def note_tenant(self, first: str, salt: str) -> None:
+        """The pages whose first one has this name will be written, and are the tenant's of this
+        salt. Scheduler's thread.
+        """
+        while len(self._tenants) >= _MOST_WAITING:
+            # Writes that were dropped, when the backend was detached or SGLang flushed.
+            self._tenants.pop(next(iter(self._tenants)), None)
+        self._tenants[first] = digest_of(salt)
+
+    @contextmanager
+    def writing_for_tenant_of(self, first: str) -> Iterator[None]:
+        """While this runs, pages that this thread writes are the tenant's of that write."""
+        self._writing.tenant = self._tenants.pop(first, NOBODY)
+        try:
+            yield
+        finally:
+            self._writing.tenant = NOBODY
 
     # ---- copies: pages as flat tensors ----
 
@@ -582,7 +616,7 @@ class KVTierStorage(HiCacheStorage):
             self._note_seen([page_key(k) for k in keys], pool)
             return [True] * len(keys)
         started = time.perf_counter()
-        tag = self._tag(pool)
+        tag = pool_of(self._tag(pool), getattr(self._writing, "tenant", NOBODY))
         outcomes = store.put(
             [PageWrite(page_key(k), p, tag) for k, p in zip(keys, parts, strict=True)]
         )

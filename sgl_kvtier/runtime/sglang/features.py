@@ -60,6 +60,11 @@ FEATURES = (
         "do not change weights of a running server, or restart it right after: pages of the old "
         "weights would be used",
     ),
+    Feature(
+        "tenants",
+        ("storage", "tenants"),
+        "pages name no tenant: none has a share, and kvtier purge --salt finds none of them",
+    ),
     Feature("control", ("control",), "settings change only with a restart"),
     Feature(
         "cpu",

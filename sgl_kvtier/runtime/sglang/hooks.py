@@ -119,6 +119,20 @@ _IN_SCHEDULERS = (
         "notes that a reduction of the ranks is under way",
     ),
     (
+        "tenants",
+        _ROOT + "mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup_storage",
+        "around",
+        "backend.hooks:note_tenant",
+        "whose the pages of a node are that will be written",
+    ),
+    (
+        "tenants",
+        _ROOT + "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._page_backup",
+        "around",
+        "backend.hooks:write_for_tenant",
+        "they are written as that tenant's",
+    ),
+    (
         "weights",
         _UPDATER + "record_weight_version_after_update",
         "after",

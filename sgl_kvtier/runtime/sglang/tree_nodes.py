@@ -23,6 +23,26 @@ class Found(NamedTuple):
     host_node: int
 
 
+class Whose(NamedTuple):
+    """Whose a node's pages are. `salt` is the `cache_salt` of the requests that have them, else
+    their `extra_key`, else None.
+    """
+
+    first: str
+    """The name of its first page."""
+    salt: str | None
+
+
+def whose(core: Any, node: int) -> Whose | None:
+    """Of a node of a tree core; None where it has no named page. Scheduler's thread."""
+    found = core.snapshot_buffer_backup(node, False)
+    if found is None or not found.hash_values:
+        return None
+    key = found.key
+    salt = key.cache_salt if key.cache_salt is not None else key.extra_key
+    return Whose(found.hash_values[0], salt)
+
+
 class TreeNodes:
     """The nodes of one tree."""
 

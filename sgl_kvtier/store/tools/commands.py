@@ -27,7 +27,15 @@ from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.namespace import PATIENT, is_open
 from sgl_kvtier.store.disk.removal import look_through, remove_namespace
 from sgl_kvtier.store.tools import master
-from sgl_kvtier.store.tools.offline import Namespace, check_rank, count_pages, namespaces
+from sgl_kvtier.store.tools.offline import (
+    Namespace,
+    check_rank,
+    count_by_tenant,
+    count_pages,
+    namespaces,
+)
+from sgl_kvtier.store.tools.tenant import pages_of, purge_tenant
+from sgl_kvtier.tenants import digest_of
 
 SCHEMA_STAT = "kvtier.stat/1"
 SCHEMA_STAT_REMOTE = "kvtier.stat.remote/1"
@@ -57,19 +65,29 @@ class Stat:
             metavar="HOST:PORT",
             help="instead: what the master of a remote store says, at the address of its figures",
         )
+        _add_salt(parser, "say the digest of this cache salt, for store.tenants and the table")
 
     def run(self, args: argparse.Namespace) -> int:
         """Prints one row per identity. Raises KVTierError."""
         if args.remote is not None:
             return _stat_remote(args)
+        digest = None if args.salt is None else digest_of(_salt(args.salt))
+        if args.path is None and digest is not None:
+            print(digest)
+            return 0
         if args.path is None:
-            raise StoreError("name the store's folder, or --remote HOST:PORT")
+            raise StoreError("name the store's folder, or --remote HOST:PORT, or --salt")
         env, found = _find(args)
-        rows, notes = [], []
+        rows: list[dict[str, Any]] = []
+        tenants: list[dict[str, Any]] = []
+        notes = [] if digest is None else [f"the digest of that salt is {digest}"]
         for namespace in found:
             if not namespace.problem:
                 row, learned = _row(env, namespace), self._learned(namespace.path)
-                rows.append({**row, "learned": learned.found if learned else None})
+                held = [one._asdict() for one in count_by_tenant(env, namespace)]
+                extra = {"tenants": held, "learned": learned.found if learned else None}
+                rows.append({**row, **extra})
+                tenants += [{"name": row["name"], **one} for one in held]
                 notes += [f"{row['name']}: {learned.said}"] if learned else []
         columns = [
             Column("name", "model"),
@@ -87,6 +105,8 @@ class Stat:
             notes=[f"{format_bytes(total)} in all", *notes, *_left_out(found)],
         )
         _show(args, table, SCHEMA_STAT, {"path": args.path, "namespaces": rows})
+        if args.json != "-" and any(one["digest"] for one in tenants):
+            print_table(_by_tenant(tenants, digest))
         return 0
 
 
@@ -143,37 +163,91 @@ class Fsck:
 
 
 class Purge:
-    """`kvtier purge`: removes the pages of whole identities that are not in use."""
+    """`kvtier purge`: removes the pages of whole identities that are not in use, or those of one
+    tenant.
+    """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_common(parser)
         parser.add_argument("--all", action="store_true", help="every identity in the store")
+        _add_salt(
+            parser,
+            "only the pages of requests with this cache salt (or extra key, where they have no "
+            "salt), of every identity unless --match names some; also beside running servers",
+        )
         parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
     def run(self, args: argparse.Namespace) -> int:
         """Prints what was removed; 1 when an identity was in use. Raises KVTierError."""
-        if not args.match and not args.all:
+        if not args.match and not args.all and args.salt is None:
             raise StoreError(
-                "say which pages: --match NAME=VALUE (see kvtier stat --json -), or --all"
+                "say which pages: --match NAME=VALUE (see kvtier stat --json -), --salt -, or --all"
             )
+        digest = None if args.salt is None else digest_of(_salt(args.salt))
         env, found = _find(args)
         rows = []
         for namespace in found:
             row = _row(env, namespace)
-            row["removed"] = _removed(env, namespace, dry_run=args.dry_run)
+            if digest is None:
+                row["removed"] = _removed(env, namespace, dry_run=args.dry_run)
+            elif namespace.problem:
+                row["removed"] = f"no: {namespace.problem}"
+            else:
+                row["pages"] = pages_of(env, namespace, digest)
+                row["removed"] = (
+                    "would be" if args.dry_run else purge_tenant(env, namespace, digest)
+                )
             rows.append(row)
         columns = [
             Column("name", "model"),
             Column("nbytes", "on disk", format=_size),
             Column("removed", "removed"),
         ]
-        table = Table(f"Page store {args.path}", columns, rows)
+        if digest is not None:
+            columns[1] = Column("pages", "pages", decimals=0)
+        where = "" if digest is None else f", tenant {digest}"
+        table = Table(f"Page store {args.path}{where}", columns, rows)
         _show(args, table, SCHEMA_PURGE, {"path": args.path, "namespaces": rows})
         return 1 if any(row["removed"].startswith("no") for row in rows) else 0
 
 
 fsck = Fsck()
 purge = Purge()
+
+
+def _add_salt(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--salt",
+        metavar="SALT",
+        help=f"{what}; - reads it from standard input, where no other user sees it "
+        "(printf %%s SALT | kvtier ...)",
+    )
+
+
+def _salt(given: str) -> str:
+    """A salt of the command line, or of standard input without the end of its line. Raises
+    StoreError.
+    """
+    salt = sys.stdin.read().removesuffix("\n") if given == "-" else given
+    if not salt:
+        raise StoreError("--salt: give the salt itself, or - and the salt on standard input")
+    return salt
+
+
+def _by_tenant(rows: list[dict[str, Any]], digest: str | None) -> Table:
+    """What each tenant has; only the one with this digest where one is asked for."""
+    columns = [
+        Column("name", "model"),
+        Column("tenant", "tenant"),
+        Column("pages", "pages", decimals=0),
+        Column("nbytes", "on disk", format=_size),
+    ]
+    shown = [
+        {**row, "tenant": row["digest"] or "(none named)"}
+        for row in rows
+        if digest in (None, row["digest"])
+    ]
+    return Table("By tenant", columns, shown)
 
 
 def _stat_remote(args: argparse.Namespace) -> int:
@@ -301,4 +375,15 @@ def _show(args: argparse.Namespace, table: Table, schema: str, results: dict[str
     if args.json != "-":
         print_table(table)
     if args.json is not None:
-        write_json(envelope(schema, ["kvtier", *sys.argv[1:]], results), args.json)
+        write_json(envelope(schema, ["kvtier", *_without_salt(sys.argv[1:])], results), args.json)
+
+
+def _without_salt(arguments: list[str]) -> list[str]:
+    """A command line as results record it: a salt is a secret."""
+    said = list(arguments)
+    for i, argument in enumerate(arguments):
+        if argument.startswith("--sa") and "=" in argument:
+            said[i] = argument.partition("=")[0] + "=..."
+        elif i and arguments[i - 1].startswith("--sa") and "=" not in arguments[i - 1]:
+            said[i] = "..."
+    return said

@@ -7,14 +7,14 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.store.disk.env import Env, NotOursError, read_large_file
-from sgl_kvtier.store.disk.format import BLOCK, PUT, SlotHead, unpack_log
+from sgl_kvtier.store.disk.format import BLOCK, PUT, RECORD, SlotHead, unpack_log
 from sgl_kvtier.store.disk.identity import fingerprint_of
 from sgl_kvtier.store.disk.index_log import NAME, most_bytes
 from sgl_kvtier.store.disk.namespace import (
@@ -29,7 +29,7 @@ from sgl_kvtier.store.disk.namespace import (
 )
 from sgl_kvtier.store.disk.segment import BUFFERED, Segment
 from sgl_kvtier.store.io.transfer import Mover
-from sgl_kvtier.store.recovery import latest, newest_sequence, open_segments, scan
+from sgl_kvtier.store.recovery import latest, newest_sequence, open_segments, pool_codes, scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +84,57 @@ def namespaces(env: Env, root: str) -> list[Namespace]:
     return found
 
 
+class Held(NamedTuple):
+    """What a tenant has in a store, by its digest; `NOBODY` has the pages that name none."""
+
+    digest: str
+    pages: int
+    nbytes: int
+    """Bytes of their slots."""
+
+
 def count_pages(env: Env, namespace: Namespace, rank: str) -> int:
     """Pages that a rank's index lists. Safe beside a server, whose latest may be missing."""
+    return len(_listed(env, namespace, rank))
+
+
+def count_by_tenant(env: Env, namespace: Namespace) -> list[Held]:
+    """The pages that the indexes of all ranks list, by their tenants: the largest first. Safe
+    beside a server, whose latest pages may be missing.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for rank in namespace.ranks:
+        records = _listed(env, namespace, rank)
+        whose = pool_codes(records)
+        nbytes = 2 * BLOCK + (records["length"].astype(np.int64) - 1) // BLOCK * BLOCK
+        pages = np.bincount(whose.tenants, minlength=len(whose.digests))
+        sums = np.bincount(whose.tenants, nbytes, minlength=len(whose.digests))
+        for digest, count, size in zip(whose.digests, pages.tolist(), sums.tolist(), strict=True):
+            before = found.get(digest, (0, 0))
+            found[digest] = (before[0] + count, before[1] + int(size))
+    held = [Held(digest, *counts) for digest, counts in found.items() if counts[0]]
+    return sorted(held, key=lambda one: (-one.nbytes, one.digest))
+
+
+def _listed(env: Env, namespace: Namespace, rank: str) -> np.ndarray:
+    """The record of each page that a rank's index lists."""
+    nothing = np.empty(0, RECORD)
     if namespace.fingerprint is None:
-        return 0
+        return nothing
     # No slot is smaller, and only slots that were written are in the log.
     slots = folder_bytes(env, rank) // (2 * BLOCK)
     try:
         log = read_large_file(env, os.path.join(rank, NAME), most_bytes(slots))
         records, _ = unpack_log(log, namespace.fingerprint)
     except (OSError, MemoryError):
-        return 0
+        return nothing
     if not len(records):
-        return 0
+        return nothing
     place = records["segment"].astype(np.uint64) << np.uint64(32) | records["slot"]
     _, last = np.unique(place[::-1], return_index=True)
-    return int((records["kind"][len(records) - 1 - last] == PUT).sum())
+    records = records[len(records) - 1 - last]
+    listed: np.ndarray = records[records["kind"] == PUT]
+    return listed
 
 
 def check_rank(

@@ -20,6 +20,9 @@ STAT = Schema(
     """
 path: string; folder of the store
 namespaces: list of namespaces; one per model fingerprint
+  tenants: list of objects; what each tenant has, the largest first
+    digest: string; of the cache salt; empty for pages that name no tenant
+    pages, nbytes: integer; pages, and bytes of their slots
   learned: object or null; what servers learned of prefill and links; null before they have
     conditions: object; what it was measured with: device, threads, chunk_tokens, page_tokens,
         page_bytes, throttle and more
@@ -74,7 +77,8 @@ PURGE = Schema(
     "what was removed from a page store",
     """
 path: string; folder of the store
-namespaces: list of namespaces; one per folder of a model fingerprint, or named like one
+namespaces: list of namespaces; one per folder of a model fingerprint, or named like one; with
+    --salt `pages` are those of the tenant
   removed: string; yes, would be (--dry-run), or no: and the reason
 """,
     {"namespace": _NAMESPACE},

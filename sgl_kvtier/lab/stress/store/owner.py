@@ -392,11 +392,11 @@ class Owner:
         take, drop = room.take, table.drop
         taking = False  # the store's lock guards it
 
-        def take_watched(slot_bytes: int, count: int) -> Rows:
+        def take_watched(slot_bytes: int, count: int, tenant: int = 0) -> Rows:
             nonlocal taking
             taking = True
             try:
-                return take(slot_bytes, count)
+                return take(slot_bytes, count, tenant)
             finally:
                 taking = False
 
