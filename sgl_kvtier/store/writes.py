@@ -18,9 +18,9 @@ from sgl_kvtier.store.index.columns import Columns, columns_of
 from sgl_kvtier.store.index.core import Core
 from sgl_kvtier.store.index.located import Located
 from sgl_kvtier.store.index.room import Room
-from sgl_kvtier.store.index.slots import EMPTY, Rows, SlotTable, State
+from sgl_kvtier.store.index.slots import EMPTY, Rows, State
 from sgl_kvtier.store.io.threads import IOThreads
-from sgl_kvtier.tenants import MARK, parted
+from sgl_kvtier.tenants import NOBODY, parted
 
 _ROUNDS = 2
 """Making room can evict a page of the same batch that was just there: it gets a second chance."""
@@ -32,10 +32,11 @@ class _Batch:
 
     pages: Sequence[PageWrite]
     columns: Columns
+    digests: list[str]
+    whose: NDArray[np.int64]
+    """The tenant of each page, by its place among `digests`."""
     names: NDArray[np.bytes_]
     outcomes: list[PutOutcome]
-    tenants: NDArray[np.uint16]
-    """Whose each page is, as the table numbers them."""
     claimed: list[Rows]
     """Slots taken for pages of the batch that are not written yet. They are released on every path.
     """
@@ -74,14 +75,7 @@ class Writer:
         columns = columns_of(pages)
         names = pool_names(columns)
         refused = [PutOutcome.REFUSED] * len(pages)
-        with self._core.lock:
-            try:
-                columns, tenants = _parted(columns, self._core.table)
-            except ValueError as error:
-                self._core.complaints.about_tenants(error)
-                self._core.counters.pages_refused += len(pages)
-                return refused
-        batch = _Batch(pages, columns, names, refused, tenants, [])
+        batch = _Batch(pages, *_parted(columns), names, refused, [])
         try:
             self._put(batch)
         except BaseException:
@@ -136,7 +130,7 @@ class Writer:
             0 < length <= MAX_PAYLOAD
             and bool((lengths == length).all())
             and len({page[0] for page in batch.pages}) == len(lengths)
-            and bool((batch.tenants == batch.tenants[0]).all())
+            and len(batch.digests) == 1
         )
         if not alike or batch.columns.pool is None or self._admission is not None:
             return None
@@ -146,7 +140,10 @@ class Writer:
                 return None
             if (find_pages(self._core, batch.columns) != EMPTY).any():
                 return None
-            return self._claim_slots(batch, np.arange(len(lengths)), size)
+            tenant = self._tenant(batch.digests[0])
+            if tenant is None:
+                return None
+            return self._claim_slots(batch, np.arange(len(lengths)), size, tenant)
 
     def _worth_it(self, batch: _Batch, indexes: Rows) -> Rows:
         """The pages that are there already or that the admission filter lets in."""
@@ -212,17 +209,30 @@ class Writer:
         if core.closing:
             return []
         new: list[_New] = []
-        needed, whose = batch.slot_bytes[indexes], batch.tenants[indexes]
-        for size, tenant in dict.fromkeys(zip(needed.tolist(), whose.tolist(), strict=True)):
-            some = self._claim_slots(batch, indexes[(needed == size) & (whose == tenant)], size)
+        needed, whose = batch.slot_bytes[indexes], batch.whose[indexes]
+        for size, code in dict.fromkeys(zip(needed.tolist(), whose.tolist(), strict=True)):
+            tenant = self._tenant(batch.digests[code])
+            if tenant is None:
+                continue
+            mine = indexes[(needed == size) & (whose == code)]
+            some = self._claim_slots(batch, mine, size, tenant)
             if len(some.indexes):
                 new.append(some)
         return new
 
-    def _claim_slots(self, batch: _Batch, indexes: Rows, size: int) -> _New:
+    def _tenant(self, digest: str) -> int | None:
+        """Locked. The table's number of a tenant, which gets pages before the lock is given up;
+        None where too many have pages.
+        """
+        try:
+            return self._core.table.tenant_id(digest)
+        except ValueError as error:
+            self._core.complaints.about_tenants(error)
+            return None
+
+    def _claim_slots(self, batch: _Batch, indexes: Rows, size: int, tenant: int) -> _New:
         """Locked. Slots of one size, for as many of the pages, of one tenant, as there are."""
         core, columns = self._core, batch.columns
-        tenant = int(batch.tenants[indexes[0]]) if len(indexes) else 0
         rows = self._room.take(size, len(indexes), tenant)
         batch.claimed.append(rows)
         whole = len(rows) == len(columns.lengths)
@@ -367,22 +377,20 @@ def _upwards(claimed: list[_New]) -> _New:
     return _New(indexes[order], located.at(order))
 
 
-def _parted(columns: Columns, table: SlotTable) -> tuple[Columns, NDArray[np.uint16]]:
-    """Locked. (the pages by their pools' own names, whose each is). Raises ValueError where there
-    are too many tenants.
-    """
+def _parted(columns: Columns) -> tuple[Columns, list[str], NDArray[np.int64]]:
+    """(the pages by their pools' own names, the tenants' digests, whose each page is)."""
+    whose = np.zeros(len(columns.pools), np.int64)
     if columns.pool is not None:
-        tenants = np.zeros(len(columns.pools), np.uint16)
-        if MARK in columns.pool:
-            pool, digest = parted(columns.pool)
-            tenants[:] = table.tenant_id(digest)
-            columns = replace(columns, pool=pool, pools=[pool] * len(tenants))
-        return columns, tenants
+        pool, digest = parted(columns.pool)
+        if digest != NOBODY:
+            columns = replace(columns, pool=pool, pools=[pool] * len(whose))
+        return columns, [digest], whose
     both = [parted(pool) for pool in columns.pools]
     pools = [pool for pool, _ in both]
     one = pools[0] if pools and pools.count(pools[0]) == len(pools) else None
-    tenants = table.tenant_ids([digest for _, digest in both])
-    return replace(columns, pool=one, pools=pools), tenants
+    digests = list(dict.fromkeys(digest for _, digest in both))
+    whose[:] = [digests.index(digest) for _, digest in both]
+    return replace(columns, pool=one, pools=pools), digests, whose
 
 
 def pool_names(columns: Columns) -> NDArray[np.bytes_]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -396,3 +397,70 @@ def test_a_digest_can_be_made_with_the_shell():
         check=True,
     )
     assert made.stdout.strip() == ACME
+
+
+# ---- several threads, and a remote store ----
+
+
+def whole(store: DiskStore, wanted: dict[PageKey, bytes]) -> int:
+    """`found`, beside other threads."""
+    outcomes = read(store, {name: len(data) for name, data in wanted.items()})
+    for (outcome, data), right in zip(outcomes, wanted.values(), strict=True):
+        assert outcome is not ReadOutcome.OK or data == right
+    return sum(outcome is ReadOutcome.OK for outcome, _ in outcomes)
+
+
+def test_noisy_threads_and_deletes_leave_a_quiet_tenant_alone(tmp_path: Path):
+    """Three threads put pages of tenants without a share, one of them deletes its tenant again and
+    again, while a tenant within its share is read all the time.
+    """
+    mine = pages("acme", 60)
+    with open_at(tmp_path, tenants=f"acme={ACME}:30%", alike=ALIKE) as store:
+        put(store, mine, of(ACME))
+        stop, failed = threading.Event(), []
+
+        def noise(salt: str, deletes: bool) -> None:
+            for step in range(60):
+                if stop.is_set():
+                    return
+                put(store, pages(salt, 40, 40 * step), of(digest_of(salt)))
+                if deletes and step % 10 == 9:
+                    store.delete_tenant(digest_of(salt))
+                    if whole(store, pages(salt, 200, 40 * step - 160)):
+                        failed.append(salt)
+
+        threads = [
+            threading.Thread(target=noise, args=(salt, salt == "deleted"))
+            for salt in ("one", "two", "deleted")
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            while any(thread.is_alive() for thread in threads):
+                assert whole(store, mine) == 60
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert not failed
+        assert store.stats().pages_evicted > 1000
+        with store._core.lock:
+            store._core.table.check()
+
+
+def test_a_remote_store_knows_pages_by_their_pool_alone(tmp_path: Path):
+    from remote_double import RemoteDouble, Shared
+
+    from sgl_kvtier.store.tiered.store import TieredStore
+
+    mine = pages("acme", 5)
+    shared = Shared()
+    store = TieredStore(opened_at(tmp_path), RemoteDouble(shared), "all")
+    try:
+        put(store, mine, of(ACME))
+        deadline = time.monotonic() + 20
+        while len(shared.pages) < 5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert {pool for pool, _ in shared.pages} == {KV}
+    finally:
+        store.close()

@@ -502,6 +502,8 @@ class Room:
         """
         if self.siblings is not None and self.siblings.make_room(self.segment_target):
             return True
+        if all(s.slot_bytes == slot_bytes for s in list(self.segments.values())):
+            return False
         with self._core.lock:
             own = self._lru_of(slot_bytes).oldest(self._of_size(slot_bytes))
         if self.charged_bytes + BLOCK + slot_bytes + INDEX_BYTES_PER_SLOT <= self.allowance:

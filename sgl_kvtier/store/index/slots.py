@@ -149,8 +149,10 @@ class SlotTable:
             return
         nbytes = BLOCK - (-self.length[rows].astype(np.int64) // BLOCK) * BLOCK
         groups = self.group[self.tenant[rows]].astype(np.int64)
-        where = np.zeros(len(rows), np.int64) if theirs is None else theirs.astype(np.int64)
-        np.add.at(self.held, (where, groups), sign * nbytes)
+        if theirs is not None:
+            groups += len(self.held[0]) * theirs
+        sums = np.bincount(groups, nbytes, minlength=self.held.size)
+        self.held += sign * sums.astype(np.int64).reshape(self.held.shape)
 
     def names_of(self, rows: Rows) -> NDArray[np.bytes_]:
         """The pools' names of rows as on disk, with the tenants."""
