@@ -25,6 +25,7 @@ _POOL_BYTES = 32
 _MOST = 200
 _MARKED = re.compile(rf"([^{MARK}]*){MARK}([A-Za-z0-9_-]{{8}})", re.ASCII)
 _ONE = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=([0-9a-f]{12}):([^,]+)", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{12}", re.ASCII)
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?) ?%", re.ASCII)
 FORM = "NAME=DIGEST:SHARE, by commas, each SHARE a size such as 20GiB or a percentage such as 25%"
 
@@ -48,8 +49,18 @@ def digest_of(salt: str) -> str:
     ]
 
 
+def check_digest(digest: str) -> None:
+    """Raises TypeError or ValueError for what `digest_of` does not give."""
+    if not isinstance(digest, str):
+        raise TypeError(f"a tenant's digest is a text, not {type(digest).__name__}")
+    if not _DIGEST.fullmatch(digest):
+        raise ValueError("a tenant's digest is 12 hexadecimal digits (tenants.digest_of)")
+
+
 def parse_tenants(text: str) -> tuple[Tenant, ...]:
     """The tenants of the setting `store.tenants`. Raises ValueError, which says what is wrong."""
+    if not isinstance(text, str):
+        raise TypeError(f"store.tenants is a text, not {type(text).__name__}")
     found: list[Tenant] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         one = _ONE.fullmatch(part)

@@ -55,7 +55,7 @@ from sgl_kvtier.store.recovery import load_table, snapshot
 from sgl_kvtier.store.siblings.gone import ANY_TIME, Deletes, gone_records
 from sgl_kvtier.store.siblings.sharing import Sharing
 from sgl_kvtier.store.writes import Writer, find_pages, pool_names
-from sgl_kvtier.tenants import NOBODY, pool_of
+from sgl_kvtier.tenants import check_digest, pool_of
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
@@ -362,13 +362,16 @@ class DiskStore:
         return self._remove(here, theirs_too=told)
 
     def delete_tenant(self, digest: str) -> int:
-        """Drops every page that was put for a tenant, in all pools, as `delete` does."""
+        """Drops every page that was put for a tenant, in all pools, as `delete` does. Raises
+        TypeError or ValueError for what is no digest.
+        """
+        check_digest(digest)
         table = self._core.table
         told = self._sharing is None or self._sharing.delete([], KV, digest)
 
         def here() -> Rows:
             tenant = table.known_tenant(digest)
-            if tenant is None or digest == NOBODY:
+            if tenant is None:
                 return np.empty(0, np.int64)
             there = (table.state >= State.LIVE) | (table.state == State.WRITING)
             return self._without_younger(np.flatnonzero(there & (table.tenant == tenant)))

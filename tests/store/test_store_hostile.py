@@ -117,6 +117,7 @@ def calls(store: DiskStore, value: Any) -> Iterator[Callable[[], Any]]:
         yield lambda method=method: method(value)
         yield lambda method=method: method([value])
         yield lambda method=method: method([key(3)], value)
+    yield lambda: store.delete_tenant(value)
     yield lambda: store.read(value).wait(30)
     yield lambda: store.put(value)
     for batch in pages_with(PageRead, value):
