@@ -114,11 +114,18 @@ class Deletes:
 
 def _name(record: np.ndarray) -> bytes:
     pool = bytes(record["pool"])
-    return bytes(record["key"]) + pool.partition(_MARK)[0]
+    if _MARK in pool:
+        pool = parted(pool.decode("ascii", "replace"))[0].encode()
+    return bytes(record["key"]) + pool
 
 
 def _of_tenants(records: np.ndarray) -> dict[int, str]:
     """The entries that delete all pages of a tenant: their positions, and whose."""
+    if not len(records):
+        return {}
     pools = records["pool"]
-    marked = np.flatnonzero(np.char.startswith(pools, _MARK)).tolist() if len(pools) else []
-    return {i: parted(pools[i].decode("ascii", "replace"))[1] for i in marked}
+    # An entry of a page names its key, and a pool's own name may begin with a mark.
+    keyless = ~key_words(records).any(axis=1)
+    marked = np.flatnonzero(keyless & np.char.startswith(pools, _MARK)).tolist()
+    whose = {i: parted(pools[i].decode("ascii", "replace"))[1] for i in marked}
+    return {i: digest for i, digest in whose.items() if digest != NOBODY}
