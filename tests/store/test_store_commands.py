@@ -472,7 +472,7 @@ def test_a_purge_says_so_where_a_server_does_not_follow_it(
 
 
 def test_a_salt_is_not_recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for given in (["--salt", "secret"], ["--salt=secret"]):
+    for given in (["--salt", "secret"], ["--salt=secret"], ["--s", "secret"], ["--sal=secret"]):
         monkeypatch.setattr("sys.argv", ["kvtier", "purge", str(root), *given])
         status, data = result(commands.purge, root, *given)
         assert status == 0

@@ -382,8 +382,13 @@ def _without_salt(arguments: list[str]) -> list[str]:
     """A command line as results record it: a salt is a secret."""
     said = list(arguments)
     for i, argument in enumerate(arguments):
-        if argument.startswith("--sa") and "=" in argument:
+        if _is_salt(argument.partition("=")[0]) and "=" in argument:
             said[i] = argument.partition("=")[0] + "=..."
-        elif i and arguments[i - 1].startswith("--sa") and "=" not in arguments[i - 1]:
+        elif i and _is_salt(arguments[i - 1]):
             said[i] = "..."
     return said
+
+
+def _is_salt(option: str) -> bool:
+    """Whether this is the option --salt, also cut short, as argparse takes it."""
+    return len(option) > 2 and "--salt".startswith(option)
