@@ -205,13 +205,14 @@ class DiskStore:
         )
         self._room = Room(self._core, folder.namespace, ranks)
         try:
-            load_table(self._core, self._room)
+            older = load_table(self._core, self._room)
         except BaseException:
             log.close()
             self._room.close()
             raise
         self._io_threads = self._open_io_threads()
         self._eraser = Eraser(self._core, self._room)
+        self._eraser.wipe(older)
         self._writer = Writer(self._core, self._room, self._io_threads, self._eraser)
         self._suspects: dict[int, int] = {}
         self._opened_at = env.now()

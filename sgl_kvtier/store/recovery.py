@@ -20,6 +20,7 @@ from sgl_kvtier.store.disk.buffers import Scratch
 from sgl_kvtier.store.disk.env import Env, NotOursError, read_fully
 from sgl_kvtier.store.disk.format import (
     BLOCK,
+    DROP,
     FIRST_WORD,
     MAX_PAYLOAD,
     POOL_BYTES,
@@ -49,8 +50,11 @@ logger = logging.getLogger(__name__)
 _FUTURE_NS = 366 * 24 * 3600 * 10**9
 
 
-def load_table(core: Core, room: Room) -> None:
-    """Fills an empty slot table from the folder, and lets the log continue. Raises OSError."""
+def load_table(core: Core, room: Room) -> np.ndarray:
+    """Fills an empty slot table from the folder, and lets the log continue. Returns records of the
+    slots that name an older copy of a page, which are free: they have to be erased before their
+    page is deleted, or it would come back. Raises OSError.
+    """
     segments, aside = open_segments(core.env, core.folder, core.identity, core.io)
     room.adopt(segments, aside)
     newest = newest_sequence(core.env)
@@ -69,7 +73,8 @@ def load_table(core: Core, room: Room) -> None:
                 list(pool.map(lambda s: scan(core.env, s, core.identity), segments))
             )
         believed, seen = believable(found, written, newest), np.concatenate([written, found])
-    live = latest(believed, segments, newest)
+    copies = last_of_each_slot(believed, segments, newest)
+    live = _newest_of_each_key(copies)
     _enter(core, live, {segment.number: segment.base for segment in segments})
     possible = written[written["sequence"] <= newest]
     room.aside = named_in(possible, set(aside))
@@ -84,6 +89,12 @@ def load_table(core: Core, room: Room) -> None:
         core.log.rewrite(lambda: np.concatenate([room.aside, left, settled(core.sequence)]))
     else:
         core.log.append(settled(core.sequence))
+    if len(live) == len(copies):
+        return copies[:0]
+    older = copies[~np.isin(places(copies), places(live))]
+    older = older[np.isin(older["segment"], list(room.segments))]
+    older["kind"] = DROP
+    return older
 
 
 def _enter(core: Core, live: np.ndarray, bases: dict[int, int]) -> None:
@@ -171,6 +182,11 @@ def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.
 
     `newest` is the largest sequence number that can be true.
     """
+    return _newest_of_each_key(last_of_each_slot(records, segments, newest))
+
+
+def last_of_each_slot(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.ndarray:
+    """`latest`, with older copies of pages."""
     segments = list(segments)
     nothing = np.empty(0, RECORD)
     if not len(records) or not segments:
@@ -199,7 +215,8 @@ def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.
     if (sequences[1:] < sequences[:-1]).any():
         chosen = chosen[np.argsort(sequences, kind="stable")]
     untouched = len(chosen) == len(records) and bool((chosen[1:] > chosen[:-1]).all())
-    return _newest_of_each_key(records if untouched else records[chosen])
+    kept: np.ndarray = records if untouched else records[chosen]
+    return kept
 
 
 def named_in(records: np.ndarray, numbers: set[int]) -> np.ndarray:
@@ -303,7 +320,7 @@ def pool_codes(records: np.ndarray) -> PoolCodes:
     return PoolCodes(names, name_at[codes], digests, tenant_at[codes])
 
 
-def tenants_of(table: SlotTable, pools: PoolCodes) -> NDArray[np.uint16]:
+def tenants_of(table: SlotTable, pools: PoolCodes) -> NDArray[np.uint32]:
     """The numbers that a table has for the tenants of records. The table's lock is held."""
     return table.tenant_ids(pools.digests)[pools.tenants]
 
