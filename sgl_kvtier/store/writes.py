@@ -140,10 +140,7 @@ class Writer:
                 return None
             if (find_pages(self._core, batch.columns) != EMPTY).any():
                 return None
-            tenant = self._tenant(batch.digests[0])
-            if tenant is None:
-                return None
-            return self._claim_slots(batch, np.arange(len(lengths)), size, tenant)
+            return self._claim_slots(batch, np.arange(len(lengths)), size, batch.digests[0])
 
     def _worth_it(self, batch: _Batch, indexes: Rows) -> Rows:
         """The pages that are there already or that the admission filter lets in."""
@@ -211,28 +208,16 @@ class Writer:
         new: list[_New] = []
         needed, whose = batch.slot_bytes[indexes], batch.whose[indexes]
         for size, code in dict.fromkeys(zip(needed.tolist(), whose.tolist(), strict=True)):
-            tenant = self._tenant(batch.digests[code])
-            if tenant is None:
-                continue
             mine = indexes[(needed == size) & (whose == code)]
-            some = self._claim_slots(batch, mine, size, tenant)
+            some = self._claim_slots(batch, mine, size, batch.digests[code])
             if len(some.indexes):
                 new.append(some)
         return new
 
-    def _tenant(self, digest: str) -> int | None:
-        """Locked. The table's number of a tenant, which gets pages before the lock is given up;
-        None where too many have pages.
-        """
-        try:
-            return self._core.table.tenant_id(digest)
-        except ValueError as error:
-            self._core.complaints.about_tenants(error)
-            return None
-
-    def _claim_slots(self, batch: _Batch, indexes: Rows, size: int, tenant: int) -> _New:
+    def _claim_slots(self, batch: _Batch, indexes: Rows, size: int, digest: str) -> _New:
         """Locked. Slots of one size, for as many of the pages, of one tenant, as there are."""
         core, columns = self._core, batch.columns
+        tenant = core.table.tenant_id(digest)
         rows = self._room.take(size, len(indexes), tenant)
         batch.claimed.append(rows)
         whole = len(rows) == len(columns.lengths)

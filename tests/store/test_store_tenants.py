@@ -340,22 +340,83 @@ def test_the_list_of_deletes_forgets_a_tenant_once_no_page_is_left(tmp_path: Pat
 # ---- many tenants ----
 
 
-def test_more_tenants_than_numbers_reuse_those_without_pages(tmp_path: Path, monkeypatch):
-    from sgl_kvtier.store.index import slots
-
-    monkeypatch.setattr(slots, "MOST_TENANTS", 8)
-    with open_at(tmp_path) as store:
-        for n in range(30):
+def test_tenants_without_pages_give_their_numbers_back(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("sgl_kvtier.store.index.slots.FEW_TENANTS", 8)
+    with open_at(tmp_path, tenants=f"acme={ACME}:10%") as store:
+        for n in range(100):
             digest = digest_of(f"tenant {n}")
             assert put(store, pages(f"t{n}", 1), of(digest)) == [PutOutcome.STORED]
             if n % 2:
                 assert store.delete_tenant(digest) == 1
                 assert store.delete_tenant(digest_of(f"tenant {n - 1}")) == 1
-        for n in range(7):
+        assert len(store._core.table.tenants) <= 8
+        # However many have pages, none is refused.
+        for n in range(50):
             put(store, pages(f"u{n}", 1), of(digest_of(f"last {n}")))
-        full = put(store, pages("one more", 1), of(digest_of("one more")))
-        assert full == [PutOutcome.REFUSED]
-        assert found(store, pages("u3", 1)) == 1
+        assert sum(found(store, pages(f"u{n}", 1)) for n in range(50)) == 50
+        assert put(store, pages("acme", 1), of(ACME)) == [PutOutcome.STORED]
+        assert held(store, "acme") == SLOT
+        store._core.table.check()
+
+
+def test_new_tenants_of_a_sibling_get_a_number_each(tmp_path: Path, monkeypatch):
+    """Also those of one look, while no page has their numbers yet."""
+    monkeypatch.setattr("sgl_kvtier.store.index.slots.FEW_TENANTS", 8)
+    with open_at(tmp_path, alike=ALIKE) as one, open_at(tmp_path, alike=ALIKE) as two:
+        two._sharing._stop.set()
+        for n in range(10):
+            put(one, pages(f"old {n}", 1), of(digest_of(f"old {n}")))
+            two.follow()
+            one.delete(list(pages(f"old {n}", 1)))
+            two.follow()
+        for n in range(5):
+            put(one, pages(f"new {n}", 1), of(digest_of(f"new {n}")))
+        two.follow()
+        assert [found(two, pages(f"new {n}", 1)) for n in range(5)] == [1] * 5
+
+
+# ---- beside earlier versions ----
+
+
+def earlier_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To it a pool's name on disk is one name."""
+    monkeypatch.setattr("sgl_kvtier.store.recovery.parted", lambda pool: (pool, ""))
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["log", "no log"])
+def test_a_page_that_an_earlier_version_wrote_again_is_deleted_with_its_older_copy(
+    tmp_path: Path, monkeypatch, lost: bool
+):
+    mine = pages("acme", 10)
+    with open_at(tmp_path) as store:
+        put(store, mine, of(ACME))
+    with monkeypatch.context() as patched:
+        earlier_version(patched)
+        with open_at(tmp_path) as store:
+            assert put(store, mine) == [PutOutcome.STORED] * 10
+    with open_at(tmp_path) as store:
+        assert found(store, mine) == 10
+        assert store.delete(list(mine)) == 10
+        log = Path(store.folder) / "index.log"
+    if lost:
+        log.unlink()
+    with open_at(tmp_path) as store:
+        assert found(store, mine) == 0
+
+
+def test_a_pool_whose_own_name_begins_with_a_mark_is_no_tenant(tmp_path: Path):
+    with open_at(tmp_path, alike=ALIKE) as one, open_at(tmp_path, alike=ALIKE) as two:
+        for pool in ("\x1fodd", "\x1fAAAAAAAA", KV):
+            put(one, pages(pool, 2), pool)
+        put(one, pages("of", 2), of("000000000000"))
+        two.follow()
+        odd = list(pages("\x1fodd", 2))
+        assert two.delete(odd[:1], "\x1fodd") == 1
+        two.delete(list(pages("\x1fAAAAAAAA", 1)), "\x1fAAAAAAAA")
+        one.follow()
+        assert one.lookup(odd, "\x1fodd") == [Lookup.MISS, Lookup.HIT]
+        assert found(one, pages(KV, 2)) == 2
+        assert found(one, pages("of", 2)) == 2
 
 
 # ---- the setting ----

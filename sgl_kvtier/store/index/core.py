@@ -108,12 +108,6 @@ class Complaints:
             "no room for more pages below %s: %s. %s (said once)", self._folder, why, effect
         )
 
-    def about_tenants(self, error: ValueError) -> None:
-        """That a tenant's pages are refused because there are too many tenants (said once)."""
-        if ("tenants", 0) not in self._said:
-            self._said.add(("tenants", 0))
-            logger.warning("pages are refused below %s: %s (said once)", self._folder, error)
-
     def room_again(self) -> None:
         """A page found new room: the next time that none does is said again."""
         self._no_room = False

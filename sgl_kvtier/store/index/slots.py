@@ -19,8 +19,8 @@ from sgl_kvtier.types import PageKey
 
 MOST_POOLS = 1 << 16
 """Pools that a row's number of its pool can tell apart."""
-MOST_TENANTS = 1 << 16
-"""Tenants that have pages at a time."""
+FEW_TENANTS = 1 << 16
+"""Tenants that get numbers before those without pages give theirs back."""
 
 
 class State(enum.IntEnum):
@@ -50,7 +50,7 @@ class SlotTable:
         self.pool: NDArray[np.uint16] = np.zeros(0, np.uint16)
         self.pins: NDArray[np.uint16] = np.zeros(0, np.uint16)
         self.state: NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self.tenant: NDArray[np.uint16] = np.zeros(0, np.uint16)
+        self.tenant: NDArray[np.uint32] = np.zeros(0, np.uint32)
         """Whose each page is: a number in `tenants`. A key belongs to one tenant, so that it is no
         part of what is looked up.
         """
@@ -59,6 +59,8 @@ class SlotTable:
         self.tenants: list[str] = [NOBODY]
         """Digests by number; 0 is nobody."""
         self._tenant_ids: dict[str, int] = {NOBODY: 0}
+        self._unused: list[int] = []
+        self._look_at = FEW_TENANTS
         self._groups: dict[str, int] = {}
         self.group: NDArray[np.uint8] = np.zeros(0, np.uint8)
         """Of each tenant's number its group: from 1 on the tenants that were promised a share, 0
@@ -99,40 +101,49 @@ class SlotTable:
         return found
 
     def tenant_id(self, digest: str) -> int:
-        """The small number that stands for a tenant. Raises ValueError where more tenants than it
-        can number have pages.
+        """The number that stands for a tenant from now on. Another tenant may get it once this one
+        has no pages, but not before the lock was given up.
         """
-        found = self._tenant_ids.get(digest)
-        if found is None:
-            found = len(self.tenants)
-            if found < MOST_TENANTS:
-                self.tenants.append(digest)
-            else:
-                found = self._unused_tenant()
-                del self._tenant_ids[self.tenants[found]]
-                self.tenants[found] = digest
-            self._tenant_ids[digest] = found
-            if len(self.group):
-                self.group[found] = self._groups.get(digest, 0)
-        return found
+        return int(self.tenant_ids([digest])[0])
 
-    def tenant_ids(self, digests: Sequence[str]) -> NDArray[np.uint16]:
+    def tenant_ids(self, digests: Sequence[str]) -> NDArray[np.uint32]:
         """`tenant_id` of each."""
-        return np.array([self.tenant_id(digest) for digest in digests], np.uint16)
+        ids = self._tenant_ids
+        new = [digest for digest in dict.fromkeys(digests) if digest not in ids]
+        if new and not self._unused and len(self.tenants) >= self._look_at:
+            self._look_for_unused(digests)
+        for digest in new:
+            if self._unused:
+                found = self._unused.pop()
+                self.tenants[found] = digest
+            else:
+                found = len(self.tenants)
+                self.tenants.append(digest)
+            ids[digest] = found
+            if len(self.group):
+                if found >= len(self.group):
+                    self.group = np.concatenate([self.group, np.zeros_like(self.group)])
+                self.group[found] = self._groups.get(digest, 0)
+        return np.array([ids[digest] for digest in digests], np.uint32)
 
     def known_tenant(self, digest: str) -> int | None:
         """The number of a tenant that may have pages."""
         return self._tenant_ids.get(digest)
 
-    def _unused_tenant(self) -> int:
+    def _look_for_unused(self, wanted: Sequence[str]) -> None:
+        """Takes their numbers from tenants without pages, but for those of the settings and the
+        `wanted` ones. It reads the whole table, so that it is done again only after the tenants
+        with pages have doubled.
+        """
         there = (self.state != State.NONE) & (self.state != State.FREE)
-        used = np.zeros(MOST_TENANTS, bool)
-        used[0] = True
+        used = np.zeros(len(self.tenants), bool)
+        used[: 1 + len(self._groups)] = True
+        used[[self._tenant_ids[digest] for digest in wanted if digest in self._tenant_ids]] = True
         used[self.tenant[there]] = True
-        free = np.flatnonzero(~used)
-        if not len(free):
-            raise ValueError(f"at most {MOST_TENANTS - 1} tenants have pages at a time")
-        return int(free[0])
+        self._unused = np.flatnonzero(~used).tolist()
+        for number in self._unused:
+            del self._tenant_ids[self.tenants[number]]
+        self._look_at = max(FEW_TENANTS, 2 * int(used.sum()))
 
     def count_by(self, digests: Sequence[str]) -> None:
         """From now on counts what each of these tenants holds, in this order from group 1 on. While
@@ -140,8 +151,9 @@ class SlotTable:
         """
         assert not len(self._table)
         self._groups = {digest: i + 1 for i, digest in enumerate(digests)}
-        self.group = np.zeros(MOST_TENANTS, np.uint8)
+        self.group = np.zeros(FEW_TENANTS, np.uint8)
         self.held = np.zeros((2, len(digests) + 1), np.int64)
+        self.tenant_ids(digests)
 
     def _count_held(self, rows: Rows, sign: int, theirs: NDArray[np.bool_] | None = None) -> None:
         """`theirs`: which of the rows are siblings'; None: none."""
@@ -228,7 +240,7 @@ class SlotTable:
         lengths: Rows,
         sequences: NDArray[np.uint64],
         *,
-        tenants: NDArray[np.uint16] | int = 0,
+        tenants: NDArray[np.uint32] | int = 0,
         theirs: bool = False,
     ) -> None:
         """Turns free rows into WRITING rows of new, distinct keys; with `theirs` into pages of a
