@@ -1,7 +1,7 @@
 """Every slot of a store as one row of numpy arrays: its page, its last use, and the reads of it in
 flight.
 
-About 77 bytes a slot. Not thread-safe: the engine's lock guards every call, and no call does I/O.
+About 82 bytes a slot. Not thread-safe: the engine's lock guards every call, and no call does I/O.
 """
 
 from __future__ import annotations
