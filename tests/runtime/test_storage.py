@@ -49,6 +49,7 @@ from sgl_kvtier.runtime.step.page_names import page_key
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.segment import probe_direct_io
+from sgl_kvtier.tenants import digest_of
 from sgl_kvtier.types import Tier
 
 CONTIGUOUS = ["page_first_direct", "page_first"]
@@ -723,6 +724,20 @@ def test_tensor_ranks_of_other_models_have_pages_of_their_own(make):
     first.batch_set_v1(keys("a"), slots([1]))
     second._store.follow()
     assert second.batch_exists(keys("a")) == 0
+
+
+def test_two_writes_on_their_way_that_begin_with_one_page_are_one_tenants(make):
+    """As those of a node whose side pools are backed up later than its KV pages."""
+    backend = make(host_pool())
+    for _ in range(2):
+        backend.note_tenant(*keys("a"), "a salt")
+    for name, slot in (("a", 1), ("b", 2)):
+        with backend.writing_for_tenant_of(*keys("a")):
+            backend.batch_set_v1(keys(name), slots([slot]))
+    with backend.writing_for_tenant_of(*keys("a")):
+        backend.batch_set_v1(keys("nobody's"), slots([3]))
+    assert backend._store.delete_tenant(digest_of("a salt")) == 2
+    assert backend.batch_exists(keys("nobody's")) == 1
 
 
 def test_a_pool_without_pages_that_is_not_known_is_refused():

@@ -113,10 +113,11 @@ class KVTierStorage(HiCacheStorage):
         self._metrics: list[Source] = []
         self._reading: dict[int, ReadJob | PrefixRead] = {}
         self._prefix = threading.local()
-        self._tenants: dict[str, str] = {}
+        self._tenants: dict[str, tuple[str, int]] = {}
         """Digests of the tenants of pages on their way to storage, by the name of the first page of
-        each write.
+        each write, and how many such writes there are: pools that are stored later have one more.
         """
+        self._tenants_lock = threading.Lock()
         self._writing = threading.local()
         self._cut_short = False
         self._latents = bool(storage_config.is_mla_model)
@@ -219,7 +220,8 @@ class KVTierStorage(HiCacheStorage):
             )
             raise type(error)(f"{error}. {again}") from error
         self.folder = Path(self.config.store.path) / who.directory_name
-        self._tenants.clear()
+        with self._tenants_lock:
+            self._tenants.clear()
         if c.enable_storage_metrics:
             labels = {
                 "tp_rank": str(c.tp_rank),
@@ -353,15 +355,21 @@ class KVTierStorage(HiCacheStorage):
         """The pages whose first one has this name will be written, and are the tenant's of this
         salt. Scheduler's thread.
         """
-        while len(self._tenants) >= _MOST_WAITING:
-            # Writes that were dropped, when the backend was detached or SGLang flushed.
-            self._tenants.pop(next(iter(self._tenants)), None)
-        self._tenants[first] = digest_of(salt)
+        with self._tenants_lock:
+            while len(self._tenants) >= _MOST_WAITING:
+                # Writes that were dropped, when the backend was detached or SGLang flushed.
+                del self._tenants[next(iter(self._tenants))]
+            _, writes = self._tenants.pop(first, (NOBODY, 0))
+            self._tenants[first] = (digest_of(salt), writes + 1)
 
     @contextmanager
     def writing_for_tenant_of(self, first: str) -> Iterator[None]:
         """While this runs, pages that this thread writes are the tenant's of that write."""
-        self._writing.tenant = self._tenants.pop(first, NOBODY)
+        with self._tenants_lock:
+            digest, writes = self._tenants.pop(first, (NOBODY, 1))
+            if writes > 1:
+                self._tenants[first] = (digest, writes - 1)
+        self._writing.tenant = digest
         try:
             yield
         finally:
