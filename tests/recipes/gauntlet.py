@@ -1,10 +1,10 @@
-"""Public launch lines of agent models, each started on the emulated device with a small stand-in of its
-model, stored, restored and looked ahead: `scripts/recipes`.
+"""Public launch lines of agent models, each started on the emulated device with a small stand-in
+of its model, stored, restored and looked ahead: `scripts/recipes`.
 
 `recipes.json` has the lines as they were published, and why some of their flags are left away here.
 Each server is asked the same prompts with empty memory, with the KV cache on the device, and after
-flushes, when it comes from storage. Answers, numbers of verifications and the signatures of all rows
-that a forward reads must be right each time.
+flushes, when it comes from storage. Answers, numbers of verifications and the signatures of all
+rows that a forward reads must be right each time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ START_S = 300.0
 
 @dataclass(frozen=True)
 class Recipe:
-    """A launch line: variables and flags as published, its source, and what stands for its model."""
+    """A launch line as published, its source, and what stands for its model."""
 
     name: str
     shape: str
@@ -87,8 +87,8 @@ def load(file: Path = HERE / "recipes.json") -> tuple[list[Recipe], dict[str, st
 
 
 def arguments(recipe: Recipe, dropped: dict[str, str], folder: Path) -> list[str]:
-    """What the server is started with: the recipe's flags but for those that are left away, then what
-    the emulated device and storage need.
+    """What the server is started with: the recipe's flags but for those that are left away, then
+    what the emulated device and storage need.
     """
     kept = [flag for flag in recipe.flags if flag[0] not in dropped]
     own: dict[str, Any] = {
@@ -367,8 +367,8 @@ def grids(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for row in rows
     ]
     about = (
-        "public launch lines on the emulated device, small stand-ins of their models; accept_length: "
-        "computed, then from storage; rows: of all pools, compared in prefills"
+        "public launch lines on the emulated device, small stand-ins of their models; "
+        "accept_length: computed, then from storage; rows: of all pools, compared in prefills"
     )
     told = {"about": about, "commit": "of each recipe", "command": "scripts/recipes --json FILE"}
     return {"recipes": {**told, "columns": columns, "rows": values}}

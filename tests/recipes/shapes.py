@@ -1,6 +1,6 @@
-"""Stand-in models: one small configuration for each kind of cache that the recipes' models have. The
-kinds of layers and the sizes that lay out pages are those of the model; layers are few, and nothing
-is computed.
+"""Stand-in models: one small configuration for each kind of cache that the recipes' models have.
+The kinds of layers and the sizes that lay out pages are those of the model; layers are few, and
+nothing is computed.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_hidden_layers=6, sliding_window=1024,
         layer_types=["sliding_attention"] * 5 + ["full_attention"],
         hidden_activation="gelu_pytorch_tanh", global_head_dim=64, num_global_key_value_heads=2,
-        swa_num_key_value_heads=2, num_kv_shared_layers=0, attention_k_eq_v=False, enable_moe_block=True, num_experts=8,
+        swa_num_key_value_heads=2, num_kv_shared_layers=0, attention_k_eq_v=False,
+        enable_moe_block=True, num_experts=8,
         top_k_experts=2, moe_intermediate_size=32,
     ),
     "llama4": {

@@ -1,4 +1,4 @@
-"""The recipes' data, the arguments that are made of them, what is read from a log, and the signatures."""
+"""The recipes' data, arguments that are made of them, what is read from a log, and signatures."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ DOCS = gauntlet.HERE.parents[1] / "docs" / "results"
 def test_there_are_recipes_for_every_family_that_agents_use() -> None:
     assert len(set(NAMES)) == len(NAMES) >= 20
     families = (
-        "llama-3 llama-4 qwen3-32b qwen3-235b qwen3-next qwen3.5 deepseek-v3 deepseek-v3.2 deepseek-v4 "
-        "kimi-k2 kimi-k3 glm-4.6 glm-4.7 glm-5 gpt-oss gemma-3 gemma-4 minimax-m2 nemotron-3"
+        "llama-3 llama-4 qwen3-32b qwen3-235b qwen3-next qwen3.5 deepseek-v3 deepseek-v3.2 "
+        "deepseek-v4 kimi-k2 kimi-k3 glm-4.6 glm-4.7 glm-5 gpt-oss gemma-3 gemma-4 minimax-m2 "
+        "nemotron-3"
     )
     for family in families.split():
         assert any(name.startswith(family) for name in NAMES), family

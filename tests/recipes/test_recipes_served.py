@@ -27,7 +27,7 @@ def test_a_draft_whose_rows_do_not_come_is_seen(
 ) -> None:
     """Loads leave it out while the file of $DRAFTS is there (`tests/runtime/changed_site`)."""
     recipes, dropped = gauntlet.load()
-    recipe = next(one for one in recipes if one.name == "glm-4.7-mtp")
+    recipe = next(one for one in recipes if one.name == "kimi-k2.5-eagle3")
     real = gauntlet.environment
 
     def leaving_out(*given: Any) -> dict[str, str]:

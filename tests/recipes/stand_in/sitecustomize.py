@@ -1,5 +1,6 @@
-"""Every process of a recipe's server: speculative decoding runs on the CPU (`tests/runtime/changed_site`),
-and the GPU that SGLang asks for before it chooses kernels is an H100.
+"""Every process of a recipe's server: speculative decoding runs on the CPU
+(`tests/runtime/changed_site`), and the GPU that SGLang asks for, before it chooses kernels, is
+an H100.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""What takes the place of forwards, attention and copies in a scheduler process: the emulated device
-of `sgl_kvtier.lab.paced`, with pools of any kind and with drafts.
+"""What takes the place of forwards, attention and copies in a scheduler process: the emulated
+device of `sgl_kvtier.lab.paced`, with pools of any kind and with drafts.
 
 SGLANG_EXTERNAL_MODEL_PACKAGE names `recipe_device.models`, whose forward is `Device.forward`. The
 rest is SGLang's own: its workers for speculative decoding too, with torch for their kernels
@@ -135,8 +135,9 @@ class Device:
         self, model: Any, pools: Pools, requests: Any, fb: Any, number: int, first: int,
         tokens: torch.Tensor, own: torch.Tensor, prefills: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Signs the tokens of one request, from the position `first` on. The chains by which its next
-        tokens are chosen, int64 [tokens]: those of all tokens but the first, which a draft never sees.
+        """Signs the tokens of one request, from the position `first` on. Returns the chains by
+        which its next tokens are chosen, int64 [tokens]: of all tokens but the first, which a draft never
+        sees.
         """
         row = requests.req_to_token[int(fb.req_pool_indices[number])]
         prefix = row[:first].to(torch.int64)
@@ -206,8 +207,8 @@ class Device:
         self, pools: Pools, fb: Any, number: int, slot: torch.Tensor, states: list[torch.Tensor],
         chain: torch.Tensor, first: int, before: torch.Tensor,
     ) -> None:  # fmt: skip
-        """The state behind the last token, and the one that SGLang asks to keep on the way. What was
-        wrong before stays wrong.
+        """The state behind the last token, and the one that SGLang asks to keep on the way. What
+        was wrong before stays wrong.
         """
         tracked = None
         if fb.mamba_track_mask is not None and bool(fb.mamba_track_mask[number]):
@@ -224,8 +225,8 @@ class Device:
                 rows.put(tracked[0], off + tracked[1] + rows.constants)
 
     def keep_verified(self, steps: torch.Tensor, tracked: Any, tracked_steps: Any) -> None:
-        """After a verification: the states behind the last accepted tokens, and those that SGLang asks
-        to keep (a step below 0: none).
+        """After a verification: the states behind the last accepted tokens, and those that SGLang
+        asks to keep (a step below 0: none).
         """
         assert self._states is not None, "there are states"
         for number, found in enumerate(self._unverified):
@@ -250,7 +251,7 @@ class Device:
                 counted[1] += int(wrong.sum())
                 damage = damage + mix(off).sum()
                 logger.error(
-                    "recipe: %d of %d rows of %s %s are wrong, the first at position %d of these, of %s",
+                    "recipe: %d of %d rows of %s %s are wrong, the first at %d of these, of %s",
                     int(wrong.sum()), slots.numel(), rows.kind, rows.name,
                     int(wrong.nonzero()[0]), fb.rids[number] if fb.rids else "a request",
                 )  # fmt: skip

@@ -1,9 +1,9 @@
 """Signatures in every pool of a model: keys and values, latents, DSA's index keys, pages of sliding
 windows, and states by request.
 
-A row says which tokens stand before it: it holds the chain of these tokens (`paced.signatures`), and
-in each 8 bytes a constant of the buffer and column. Whatever is behind another prefix, in another
-layer, or was never loaded, differs. All tensors are on the host; the scheduler's thread.
+A row says which tokens stand before it: it holds the chain of these tokens (`paced.signatures`),
+and in each 8 bytes a constant of the buffer and column. Whatever is behind another prefix, in
+another layer, or was never loaded, differs. All tensors are on the host; the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _constants(number: int, count: int) -> torch.Tensor:
 
 
 class Rows:
-    """A buffer of one layer, by token slots, window slots or states: int64 [rows, 8-byte columns]."""
+    """A buffer of one layer, by token slots, window slots or states: int64 [rows, columns]."""
 
     def __init__(self, kind: str, name: str, buffer: torch.Tensor, number: int) -> None:
         self.kind, self.name = kind, name
@@ -129,9 +129,15 @@ class Pools:
         """Buffers and bytes by kind, for the log."""
         return ", ".join(
             f"{len(rows)} buffers of {sum(r.constants.numel() for r in rows) * 8} bytes a {what}"
-            for rows, what in ((self.tokens, "token"), (self.windows, "window token"), (self.states, "state"))
+            for rows, what in (
+                (self.tokens, "token"),
+                (self.windows, "window token"),
+                (self.states, "state"),
+                (self.pages, "page"),
+                (self.window_pages, "window page"),
+            )
             if rows
-        )  # fmt: skip
+        )
 
 
 def _packed(pool: Any) -> list[torch.Tensor]:
