@@ -33,7 +33,6 @@ from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.outside.server import Launch, Server, end_on_signals
 
 HERE = Path(__file__).resolve().parent
-SCHEMA = "kvtier.recipes/1"
 PAGE, CHUNK, PROMPT, TURN, ANSWER = 64, 2048, 5000, 300, 16
 DEVICE_TOKENS, RUNNING = 24576, 8
 DILATION = 4.0
@@ -382,7 +381,7 @@ def commit() -> str:
 
 def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Results as JSON."""
-    return {"schema": SCHEMA, "page": "recipes.md", "grids": grids(rows), "recipes": rows}
+    return {"page": "recipes.md", "grids": grids(rows), "recipes": rows}
 
 
 def merged(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

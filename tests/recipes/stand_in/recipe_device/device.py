@@ -136,8 +136,8 @@ class Device:
         tokens: torch.Tensor, own: torch.Tensor, prefills: bool,
     ) -> torch.Tensor:  # fmt: skip
         """Signs the tokens of one request, from the position `first` on. Returns the chains by
-        which its next tokens are chosen, int64 [tokens]: of all tokens but the first, which a draft never
-        sees.
+        which its next tokens are chosen, int64 [tokens]: of all tokens but the first, which a draft
+        never sees.
         """
         row = requests.req_to_token[int(fb.req_pool_indices[number])]
         prefix = row[:first].to(torch.int64)
