@@ -144,7 +144,8 @@ def environment(recipe: Recipe, folder: Path) -> dict[str, str]:
         "lab": {"throttle": {"read_gbps": own_bytes * 8 / seconds / 1e9}},
     }  # fmt: skip
     (folder / "kvtier.json").write_text(json.dumps(config))
-    paths = [str(HERE / "stand_in"), os.environ.get("PYTHONPATH", "")]
+    changed = HERE.parent / "runtime" / "changed_site"
+    paths = [str(HERE / "stand_in"), str(changed), os.environ.get("PYTHONPATH", "")]
     return {
         **recipe.variables,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

@@ -10,6 +10,8 @@ copies with torch, as SGLang does it for its own CPU engine alone, and a rank ma
 With $GONE, restoring needs a symbol that SGLang does not have.
 With $DRAFTS, speculative decoding runs on the CPU (`chain_drafts.py`); while that file is there,
 loads leave out the rows of the draft.
+With $KVTIER_RECIPE_COUNTS, the GPU that SGLang asks for before it chooses kernels is an H100, and
+the CPU platform has states and DeepSeek V4's pools (tests/recipes).
 """
 
 import importlib.abc
@@ -211,6 +213,18 @@ def _drafts(function):
     return change
 
 
+def _is_an_h100(module):
+    module.get_device_capability = lambda device=None: (9, 0)
+
+
+def _keep_states(module):
+    module.CpuPlatform.support_mamba_cache_extra_buffer = lambda self: True
+
+
+def _take_any_pool(module):
+    module.reject_out_of_tree_path = lambda platform, *, subsystem: None
+
+
 _SGLANG = "sglang.srt."
 for variable, name, change in (
     ("PLAIN_COPIES", "sglang.srt.layers.rotary_embedding.base", _turn_nothing),
@@ -230,6 +244,9 @@ for variable, name, change in (
     ("MISTAKE", "sgl_kvtier.runtime.proof.attach", _judge),
     ("MISTAKE", "sglang.srt.model_executor.forward_batch_info", _shift),
     ("SPOIL", "sgl_kvtier.runtime.restore.copy_device", _spoil),
+    ("KVTIER_RECIPE_COUNTS", "torch.cuda", _is_an_h100),
+    ("KVTIER_RECIPE_COUNTS", "sgl_kvtier.runtime.cpu.platform_class", _keep_states),
+    ("KVTIER_RECIPE_COUNTS", _SGLANG + "platforms.interface", _take_any_pool),
     ("RAN", "sgl_kvtier.runtime.step.chunk_clock", _tell),
 ):
     if variable in os.environ:
