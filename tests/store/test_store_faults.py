@@ -367,7 +367,7 @@ def test_no_page_is_wrong_whatever_fails(opened: Callable[..., DiskStore], seed:
 
 def test_the_module_that_servers_load_cannot_be_made_to_fail() -> None:
     assert set(dir(_native)) - set(dir(sys)) == {
-        *("Pool", "HEAD_BYTES"),
+        *("Pool", "HEAD_BYTES", "CHECKSUM_CODE"),
         *("find", "place", "columns", "probe_io_uring", "checksum"),
         "__file__",
     }
