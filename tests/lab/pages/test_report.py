@@ -166,10 +166,39 @@ def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result()
         assert row["from storage (%)"] == round(100 * stored / prompts)
 
 
+@pytest.mark.parametrize(
+    ("grid", "raw"),
+    [
+        ("returning, SSD of 1.5 GB/s", "emulated-h100-returning-ssd-1.5"),
+        ("returning, other rates", "emulated-h100-returning-rates"),
+        ("ablation", "emulated-h100-ablation-short"),
+    ],
+)
+def test_the_published_rows_of_a_grid_follow_from_their_raw_result(grid: str, raw: str) -> None:
+    result = read_result(RAW / f"{raw}.json.gz")
+    found = json.loads((DATA / "emulated-h100.json").read_text())["grids"][grid]
+    rows = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    assert sum(row["requests"] for row in rows) == len(result["samples"])
+    for row in rows:
+        load = row["Load"].partition(" ")[0]
+        samples = [
+            one
+            for one in result["samples"]
+            if one["arm"] == row["Arm"] and load in ("all", "0.6", f"{one.get('rate')}")
+        ]
+        assert row["requests"] == row["answers equal"] == sum(one["equal"] for one in samples)
+        ttft_ms = fmean(one["ttft_ms"] for one in samples)
+        assert row["mean TTFT, ms"] == pytest.approx(ttft_ms, abs=0.06)
+        stored = sum(one["cached"]["storage"] for one in samples)
+        prompts = sum(one["prompt_tokens"] for one in samples)
+        assert row["from storage (%)"] == round(100 * stored / prompts)
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in RAW.glob("*.json.gz")))
 def test_every_raw_result_can_be_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(RAW / name)]) == 0
-    assert "first token" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "first token" in shown or "TTFT" in shown
 
 
 def test_a_compressed_result_that_is_cut_short_is_refused_in_one_line(
