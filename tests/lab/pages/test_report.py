@@ -186,7 +186,9 @@ def test_the_published_rows_of_a_grid_follow_from_their_raw_result(grid: str, ra
             for one in result["samples"]
             if one["arm"] == row["Arm"] and load in ("all", "0.6", f"{one.get('rate')}")
         ]
-        assert row["requests"] == row["answers equal"] == sum(one["equal"] for one in samples)
+        assert row["requests"] == len(samples)
+        assert row["answers equal"] == sum(one["equal"] is True for one in samples)
+        assert not any(one["equal"] is False for one in samples)
         ttft_ms = fmean(one["ttft_ms"] for one in samples)
         assert row["mean TTFT, ms"] == pytest.approx(ttft_ms, abs=0.06)
         stored = sum(one["cached"]["storage"] for one in samples)
