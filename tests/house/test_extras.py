@@ -99,6 +99,7 @@ EXAMPLES = [
     for name, command in cli.COMMANDS.items()
     if name not in AT_WORK
     for line in command.example.splitlines()
+    if line.strip().startswith("kvtier ")  # another begins a pipe
 ]
 
 
