@@ -23,7 +23,7 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import OURS, WITHOUT_LOOKAHEAD, Variant
 from sgl_kvtier.lab.experiment.comparison import Cell, over_cells
 from sgl_kvtier.lab.experiment.measures import arm_figures, sample_rows
-from sgl_kvtier.lab.experiment.rounds import Outcome, RoundLog, Rounds
+from sgl_kvtier.lab.experiment.rounds import Outcome, RoundLog, Rounds, same_place
 from sgl_kvtier.lab.pages.ablation import BEST, CHAIN, PATCHED, SAME, WITHOUT, shares, without
 from sgl_kvtier.lab.pages.stats import summary
 from sgl_kvtier.page_hash import compile_page_hash
@@ -180,7 +180,7 @@ def choose_best(cell: Cell, log: RoundLog) -> None:
             ),
             rounds=1,
             once=(),
-            place=partial(_place, " ".join(filter(None, (cell.name, "tried", *best)))),
+            place=partial(same_place, " ".join(filter(None, (cell.name, "tried", *best)))),
         )
         Rounds(plan, cell.work, outcome, log).run()
         cell.tried += [_tried(outcome, name, arguments) for name, arguments in asked.items()]
@@ -194,11 +194,6 @@ def choose_best(cell: Cell, log: RoundLog) -> None:
     cell.plan = replace(
         cell.plan, setup=replace(setup, variants={**setup.variants, **variants(best, patched)})
     )
-
-
-def _place(place: str, _arm: str) -> str:
-    """Where the log keeps the rounds of a trial."""
-    return place
 
 
 def _tried(outcome: Outcome, name: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -83,6 +83,9 @@ class Comparison:
                     print(cell.about, file=sys.stderr)
                 try:
                     if cell.choose is not None:
+                        # Those that are up have what another cell chose.
+                        for arm in [*up.servers]:
+                            up.stop(arm)
                         cell.choose(cell, self.log)
                     Rounds(cell.plan, cell.work, cell.outcome, self.log, up).run()
                 except BenchError as error:

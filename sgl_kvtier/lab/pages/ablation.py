@@ -5,6 +5,7 @@ what kvtier gains over SGLang.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -114,15 +115,9 @@ def _interval(values: numpy.ndarray) -> dict[str, float | None]:
     return {"value": float(values[0]), "low": float(low), "high": float(high)}
 
 
-def _shares(result: dict) -> Iterator[Row]:
+def _by_mechanism(key: str, result: dict) -> Iterator[Row]:
     for load in result["cells"]:
-        for name, found in load["share"].items():
-            yield {"load": load["name"], "mechanism": name, **found}
-
-
-def _without(result: dict) -> Iterator[Row]:
-    for load in result["cells"]:
-        for name, found in load["without"].items():
+        for name, found in load[key].items():
             yield {"load": load["name"], "mechanism": name, **found}
 
 
@@ -191,7 +186,7 @@ ABLATION = _Loads(
                     for name, title in (("low", "from"), ("high", "to"))
                 ),
             ),
-            _shares,
+            partial(_by_mechanism, "share"),
             [_ALIKE],
         ),
         Listing(
@@ -203,7 +198,7 @@ ABLATION = _Loads(
                     for name, title in (("value", "Ratio"), ("low", "from"), ("high", "to"))
                 ),
             ),
-            _without,
+            partial(_by_mechanism, "without"),
             ["all: SGLang with its best flags. Above 1 the mechanism shortens the wait."],
         ),
         Listing(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import Command
+from fake_arms import ThreadServer
 
 from sgl_kvtier.lab.experiment import rounds
 from sgl_kvtier.lab.experiment.ablation import ABLATION_ARMS, MEASURED_ARMS, variants
@@ -65,6 +66,25 @@ def test_a_load_of_several_rates_is_one_load_each_and_its_log_has_them_all(
     assert [load["name"] for load in done.result["loads"]] == ["rate 500", "rate 1000"]
     again = kvtier(tmp_path, *words)
     assert again.result["loads"] == done.result["loads"]
+
+
+def test_every_load_has_servers_with_what_was_chosen_for_it(
+    kvtier: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    class Noted(ThreadServer):
+        def start(self) -> None:
+            started.append(self.name)
+            super().start()
+
+    monkeypatch.setattr(rounds, "Server", Noted)
+    words = ("--arms", "sglang-best,kvtier", "--rate", "500,1000", "--servers", "together")
+    done = kvtier(tmp_path, *LOAD, *words)
+    assert done.status == 0, done.err
+    assert [arm for arm in started if arm in ("sglang-best", "kvtier")] == [
+        *("sglang-best", "kvtier", "sglang-best", "kvtier")
+    ]
 
 
 def test_the_arm_without_lookahead_is_measured_once(kvtier: Command, tmp_path: Path) -> None:

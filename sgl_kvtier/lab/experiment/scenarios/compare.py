@@ -76,7 +76,7 @@ from sgl_kvtier.lab.experiment.measures import (
     within_bound,
 )
 from sgl_kvtier.lab.experiment.options import Options
-from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog, rotated
+from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog, rotated, same_place
 from sgl_kvtier.lab.experiment.timeline import timelines, watch_first
 from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions
@@ -319,7 +319,7 @@ def run(given: argparse.Namespace) -> int:
                     plan,
                     order=partial(_begin_further_on, place),
                     first_round=place * rounds + 1,
-                    place=partial(_place, where),
+                    place=partial(same_place, where),
                 )
             watch = partial(watch_first, page_tokens=setup.page_size) if not where else None
             kept = folder / where.replace(" ", "-") / "requests.jsonl"
@@ -333,37 +333,31 @@ def run(given: argparse.Namespace) -> int:
         loads = f"{axis} {', '.join(f'{value:g}' for value in values)}; " if cells[1:] else ""
         announce(chosen, "round and arm", cells[0].plan, f"{loads}{rounds} rounds of each")
         common = standing(setup, chosen, replaying)
-        if args.ablation:
-            experiment = compared.experiment(
-                args,
-                ABLATION.schema,
-                results=lambda: ablation_results(compared, chosen, replaying),
-                tables=ABLATION.tables,
-                page=ABLATION.page,
-                standing=common,
+        if args.ablation or len(cells) > 1:
+            kind = ABLATION if args.ablation else SWEEP
+            found = (
+                partial(ablation_results, compared, chosen, replaying)
+                if args.ablation
+                else partial(rising_results, compared, chosen, replaying, axis)
             )
-        elif len(cells) > 1:
-            settings = {**asdict(replaying), axis: values, "ttft_bound_ms": BOUND_MS}
-            experiment = compared.experiment(
+            return compared.experiment(
                 args,
-                SWEEP.schema,
-                results=lambda: rising_results(compared, chosen, settings),
-                tables=SWEEP.tables,
-                page=SWEEP.page,
+                kind.schema,
+                results=found,
+                tables=kind.tables,
+                page=kind.page,
                 standing=common,
-            )
-        else:
-            experiment = compared.experiment(
-                args,
-                SCHEMA,
-                results=lambda: results(chosen, replaying, cells[0]),
-                tables=main_tables,
-                page=compare_page,
-                standing=common,
-                sentence=sentence,
-                behind=_BEHIND,
-            )
-        return experiment.run()
+            ).run()
+        return compared.experiment(
+            args,
+            SCHEMA,
+            results=lambda: results(chosen, replaying, cells[0]),
+            tables=main_tables,
+            page=compare_page,
+            standing=common,
+            sentence=sentence,
+            behind=_BEHIND,
+        ).run()
 
 
 def _loads(args: CompareOptions) -> tuple[str, Sequence[Any]]:
@@ -388,11 +382,6 @@ def _enough_sessions(args: CompareOptions, usual: int, most: int) -> int:
 
 def _begin_further_on(places: int, arms: Sequence[str], number: int) -> list[str]:
     return rotated(arms, number + places)
-
-
-def _place(cell: str, _arm: str) -> str:
-    """Where the log keeps the rounds of a load."""
-    return cell
 
 
 def standing(setup: Setup, chosen: Load, replaying: ReplayOptions) -> list[str]:
@@ -520,28 +509,28 @@ def results(chosen: Load, replaying: ReplayOptions, cell: Cell) -> dict[str, Any
 
 
 def rising_results(
-    compared: Comparison, chosen: Load, settings: Mapping[str, Any]
+    compared: Comparison, chosen: Load, replaying: ReplayOptions, axis: str
 ) -> dict[str, Any]:
     """The result of several loads, schema kvtier.sweep/1 (docs/manual/json.md)."""
     cells, plan = compared.cells, compared.cells[0].plan
     rows = [[{**cell.axes, **row} for row in sample_rows(cell.outcome.rounds)] for cell in cells]
     every = [row for found in rows for row in found]
     commands = {a: c for cell in cells for a, c in cell.outcome.commands.items()}
-    servers = {**asdict(plan.setup), "host_tokens": plan.setup.host_tokens}
+    values = [cell.axes[axis] for cell in cells]
+    settings = settings_of(plan.setup, replaying, commands)
     rounds = compared.rounds()
     arms: dict[str, Any] = {}
     for arm in plan.arms:
         figures = arm_figures(arm, rounds, every)
         own = {name: figures[name] for name in _OF_ARM if name in figures}
         arms[arm] = {**own, **over_cells(cells, arm)}
-    bound_ms = settings["ttft_bound_ms"]
     return {
         **device_of(plan.setup.paced),
         "workload": chosen.to_json(),
-        "settings": {**servers, **settings, "commands": commands},
+        "settings": {**settings, axis: values, "ttft_bound_ms": BOUND_MS},
         "rounds": plan.rounds,
         "arms": arms,
-        "cells": [_rising(cell, found, bound_ms) for cell, found in zip(cells, rows, strict=True)],
+        "cells": [_rising(cell, found) for cell, found in zip(cells, rows, strict=True)],
         "samples": every,
     }
 
@@ -575,12 +564,12 @@ def ablation_results(
     }
 
 
-def _rising(cell: Cell, rows: Sequence[dict[str, Any]], bound_ms: float) -> dict[str, Any]:
+def _rising(cell: Cell, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rounds, arms = cell.outcome.rounds, cell.plan.arms
     figures = {
         arm: {
             **arm_figures(arm, rounds, rows),
-            "goodput_requests_per_s": within_bound(arm, rounds, bound_ms),
+            "goodput_requests_per_s": within_bound(arm, rounds, BOUND_MS),
         }
         for arm in arms
     }
