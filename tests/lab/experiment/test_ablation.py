@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import fake_arms
 import pytest
 from commands import Command
 from fake_arms import ThreadServer
@@ -55,6 +56,21 @@ def test_sglangs_flags_are_tried_first_and_the_best_ones_are_compared(
     assert load["share"][gain]["share"]["value"] in (1.0, None)
     assert "What each mechanism is worth" in (tmp_path / "p").read_text()
     assert "Without one mechanism" in done.out
+
+
+def test_a_flag_with_which_sglang_does_not_survive_the_load_is_out(
+    kvtier: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        fake_arms, "task_of", lambda arguments: "die" if "write_back" in arguments else ""
+    )
+    done = kvtier(tmp_path, *LOAD, "--arms", "sglang-best,kvtier")
+    assert done.status == 0, done.err
+    (load,) = done.result["loads"]
+    (out,) = [one for one in load["tried"] if "write_back" in one["arguments"]]
+    assert "the end is near" in out["failure"]
+    assert not out["best"] and out["ttft_ms"]["mean"] is None
+    assert load["arms"]["sglang-best"]["errors"] == 0
 
 
 def test_a_load_of_several_rates_is_one_load_each_and_its_log_has_them_all(
