@@ -60,14 +60,16 @@ _STORE = (
     Metric("pages_kept", "writes of pages that were there already"),
     Metric("pages_refused", "pages that were not stored"),
     Metric("pages_evicted", "pages evicted to make room for others"),
-    Metric("pages_missed", "pages asked for that were not there"),
-    Metric("pages_corrupt", "pages that failed the check on reading"),
+    Metric("pages_missed", "pages looked for that were not there"),
+    Metric(
+        "pages_corrupt", "pages that failed the check on reading: torn, stale, swapped or damaged"
+    ),
     Metric("reads_failed", "reads that the device failed"),
     Metric("reads_late", "reads that did not end before their deadline"),
     Metric("reads_cancelled", "reads that were cancelled"),
-    Metric("follow_failures", "looks at other servers' folders that failed unexpectedly"),
-    Metric("read_busy_seconds", "seconds in which a read was under way"),
-    Metric("write_busy_seconds", "seconds in which a write was under way"),
+    Metric("follow_failures", "looks at other servers' folders that failed and were tried again"),
+    Metric("read_busy_seconds", "seconds with a read in flight"),
+    Metric("write_busy_seconds", "seconds with a write in flight"),
     Metric("open_seconds", "seconds since the store was opened"),
     Metric(
         "feature",
@@ -77,57 +79,77 @@ _STORE = (
     ),
 )
 _REMOTE = (
+    Metric("remote_up", "1 while calls to the remote store go through", kind=Kind.GAUGE),
+    Metric("remote_pages_read", "pages read from the remote store"),
+    Metric("remote_read_bytes", "payload bytes read from the remote store"),
+    Metric("remote_pages_missed", "pages looked for that had left the remote store"),
+    Metric("remote_pages_corrupt", "pages of the remote store that failed the check on reading"),
+    Metric("remote_reads_failed", "pages that the engine failed to bring, or brought too slowly"),
+    Metric("remote_reads_late", "pages of the remote store not begun before their deadline"),
+    Metric("remote_pages_sent", "pages sent to the remote store"),
+    Metric("remote_sent_bytes", "payload bytes sent to the remote store"),
+    Metric("remote_pages_refused", "pages that the remote store did not take"),
     Metric(
-        "remote_up", "1 while calls to the store that servers share go through", kind=Kind.GAUGE
+        "remote_names_dropped",
+        "pages not sent: gone from the disk, or too many, when their turn came",
     ),
-    Metric("remote_pages_read", "pages read from the store that servers share"),
-    Metric("remote_read_bytes", "payload bytes of these"),
-    Metric("remote_pages_missed", "pages asked for that were not there any more"),
-    Metric("remote_pages_corrupt", "pages that failed the check where they landed"),
-    Metric("remote_reads_failed", "pages that the engine failed or that took too long"),
-    Metric("remote_reads_late", "pages that were not begun before their deadline"),
-    Metric("remote_pages_sent", "pages sent to it"),
-    Metric("remote_sent_bytes", "payload bytes of these"),
-    Metric("remote_pages_refused", "pages that it did not take"),
-    Metric("remote_names_dropped", "pages that were gone, or too many, when their turn came"),
-    Metric("remote_child_starts", "starts of the process that has its engine"),
-    Metric("remote_names_waiting", "pages that wait to be sent now", kind=Kind.GAUGE),
-    Metric("remote_pages_kept", "pages that came from it and were written to the local disk"),
-    Metric("remote_calls_late", "writes, deletes and clears that returned before it had done them"),
+    Metric(
+        "remote_child_starts",
+        "starts of the process that has the engine; more than one after a crash or a hung call",
+    ),
+    Metric(
+        "remote_names_waiting", "pages that wait to be sent to the remote store", kind=Kind.GAUGE
+    ),
+    Metric("remote_pages_kept", "pages of the remote store that were written to the local disk"),
+    Metric(
+        "remote_calls_late",
+        "writes, deletes and clears that returned, after at most 2 s, before they were done",
+    ),
     Metric(
         "remote_removals_waiting",
-        "pages deleted here that it may still have; a clear counts as one",
+        "pages deleted here that the remote store may still have, and that this server does not "
+        "use; a clear counts as one",
         kind=Kind.GAUGE,
     ),
 )
 _RESTORE = (
-    Metric("restore_started", "offers answered", ("mode", "reason")),
-    Metric("restore_declined", "hits left to SGLang's own way", ("reason",)),
-    Metric("restore_ended", "restorations ended", ("how",)),
+    Metric(
+        "restore_started",
+        "restore candidates by the planner's answer and its reason",
+        ("mode", "reason"),
+    ),
+    Metric(
+        "restore_declined",
+        "restore candidates that were rejected, so that SGLang loads or computes them",
+        ("reason",),
+    ),
+    Metric("restore_ended", "restorations by their end: met is the ordinary one", ("how",)),
     Metric("restore_computed_tokens", "tokens of restored prefixes that were computed"),
     Metric("restore_loaded_tokens", "tokens of restored prefixes that were loaded", ("tier",)),
-    Metric("restore_loaded_bytes", "bytes that landed on the device", ("link",)),
-    Metric("restore_lost_pages", "pages asked for that did not come", ("reason",)),
+    Metric("restore_loaded_bytes", "bytes of restorations that landed in device memory", ("link",)),
+    Metric("restore_lost_pages", "loads that brought no page", ("reason",)),
     Metric(
         "restore_turn_reads",
-        "stored prefixes left to SGLang that were kept back, read again, or given up",
+        "stored prefixes that SGLang reads in queue order: kept back (no room yet), read again "
+        "(evicted while they waited), given up, taken back (restored after all)",
         ("what",),
     ),
     Metric(
         "restore_audited_pages",
-        "pages read back from the device and compared: equal, differs, not read, skipped",
+        "with lab.audit, attached pages read back from the device: equal, differs (a defect), not "
+        "read, skipped",
         ("result",),
     ),
     Metric(
         "restore_proof_pages",
-        "pages compared with what they were loaded from, before they were used: equal, differs, "
-        "skipped",
+        "restored pages compared with their host pages before use: equal, differs (ends "
+        "restoration), skipped",
         ("result",),
     ),
     Metric(
         "restore_proof_attaches",
-        "pages computed after loaded ones and compared with the stored page: equal, differs, "
-        "skipped",
+        "last pages of prefixes computed after the loaded ones and compared with the stored page: "
+        "equal, differs (ends restoration), skipped",
         ("result",),
     ),
     Metric(
@@ -137,83 +159,100 @@ _RESTORE = (
     ),
     Metric(
         "restore_paused",
-        "times no restoration began for a minute, since decoding was slower with loads in flight",
+        "times restoration paused for a minute, since output tokens came later with loads in "
+        "flight",
         ("reason",),
     ),
-    Metric("restore_unused_pages", "pages that were loaded for nothing"),
-    Metric("restore_jumps", "times a front stepped over what had landed"),
-    Metric("restore_parks", "times a request in the slot waited for loads"),
-    Metric("restore_parked_seconds", "seconds it waited so"),
-    Metric("restore_meeting_wait_seconds", "of these, the seconds right before the two ends met"),
-    Metric("restore_restoring_seconds", "seconds from offer to meeting"),
-    Metric("restore_reductions", "collectives over the ranks"),
-    Metric("restore_planner_failures", "times the planner raised"),
-    Metric("restore_untimed_chunks", "prefill chunks of which no time was learned"),
+    Metric(
+        "restore_unused_pages", "pages loaded for nothing: work done twice, or an aborted request"
+    ),
+    Metric("restore_jumps", "times loaded pages were attached to a request"),
+    Metric("restore_parks", "times a request in the prefill slot waited for loads"),
+    Metric(
+        "restore_parked_seconds", "seconds in which a request in the prefill slot waited for loads"
+    ),
+    Metric(
+        "restore_meeting_wait_seconds",
+        "seconds in which the prefill waited for loads right before the meeting",
+    ),
+    Metric(
+        "restore_restoring_seconds",
+        "seconds from becoming a candidate to the meeting, of restorations that met",
+    ),
+    Metric(
+        "restore_reductions",
+        "collectives over the ranks; none while nothing is restored, nor with lookahead",
+    ),
+    Metric("restore_planner_failures", "times the planner raised; its requests were computed"),
+    Metric("restore_untimed_chunks", "prefill chunks whose time was not learned"),
     Metric("restore_log_lines_dropped", "lines missing in the decision log"),
     Metric(
         "restore_meeting_position",
-        "where front and loads met: computed over all of what was restored",
+        "where prefill and loads met: tokens computed over all tokens restored",
         kind=Kind.HISTOGRAM,
     ),
     Metric("restore_under_way", "restorations now", kind=Kind.GAUGE),
     Metric(
         "restore_writes_waiting",
-        "prefixes that SGLang writes from host memory to storage, or will, now",
+        "prefixes in host memory whose write to storage has not ended",
         kind=Kind.GAUGE,
     ),
     Metric(
         "restore_break_even_bytes_per_s",
-        "bandwidth from which on loading is faster than computing, for the first chunk of a prompt",
+        "learned bandwidth from which on loading the first chunk of a prompt is faster than "
+        "computing it",
         kind=Kind.GAUGE,
     ),
 )
 _LOOKAHEAD = (
-    Metric(
-        "lookahead_moved_bytes", "bytes moved between tiers before they were asked for", ("link",)
-    ),
+    Metric("lookahead_moved_bytes", "bytes prefetched", ("link",)),
     Metric(
         "lookahead_failed_moves",
-        "moves that the planner asked for and that were not carried out",
+        "pages whose prefetch or eviction was not carried out",
         ("reason",),
     ),
-    Metric("lookahead_wasted_bytes", "bytes moved up early that left without having been used"),
+    Metric("lookahead_wasted_bytes", "bytes prefetched and evicted again without having been used"),
     Metric(
         "lookahead_hit_tokens",
-        "prompt tokens by the tier they were in when their request was first scheduled",
+        "prompt tokens by tier when their request was first scheduled; restored ones count as "
+        "device",
         ("tier",),
     ),
-    Metric("lookahead_hints", "clients' hints, by what came of them", ("result",)),
-    Metric("lookahead_victims", "pages that left the device by our choice"),
+    Metric("lookahead_hints", "clients' hints by result", ("result",)),
+    Metric("lookahead_victims", "pages evicted from the device in the map's order"),
+    Metric("lookahead_host_victims", "pages evicted from host memory while others were pinned"),
     Metric(
-        "lookahead_host_victims",
-        "pages that left host memory while pages wanted soon were held back",
+        "lookahead_drift",
+        "pages found in another tier than the map said; evictions of the store count",
     ),
-    Metric("lookahead_drift", "pages that the map had in another place than they were"),
     Metric(
         "lookahead_overlap",
-        "turns by whether their transfers were predicted to be hidden, and whether that was right",
+        "turns by whether all they lacked was predicted to come in time (held, failed), and by "
+        "what came true (held_right, held_wrong, failed_right, failed_wrong)",
         ("result",),
     ),
     Metric("lookahead_checks", "times the whole map was compared with the truth"),
-    Metric("lookahead_failures", "times choosing victims raised, or looking ahead was given up"),
+    Metric(
+        "lookahead_failures",
+        "times lookahead ended, or choosing victims raised; SGLang chooses from then on",
+    ),
     Metric("lookahead_map_pages", "pages known", kind=Kind.GAUGE),
     Metric("lookahead_map_device_pages", "pages known to be on the device", kind=Kind.GAUGE),
     Metric("lookahead_map_host_pages", "pages known to be in host memory", kind=Kind.GAUGE),
     Metric("lookahead_map_storage_pages", "pages known to be in storage", kind=Kind.GAUGE),
-    Metric("lookahead_map_remote_pages", "pages known to be shared", kind=Kind.GAUGE),
-    Metric("lookahead_sessions", "idle sessions whose paths are kept", kind=Kind.GAUGE),
+    Metric("lookahead_map_remote_pages", "pages known to be in the remote store", kind=Kind.GAUGE),
+    Metric("lookahead_sessions", "idle sessions whose pages could be prefetched", kind=Kind.GAUGE),
 )
 _TENANTS = (
     Metric(
         "tenant_bytes",
-        "bytes of the disk with pages of a tenant of store.tenants, in this server's own folder; "
-        "other: of all others",
+        "bytes of a tenant's pages in this server's folder; other: those of all others",
         ("tenant",),
         Kind.GAUGE,
     ),
     Metric(
         "tenant_share_bytes",
-        "bytes of this server's part that pages of others take from no tenant",
+        "bytes of this server's part that other tenants never evict",
         ("tenant",),
         Kind.GAUGE,
     ),
