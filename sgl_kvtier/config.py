@@ -129,7 +129,7 @@ class StoreConfig:
     )
     io: str = setting(
         "auto",
-        "how the I/O threads in C read: threads = one read each, io_uring = many under way each, "
+        "how the I/O threads in C read: threads = one read each, io_uring = many in flight each, "
         "auto = io_uring where the kernel allows it and the page cache is bypassed",
         choices=("auto", "threads", "io_uring"),
     )
@@ -143,9 +143,9 @@ class StoreConfig:
     )
     tenants: str = setting(
         "",
-        "shares of the capacity that tenants are sure of, as NAME=DIGEST:SHARE, by commas: DIGEST "
-        "is that of a cache salt (kvtier stat --salt -), SHARE a size or a percentage, of the part "
-        "of the capacity that is this model's. A tenant above its share evicts its own pages first",
+        "shares of the capacity that other tenants never evict, as NAME=DIGEST:SHARE, by commas: "
+        "DIGEST is that of a cache salt (kvtier stat --salt -), SHARE a size or a percentage, of "
+        "this model's part of the capacity. A tenant above its share evicts its own pages first",
         check=parse_tenants,
     )
     durable: bool = setting(
@@ -156,7 +156,7 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class RemoteConfig:
-    """A store that is shared with other servers, behind the one on local disk. See remote.md."""
+    """A store that servers on many hosts share, after the one on local disk. See remote.md."""
 
     engine: str = setting(
         "off",
@@ -187,21 +187,20 @@ class PolicyConfig:
         "auto",
         "how a prefix found in a lower tier comes back: auto = fastest on one CPU rank and on one "
         "NVIDIA GPU, off elsewhere; fastest = whatever is predicted fastest for each request, both "
-        "= compute its front while loading its back, load, compute, or off = SGLang's own way",
+        "= compute its first pages while loading its last ones, load, compute, or off = as SGLang "
+        "does without kvtier",
         choices=("auto", "both", "load", "compute", "off", "fastest"),
     )
     proof: str = setting(
         "auto",
         "which restored pages are compared with what they were loaded from, before they are used: "
-        "auto = on an accelerator all of the first 16 loads and 8 GiB, then 1 in 64, and 1 in "
-        "1,024 after 64 GiB, and of some restorations a page computed after them; all = every "
-        "page and restoration, on a CPU too; off = none. One that differs ends "
-        "restoring for the server's life, and with the same GPU, driver and versions until "
-        "proof.json in the model's folder is deleted, or a server is started with all",
+        "auto = on an accelerator all of the first 16 loads and 8 GiB, then a sample; all = every "
+        "page, on a CPU too; off = none. One that differs ends restoration for the server's life "
+        "(docs/manual/restore-on-gpu.md)",
         choices=("auto", "all", "off"),
     )
     min_restore_tokens: int = setting(
-        256, "shorter restorations are left to SGLang's own way", low=0, high=10_000_000
+        256, "SGLang loads or computes shorter prefixes", low=0, high=10_000_000
     )
     load_tokens: int = setting(
         128,
@@ -227,10 +226,9 @@ class PolicyConfig:
     )
     queue: str = setting(
         "shortest",
-        "which waiting request runs next: shortest = the one whose prompt is predicted to be there "
-        "soonest, but none is overtaken for more than what those before it and itself "
-        "take; arrival = the order of arrival. Another --schedule-policy, and priorities of "
-        "requests, stay in force",
+        "which waiting request runs next: shortest = the one with the shortest predicted time to "
+        "first token, with a bound on how long one is overtaken; arrival = the order of arrival. "
+        "Another --schedule-policy, and priorities of requests, stay in force",
         choices=("shortest", "arrival"),
     )
     rules: str = setting(
@@ -249,7 +247,7 @@ class PolicyConfig:
         0.2, "most of the device pool that may hold prefetched pages not used yet", low=0, high=1
     )
     prefetch_waste: float = setting(
-        0.1, "share of what is prefetched that may go unused; 1 = no limit", low=0, high=1
+        0.1, "fraction of prefetched bytes that may go unused; 1 = no limit", low=0, high=1
     )
     eviction: str = setting(
         "auto",
