@@ -9,10 +9,14 @@ for servers that are started with them to measure what a rule is worth.
     ByArrival                       kvtier's, requests computed in the order they came
     NeverRestores, NeverHolds       every prefix left to the engine; and none waits for sessions
     ByLayers                        lower layers of a whole prefix computed, upper ones loaded
+    SmallestHeld, LeastBudget       orders of the queue: Bidaw's, and Cascade's
+    Unbounded                       kvtier's order, without its bound on being overtaken
     InTurn                          one of `IN_TURN` at a time, changed in the running server
     FixedSplit                      a share of every prefix is computed, whatever happens
     K0, K1, K2 ...                  kvtier's, with that many iterations of lookahead
     LFU                             eviction: TierKV's Frequency
+    QuickDemotion                   eviction: LRU, pages of one request before those of several
+    KeptWhileExpected               eviction: LRU, what a session is expected to use last
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ from collections.abc import Iterable, KeysView, Mapping, Sequence
 
 from sgl_kvtier.outside import refusal
 from sgl_kvtier.policy.ahead.budget import hops
-from sgl_kvtier.policy.messages import Mode
-from sgl_kvtier.policy.pages.owners import Owners
+from sgl_kvtier.policy.messages import Mode, Waiter
+from sgl_kvtier.policy.pages.owners import UNOWNED, Owners
 from sgl_kvtier.policy.rules import Desk, Rules, ToCome, Waiting, Ways
 from sgl_kvtier.types import Tier
 
@@ -80,6 +84,36 @@ class ByArrival(Rules):
     """kvtier's, with requests computed in the order they came."""
 
     overtaking = 0.0
+
+
+class Unbounded(Rules):
+    """kvtier's, where a request may be overtaken by any shorter one, for as long as it waits."""
+
+    overtaking = 1e9
+
+
+class SmallestHeld(Unbounded):
+    """The order of Bidaw (FAST 2026): requests whose KV is in memory before those that need
+    storage, and among each the one with the least KV first.
+    """
+
+    def urgency(self, request: Waiter, work_s: float, waited_s: float) -> float:
+        """Its tokens; with a part in storage more than any that are in memory."""
+        del work_s, waited_s
+        return request.prompt_tokens + (1e9 if request.stored_tokens else 0.0)
+
+
+class LeastBudget(Unbounded):
+    """The order of Cascade (arXiv 2608.06557): the least budget first, which is the bound of the
+    time to first token less what it has waited and what it will take.
+    """
+
+    bound_s: float = 5.0
+
+    def urgency(self, request: Waiter, work_s: float, waited_s: float) -> float:
+        """The budget, on a scale above 0."""
+        del request
+        return math.exp(min(self.bound_s - waited_s - work_s, 600.0))
 
 
 class NeverRestores(Rules):
@@ -247,3 +281,64 @@ class LFU:
         """Shelves from the least used on."""
         del owners
         return ((shelf, math.inf) for shelf in sorted(shelves))
+
+
+class QuickDemotion:
+    """LRU with quick demotion (arXiv 2609.28870): pages that one request has used go before those
+    that later ones used as well. A request uses what it computes when it ends, and what it finds
+    when it starts too.
+    """
+
+    def entered(self, group: int) -> int:
+        """The shelf of a page that no request has used."""
+        del group
+        return 0
+
+    def used(self, shelf: int, group: int) -> int:
+        """The next shelf, up to that of pages used again."""
+        del group
+        return min(shelf + 1, 2)
+
+    def regrouped(self, shelf: int, group: int) -> int:
+        """The same shelf."""
+        del group
+        return shelf
+
+    def order(self, shelves: KeysView[int], owners: Owners) -> Iterable[tuple[int, float]]:
+        """Pages used once first."""
+        del owners
+        return [(shelf, math.inf) for shelf in (0, 1, 2) if shelf in shelves]
+
+
+class KeptWhileExpected:
+    """What Continuum (arXiv 2511.02230) does with a lifetime, by kvtier's expectations: pages of
+    sessions that are expected back stay until the session is given up; others go before, the least
+    recently used first. Of those that stay, the one expected soonest goes first: it has been
+    waited for longest.
+    """
+
+    def entered(self, group: int) -> int:
+        """A shelf for each group of owners."""
+        return group
+
+    def used(self, shelf: int, group: int) -> int:
+        """The same."""
+        del shelf
+        return group
+
+    def regrouped(self, shelf: int, group: int) -> int:
+        """That of its new owners."""
+        del shelf
+        return group
+
+    def order(self, shelves: KeysView[int], owners: Owners) -> Iterable[tuple[int, float]]:
+        """Pages that nobody is expected to use, then the others."""
+        if UNOWNED in shelves:
+            yield UNOWNED, math.inf
+        kept = []
+        for group, turn in owners.farthest_first():
+            if group in shelves and turn == math.inf:
+                yield group, turn
+            elif group in shelves:
+                kept.append((group, turn))
+        yield from reversed(kept)

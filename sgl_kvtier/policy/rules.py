@@ -28,7 +28,7 @@ from typing import Protocol
 
 from sgl_kvtier.named_class import lacking_method, load_class
 from sgl_kvtier.outside import is_number, is_whole, refusal, shown
-from sgl_kvtier.policy.messages import Mode
+from sgl_kvtier.policy.messages import Mode, Waiter
 from sgl_kvtier.types import Link, Span, Tier
 
 
@@ -284,6 +284,14 @@ class Rules:
         this step.
         """
         return waiting
+
+    def urgency(self, request: Waiter, work_s: float, waited_s: float) -> float:
+        """What waiting requests are ordered by, the least first: a number above 0, by default the
+        seconds until its prompt is there with links and compute to itself (`work_s`). `waited_s`:
+        seconds since it came. Which requests may be overtaken, and for how long, is `overtaking`.
+        """
+        del request, waited_s
+        return work_s
 
     def computed_share(self) -> float | None:
         """The share of a prefix that is computed, whatever happens, of an offer taken now; None: it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvtier.lab.rules import LFU
+from sgl_kvtier.lab.rules import LFU, KeptWhileExpected, QuickDemotion
 from sgl_kvtier.policy.pages.eviction import LRU, NextUse, Shelves, eviction_of
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import PageKey, Tier
@@ -27,7 +28,7 @@ def test_every_rule_of_the_settings_is_there():
         assert type(eviction_of(name)()) is rule
 
 
-@pytest.mark.parametrize("rule", [LRU, LFU, NextUse])
+@pytest.mark.parametrize("rule", [LRU, LFU, NextUse, QuickDemotion, KeptWhileExpected])
 def test_naming_ten_victims_looks_at_ten_pages_of_a_hundred_thousand(rule, monkeypatch):
     tier_map = TierMap(200_000, rule(), rule())
     keys = named(100_000)
@@ -57,6 +58,29 @@ def test_device_and_host_have_orders_of_their_own():
     assert tier_map.victims(Tier.HOST, 2) == (a, b)
     with pytest.raises(ValueError, match="storage"):
         tier_map.victims(Tier.STORAGE, 1)
+
+
+def test_pages_of_one_request_leave_before_those_of_several() -> None:
+    tier_map = TierMap(100, QuickDemotion())
+    old, new = named(2)
+    tier_map.placed((old,), Tier.DEVICE, 0.0)
+    tier_map.used((old,), 1.0)  # the request that computed it ends
+    tier_map.used((old,), 2.0)  # another one starts
+    tier_map.placed((new,), Tier.DEVICE, 3.0)
+    tier_map.used((new,), 4.0)
+    assert tier_map.victims(Tier.DEVICE, 2) == (new, old)
+
+
+def test_what_a_session_is_expected_to_use_leaves_last() -> None:
+    tier_map = TierMap(100, KeptWhileExpected())
+    soon, later, given_up, nobodys = named(4)
+    for now, (owner, key, turn) in enumerate(
+        [("s", soon, 10.0), ("l", later, 20.0), ("g", given_up, math.inf)]
+    ):
+        tier_map.placed((key,), Tier.DEVICE, float(now))
+        tier_map.claim(owner, (key,), turn)
+    tier_map.placed((nobodys,), Tier.DEVICE, 9.0)
+    assert tier_map.victims(Tier.DEVICE, 4) == (nobodys, given_up, soon, later)
 
 
 def test_the_example_of_an_own_rule_runs_and_its_rule_pays():

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.lab.rules import LeastBudget, SmallestHeld, Unbounded
 from sgl_kvtier.policy.messages import ChunkBeside, RunOrder, Waiter
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.rules import Rules
@@ -51,6 +52,26 @@ def test_nearly_equal_work_runs_in_the_order_of_arrival() -> None:
 def test_without_overtaking_the_order_is_that_of_arrival() -> None:
     found = order(planner(0.0), Waiter("long", 900), Waiter("short", 100))
     assert found == ("long", "short")
+
+
+def test_rules_may_order_by_something_else() -> None:
+    """Bidaw's order: what needs storage comes last; Cascade's: the least budget first."""
+    small, stored = Waiter("small", 300), Waiter("stored", 200, stored_tokens=190)
+    held = make_planner(PolicyConfig(), ENGINE, PROFILE, SmallestHeld())
+    assert order(held, Waiter("long", 900), stored, small) == ("small", "long", "stored")
+    budget = make_planner(PolicyConfig(), ENGINE, PROFILE, LeastBudget())
+    assert order(budget, Waiter("short", 100), Waiter("long", 900)) == ("long", "short")
+    # The short one has waited for 2 s, the long one takes 0.9 s and comes now.
+    late = make_planner(PolicyConfig(), ENGINE, PROFILE, LeastBudget())
+    assert order(late, Waiter("short", 100)) == ("short",)
+    assert order(late, Waiter("long", 900), Waiter("short", 100), now=2.0) == ("short", "long")
+
+
+def test_without_a_bound_a_long_one_is_overtaken_for_ever() -> None:
+    free, long = make_planner(PolicyConfig(), ENGINE, PROFILE, Unbounded()), Waiter("long", 900)
+    for turn in range(100):
+        short = Waiter(f"short {turn}", 100)
+        assert order(free, long, short, now=10.0 * turn) == (short.rid, "long")
 
 
 def test_one_that_was_overtaken_for_long_enough_runs_next() -> None:

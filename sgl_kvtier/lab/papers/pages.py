@@ -93,24 +93,40 @@ _POLICIES = {
     name: (name, AHEAD) for name in ("recompute", "stock", "cake", "kvtier", "restore", "unbounded")
 }
 _BY_ARRIVAL = {"kvtier by arrival": ("kvtier", replace(AHEAD, queue="arrival"))}
+_STAYS = replace(AHEAD, prefetch="off")
+
+
+def _rule(name: str) -> str:
+    return f"sgl_kvtier.lab.rules:{name}"
+
+
+_RIVALS = {
+    "restore": ("kvtier", _STAYS),
+    "order: Bidaw": ("kvtier", replace(_STAYS, rules=_rule("SmallestHeld"))),
+    "order: Cascade": ("kvtier", replace(_STAYS, rules=_rule("LeastBudget"))),
+    "order: unbounded": ("kvtier", replace(_STAYS, rules=_rule("Unbounded"))),
+    "eviction: LRU": ("kvtier", replace(_STAYS, eviction="lru")),
+    "eviction: quick demotion": ("kvtier", replace(_STAYS, eviction=_rule("QuickDemotion"))),
+    "eviction: kept": ("kvtier", replace(_STAYS, eviction=_rule("KeptWhileExpected"))),
+}
+"""Rules of others in the place of one of kvtier's, without prefetching."""
 
 Rows: TypeAlias = Mapping[str, tuple[str, PolicyConfig]]
 """Policies with their settings, by the rows' names."""
 
+_SWE = Load("swe_openhands_claude35", 16, pace=Pace(mean_start_s=12.0), most_prompt_tokens=60_000)
+_CLAUDE_CODE = Load(
+    "claude_code_blocks64",
+    5,
+    pace=Pace(mean_start_s=30.0, most_gap_s=60.0, most_output_tokens=256),
+    most_prompt_tokens=50_000,
+)
+
 SCENES: Mapping[str, tuple[Load, Rows]] = {
-    "swe": (
-        Load("swe_openhands_claude35", 16, pace=Pace(mean_start_s=12.0), most_prompt_tokens=60_000),
-        _POLICIES | _BY_ARRIVAL,
-    ),
-    "claude-code": (
-        Load(
-            "claude_code_blocks64",
-            5,
-            pace=Pace(mean_start_s=30.0, most_gap_s=60.0, most_output_tokens=256),
-            most_prompt_tokens=50_000,
-        ),
-        _POLICIES,
-    ),
+    "swe": (_SWE, _POLICIES | _BY_ARRIVAL),
+    "claude-code": (_CLAUDE_CODE, _POLICIES),
+    "swe-rivals": (_SWE, _RIVALS),
+    "claude-code-rivals": (_CLAUDE_CODE, _RIVALS),
 }
 
 

@@ -45,6 +45,8 @@ class _Place:
 
     credit_s: float
     """Seconds for which it may be overtaken."""
+    since: float
+    """When it came, in seconds of the executor's clock."""
     overtaken_at: float = -1.0
     """Since when it is, in seconds of the executor's clock; -1: it is not."""
 
@@ -72,13 +74,15 @@ class QueueOrder:
             return tuple(waiting)
         self._note_gone(frozenset(waiting), now)
         works, slacks, before_s = list[float](), list[float](), 0.0
+        keys = list[float]()
         for one in question.waiting:
             work_s = self._work_s(one)
             before_s += work_s
-            place = self._place(one.rid, before_s)
+            place = self._place(one.rid, before_s, now)
             works.append(work_s)
             slacks.append(place.slack_s(now))
-        return _shortest_first(waiting, works, slacks)
+            keys.append(state.rules.urgency(one, work_s, now - place.since))
+        return _least_first(waiting, keys, works, slacks)
 
     def known(self, rid: str) -> str | None:
         """What it knows of a request, in words; None: nothing."""
@@ -113,22 +117,24 @@ class QueueOrder:
         rules, work_s = self._state.rules, self._work_s(question.request)
         if self._state.config.queue != "shortest" or rules.overtaking <= 0:
             return 0.0
-        place = self._places.get(question.request.rid) or _Place(rules.overtaking * work_s)
+        place = self._places.get(question.request.rid) or _Place(
+            rules.overtaking * work_s, question.now
+        )
         return min(rules.holding * work_s, place.slack_s(question.now) - _SHORT * work_s)
 
     def hold(self, question: HeldBack) -> None:
         """It waits for a session: its time of being overtaken begins."""
-        place = self._place(question.request.rid, self._work_s(question.request))
+        place = self._place(question.request.rid, self._work_s(question.request), question.now)
         if place.overtaken_at < 0:
             place.overtaken_at = question.now
 
-    def _place(self, rid: str, before_s: float) -> _Place:
+    def _place(self, rid: str, before_s: float, now: float) -> _Place:
         """The place of a waiting request; one that is new has this much work before it, its own
         included.
         """
         place = self._places.get(rid)
         if place is None:
-            place = self._places[rid] = _Place(self._state.rules.overtaking * before_s)
+            place = self._places[rid] = _Place(self._state.rules.overtaking * before_s, now)
         return place
 
     def _note_gone(self, waiting: frozenset[str], now: float) -> None:
@@ -161,20 +167,21 @@ class QueueOrder:
         )
 
 
-def _shortest_first(left: list[str], works: list[float], slacks: list[float]) -> tuple[str, ...]:
-    """Requests by work. One that came earlier is overtaken for no longer than its slack, in
-    seconds.
+def _least_first(
+    left: list[str], keys: list[float], works: list[float], slacks: list[float]
+) -> tuple[str, ...]:
+    """Requests by their keys. One that came earlier is overtaken for no longer than its slack, in
+    seconds of others' work.
     """
     found = []
     while left:
-        best, least_s, slack_s = 0, works[0], slacks[0]
+        best, least, slack_s = 0, keys[0], slacks[0]
         for place in range(1, len(left)):
-            work_s = works[place]
-            if work_s < _CLEARLY * least_s and work_s <= slack_s:
-                best, least_s = place, work_s
+            if keys[place] < _CLEARLY * least and works[place] <= slack_s:
+                best, least = place, keys[place]
             slack_s = min(slack_s, slacks[place])
         for place in range(best):
-            slacks[place] -= least_s
+            slacks[place] -= works[best]
         found.append(left.pop(best))
-        del slacks[best], works[best]
+        del slacks[best], works[best], keys[best]
     return tuple(found)
