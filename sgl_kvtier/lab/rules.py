@@ -97,10 +97,12 @@ class SmallestHeld(Unbounded):
     storage, and among each the one with the least KV first.
     """
 
+    clearly = 1.0
+
     def urgency(self, request: Waiter, work_s: float, waited_s: float) -> float:
         """Its tokens; with a part in storage more than any that are in memory."""
         del work_s, waited_s
-        return request.prompt_tokens + (1e9 if request.stored_tokens else 0.0)
+        return request.prompt_tokens + (1e9 if request.stored_tokens else 0)
 
 
 class LeastBudget(Unbounded):
@@ -108,6 +110,7 @@ class LeastBudget(Unbounded):
     time to first token less what it has waited and what it will take.
     """
 
+    clearly = 1.0
     bound_s: float = 5.0
 
     def urgency(self, request: Waiter, work_s: float, waited_s: float) -> float:

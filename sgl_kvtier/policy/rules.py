@@ -163,6 +163,11 @@ class Rules:
     """Shorter requests overtake one that waits for this many times the predicted work that stood
     before it when it came, its own included. 0: requests run in the order of arrival.
     """
+    clearly: float = 0.8
+    """A request goes before an earlier one when its urgency is below this share of that one's. With
+    less between them the order would change with every page that lands, and pages read for one
+    would leave for another's.
+    """
     holding: float = 2.0
     """A request that would push pages out of host memory waits for a session that should return
     within this many times the request's own work: that runs first, from memory. 0: none waits.

@@ -27,12 +27,6 @@ ASK_AGAIN_S: Final = 0.05
 """An executor asks again after this many seconds while the same requests wait: pages may have come.
 """
 
-_CLEARLY: Final = 0.8
-"""One goes before an earlier one when it takes at most this share of that one's time. With less
-between them the order would change with every page that lands, and pages read for one would leave
-for another's.
-"""
-
 _SHORT: Final = 0.25
 """A request waits for a session only as long as that could then overtake it with this share of its
 work.
@@ -82,7 +76,7 @@ class QueueOrder:
             works.append(work_s)
             slacks.append(place.slack_s(now))
             keys.append(state.rules.urgency(one, work_s, now - place.since))
-        return _least_first(waiting, keys, works, slacks)
+        return _least_first(waiting, keys, works, slacks, state.rules.clearly)
 
     def known(self, rid: str) -> str | None:
         """What it knows of a request, in words; None: nothing."""
@@ -108,7 +102,7 @@ class QueueOrder:
             loads = one.stored_tokens > 0 or one.rid in state.items
             if loads or needed > room or taken + own > share:
                 continue
-            if self._work_s(one) < _CLEARLY * left_s:
+            if self._work_s(one) < state.rules.clearly * left_s:
                 taken, room = taken + own, room - needed
         return most if not taken or most <= share else share // page * page
 
@@ -168,16 +162,16 @@ class QueueOrder:
 
 
 def _least_first(
-    left: list[str], keys: list[float], works: list[float], slacks: list[float]
+    left: list[str], keys: list[float], works: list[float], slacks: list[float], clearly: float
 ) -> tuple[str, ...]:
-    """Requests by their keys. One that came earlier is overtaken for no longer than its slack, in
-    seconds of others' work.
+    """Requests by their keys, where these differ clearly. One that came earlier is overtaken for no
+    longer than its slack, in seconds of others' work.
     """
     found = []
     while left:
         best, least, slack_s = 0, keys[0], slacks[0]
         for place in range(1, len(left)):
-            if keys[place] < _CLEARLY * least and works[place] <= slack_s:
+            if keys[place] < clearly * least and works[place] <= slack_s:
                 best, least = place, keys[place]
             slack_s = min(slack_s, slacks[place])
         for place in range(best):
