@@ -48,14 +48,6 @@ COMMANDS = {
         "1/4,1,4 --json out.json\n  kvtier compare restore --at-once 2,4,8 --device "
         "paced:h100-llama8b --dilation 2 --html out.html",
     ),
-    "compare lookahead": Command(
-        "sgl_kvtier.lab.experiment.scenarios.lookahead",
-        "replay agent sessions with a device pool too small for them: stock, each part of looking "
-        "ahead, and an oracle",
-        "kvtier compare lookahead --quick\n"
-        "  kvtier compare lookahead --oversubscription 1.5,3,5 --gaps 0,1 --json out.json --html "
-        "out.html",
-    ),
     "compare remote": Command(
         "sgl_kvtier.lab.experiment.scenarios.remote",
         "sessions that begin on one server and go on at another, over one Mooncake store, at the "
@@ -110,16 +102,6 @@ COMMANDS = {
         "sgl_kvtier.lab.stress.server.command",
         "agent sessions against a server in trouble: nothing hangs, leaks or differs",
         "kvtier bench restore-fuzz --device paced:h100-llama8b --minutes 2",
-    ),
-    "bench restore-timeline": Command(
-        "sgl_kvtier.lab.pages.timeline",
-        "restorations of a decision log, and their two pointers",
-        "kvtier bench restore-timeline decisions.jsonl --plot one.svg",
-    ),
-    "bench restore-overhead": Command(
-        "sgl_kvtier.lab.experiment.scenarios.overhead",
-        "decoding where nothing is restored, stock and ours in paired rounds",
-        "kvtier bench restore-overhead --json out.json",
     ),
     "bench store": Command(
         "sgl_kvtier.lab.storebench.command",

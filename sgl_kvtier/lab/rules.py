@@ -13,7 +13,6 @@ for servers that are started with them to measure what a rule is worth.
     Unbounded                       kvtier's order, without its bound on being overtaken
     InTurn                          one of `IN_TURN` at a time, changed in the running server
     FixedSplit                      a share of every prefix is computed, whatever happens
-    K0, K1, K2 ...                  kvtier's, with that many iterations of lookahead
     LFU                             eviction: TierKV's Frequency
     QuickDemotion                   eviction: LRU, pages of one request before those of several
     KeptWhileExpected               eviction: LRU, what a session is expected to use last
@@ -22,7 +21,6 @@ for servers that are started with them to measure what a rule is worth.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, KeysView, Mapping, Sequence
 
 from sgl_kvtier.outside import refusal
@@ -31,8 +29,6 @@ from sgl_kvtier.policy.messages import Mode, Waiter
 from sgl_kvtier.policy.pages.owners import UNOWNED, Owners
 from sgl_kvtier.policy.rules import Desk, Rules, ToCome, Waiting, Ways
 from sgl_kvtier.types import Tier
-
-_K = re.compile(r"K(\d{1,4})", re.ASCII)
 
 
 class Cake(Rules):
@@ -250,14 +246,6 @@ class FixedSplit(Rules):
     def computed_share(self) -> float | None:
         """The share, if there is one."""
         return self.share if self.share >= 0 else None
-
-
-def __getattr__(name: str) -> type[Rules]:
-    """K0, K1, K2 ...: made when they are asked for."""
-    found = _K.fullmatch(name)
-    if found is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return type(name, (Rules,), {"lookahead": int(found[1]), "__module__": __name__})
 
 
 class LFU:

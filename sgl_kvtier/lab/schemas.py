@@ -87,26 +87,6 @@ overlap: object or null; turns by whether their transfers were predicted to be h
     (failed), and by whether that was right; null where nothing was predicted
   held, failed, held_right, held_wrong, failed_right, failed_wrong: number
 """,
-    "candidates": """
-offers, requests: integer; restore candidates that were rejected, and their requests
-known: integer; candidates of which the log has the end
-right_fraction: number or null; of these, the fraction computed no later than restoring was
-    predicted to take
-promised_ms, took_ms: number or null; mean predicted time of a restoration, and mean time taken
-""",
-    "bound": """
-ttft_later_ms: number or null; mean TTFT of follow-up turns, each alone with its prefix on the
-    device
-ttft_later_on_demand_ms: number or null; the same where pages that cannot have stayed in the device
-    pool are computed and loaded at their turn; lookahead can be below it
-makespan_s: number; lower bound of the time of a round
-wall_s: number; time that the round took
-compute_s: number; seconds of computing in the bound
-session_s: number; seconds of the longest session with its pauses, or of all at this concurrency
-computed_tokens: number; prompt tokens that no earlier request had
-missing_on_device_tokens, missing_in_memory_tokens: number; reused tokens that no device pool, and
-    no device and host pool together, of this size can have kept
-""",
     "usage": """
 processes, threads, open_files: integer; of the server's process tree
 rss_bytes: integer; resident memory; pages that processes share count once per process
@@ -148,16 +128,10 @@ disk_bytes: bytes; bytes that the server's processes moved to and from disks
 pace: pace; only on an emulated H100: how well it kept its pace
 restore: restorations or null; growth of the server's counters of restorations (one rank); null
     without any
-declined.<reason>: candidates; only with --decisions: restore candidates that SGLang loaded itself
-bound: bound; only on an emulated H100: lower bounds, means over complete rounds
 hit_tokens_at_schedule: tiers; prompt tokens by the tier they lay in when the request was scheduled
 hit_tokens_counted_by: "server" or "responses"; source of these counts
 moved_bytes.<link>: number or null; bytes prefetched, by link
 wasted_bytes: number or null; prefetched bytes that left the device unused
-wasted_fraction: number or null; the same as a fraction of the prefetched bytes
-storage_read_bytes: number or null; bytes read from storage for any reason
-surplus_read_bytes: number or null; of these, bytes that were read twice, too late, or for no
-    request
 lookahead: lookahead; growth of the server's counters of lookahead
 evicted_tokens: number or null; tokens that left the device pool
 store_pages_read: number or null; pages read from the kvtier store
@@ -179,8 +153,7 @@ arm: string; configuration
 round: integer; round, from 1
 session: string or integer; name or number of the session
 turn: integer; turn of the session, from 1
-concurrency, rate, oversubscription, gap_s: number; load of its cell (kvtier compare, compare
-    lookahead)
+concurrency, rate: number; load of its cell
 ttft_ms, tpot_ms, e2e_ms: number or null; time to first token, per output token, to the last token
 queue_ms: number or null; time in the scheduler's queue
 storage_wait_ms: number or null; time that the request waited for a storage read
@@ -307,32 +280,6 @@ failure: string or null; why the configuration was given up
 skipped: string or null; why it was not tried
 """,
     },
-)
-
-LOOKAHEAD = Schema(
-    "kvtier.compare.lookahead/1",
-    "kvtier compare lookahead",
-    "sessions replayed with a device pool too small for them, for each part of lookahead",
-    f"""{_COMPARED}
-settings.arms.<name>: object; what a configuration is started with
-  kind, about: string; kind of server, description
-  policy: object; settings of policy
-  device_tokens: integer or null; size of the device pool of the oracle
-  arguments: list of strings; further arguments of SGLang
-  env.<name>: string; further variables of the server
-arms.<name>: figures; figures of a configuration over all cells and rounds
-ratios.<a>/<b>: ratios; ratios of two configurations, round by round
-cells: list of objects; one for each oversubscription and pause
-  oversubscription: number; tokens of all contexts over those of the device pool
-  gap_s: number; pause between two turns of a session
-  pools.{{needed,device,host,oracle}}: integer; tokens of all contexts, of the pools, and of the
-      oracle's device pool
-  arms.<name>: figures; figures of a configuration in this cell
-  over_oracle.<name>.{{p50,p90,p99}}: number or null; TTFT over that of the oracle
-  occupancy.<name>: list of readings; the first round over time
-  commands.<name>: list of strings; command line of the server
-""",
-    _PARTS,
 )
 
 _RESTORED = f"""{_PACED}
@@ -565,26 +512,6 @@ scenes: list of objects; with --scene
   findings: list of strings; findings of this scene
   store: object or null; kvtier.fsck/1 of the stopped server's store; with its last scene
 remote.<counter>: number; with --remote: the servers' counters of the shared store
-{_ENDING}""",
-    _PARTS,
-)
-
-OVERHEAD = Schema(
-    "kvtier.restore-overhead/1",
-    "kvtier bench restore-overhead",
-    "decoding where nothing is restored, in paired rounds",
-    f"""
-settings: object; load and server
-arms.<name>: object; medians over rounds
-  tpot_ms, ttft_ms: number or null; time per output token, time to first token
-  cached_tokens: integer or null; 0 where nothing was reused
-ratios.<a>/<b>.<metric>: ratio; ratios of two configurations, round by round
-rounds: list of objects; every round
-  arm: string; configuration
-  round: integer; round, from 1
-  tpot_ms, ttft_ms: number or null; medians
-  cached_tokens, errors: integer; tokens not computed, failed requests
-  foreign_cores: number or null; cores that others used
 {_ENDING}""",
     _PARTS,
 )

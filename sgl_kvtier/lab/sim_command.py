@@ -26,7 +26,6 @@ from sgl_kvtier.console import (
 from sgl_kvtier.errors import ConfigError, KVTierError
 from sgl_kvtier.lab.pages.compare.tables import declined_table
 from sgl_kvtier.lab.pages.stats import percentile
-from sgl_kvtier.lab.pages.timeline import whole_lines
 from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.cells import (
     Agreement,
@@ -49,7 +48,7 @@ from sgl_kvtier.lab.sim.experiment import (
 )
 from sgl_kvtier.lab.sim.hardware import known_hardware, known_models, load_hardware
 from sgl_kvtier.lab.sim.policies import AHEAD, POLICIES, policy
-from sgl_kvtier.lab.sim.replay import replay
+from sgl_kvtier.lab.sim.replay import replay, whole_lines
 from sgl_kvtier.lab.workload.catalogue import FOLDER_HELP
 from sgl_kvtier.lab.workload.source import BLOCK_TOKENS, GENERATED
 

@@ -89,7 +89,6 @@ LONG = "n" * 100_000
         ["sim", "run", "--config", LONG],
         ["sim", "replay-log", LONG],
         ["report", LONG],
-        ["bench", "restore-timeline", LONG],
         [LONG],
     ],
     ids=lambda words: " ".join(words).replace(LONG, "LONG"),

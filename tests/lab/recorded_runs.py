@@ -42,10 +42,6 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
         *(*_AT_ONCE, "--at-once", "2,3", "--lengths", "256,512"),
         *("--rounds", "2", "--poisson", "4", "--arms", "kvtier,by-arrival,stall-any"),
     ),
-    "lookahead": (
-        *("compare", "lookahead", *_COMPUTED, *_SMALL, "--gaps", "0,0.05"),
-        *("--oversubscription", "1.2,1.5", "--rounds", "2"),
-    ),
     "sweep": (
         *("compare", *_COMPUTED, *_SMALL, "--gap-scale", "0", "--concurrency", "1,3"),
         *("--arms", "hicache-file,kvtier", "--servers", "together", "--rounds", "2"),
@@ -58,17 +54,13 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
         *("compare", *_PACED, *_SMALL, "--gap-scale", "0", "--concurrency", "1,3"),
         *("--arms", "hicache-file,kvtier", "--servers", "together", "--rounds", "1"),
     ),
-    "overhead": (
-        *("bench", "restore-overhead", "--lab-model", "tiny-qwen3"),
-        *("--rounds", "2", "--arms", "hicache-file,kvtier-off,kvtier,looking-ahead"),
-    ),
     "remote": (*_REMOTE, "--sessions", "2", "--rounds", "2"),
     "replay": ("replay", *_SMALL, "--gap-scale", "0"),
 }
 """Words of each command. Of those without a log the result alone is kept."""
 
-LOGGED = [name for name in SCENARIOS if name not in ("overhead", "replay")]
-REPORTED = ("compare", "restore", "at-once", "sweep", "lookahead", "remote")
+LOGGED = [name for name in SCENARIOS if name != "replay"]
+REPORTED = ("compare", "restore", "at-once", "sweep", "remote")
 """Those that `kvtier report` draws again, one of each kind of result."""
 OTHERWISE = ("command", "environment", "interrupted", "settings", "counters")
 """Keys of a result that say something of the run rather than of what was measured."""
@@ -102,13 +94,9 @@ def drawn(result: dict[str, Any]) -> dict[str, str]:
     """Its tables as `kvtier report` prints them, and the text of its page."""
     from sgl_kvtier.console import print_table
     from sgl_kvtier.lab.experiment.scenarios import replay
-    from sgl_kvtier.lab.pages.compare.tables import overhead_tables
     from sgl_kvtier.lab.pages.report import KINDS
 
-    plain = {
-        "kvtier.restore-overhead/1": overhead_tables,
-        "kvtier.replay/1": lambda result: [replay._table(result)],
-    }
+    plain = {"kvtier.replay/1": lambda result: [replay._table(result)]}
     tables, page_of = KINDS.get(result["schema"]) or (plain[result["schema"]], None)
     out = io.StringIO()
     for table in tables(result):

@@ -167,10 +167,7 @@ def test_rules_that_cannot_be_had_are_refused_in_one_line(name, why):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        named("Fits"),
-        *(f"sgl_kvtier.lab.rules:{own}" for own in ("Cake", "TierKV", "FixedSplit", "K2")),
-    ],
+    [named("Fits"), *(f"sgl_kvtier.lab.rules:{own}" for own in ("Cake", "TierKV", "FixedSplit"))],
 )
 def test_rules_with_numbers_and_methods_of_their_own_are_taken(name):
     assert isinstance(rules_of(name), Rules)

@@ -19,7 +19,6 @@ from sgl_kvtier.arguments import (
     above_nought,
     any_device,
     count,
-    device,
     not_negative,
     number_from,
     positive,
@@ -77,9 +76,17 @@ SERVER: _Options = {
         "help": "which one (default %(default)s)",
     },
     "device": {
-        "type": device,
-        "metavar": "cpu|cuda",
-        "help": "default: cuda where there is an NVIDIA device",
+        "type": any_device,
+        "metavar": "cpu|cuda|paced:PROFILE[@GB/s]",
+        "help": "default: cuda where there is an NVIDIA device. paced: computes nothing and takes the "
+        "time of an accelerator, with a disk that reads 6.4 GB/s or what follows the @ (sgl_kvtier/lab/paced)",
+    },
+    "dilation": {
+        "type": above_nought,
+        "default": 1.0,
+        "metavar": "D",
+        "help": "of a paced device: everything takes D times as long, and results are divided by it "
+        "(default 1)",
     },
     "dtype": {
         "help": "default: float32 on a CPU, bfloat16 for models of ours elsewhere, else the model's"
@@ -105,24 +112,6 @@ SERVER: _Options = {
     },
 }
 """Options of the servers that are started."""
-
-PACED_SERVER: _Options = {
-    **SERVER,
-    "device": {
-        "type": any_device,
-        "metavar": "cpu|cuda|paced:PROFILE[@GB/s]",
-        "help": "default: cuda where there is an NVIDIA device. paced: computes nothing and takes the "
-        "time of an accelerator, with a disk that reads 6.4 GB/s or what follows the @ (sgl_kvtier/lab/paced)",
-    },
-    "dilation": {
-        "type": above_nought,
-        "default": 1.0,
-        "metavar": "D",
-        "help": "of a paced device: everything takes D times as long, and results are divided by it "
-        "(default 1)",
-    },
-}
-"""The same where they may run on a paced device."""
 
 
 def add_options(

@@ -46,7 +46,6 @@ DEFAULT_ARMS = tuple(
 )
 """Those compared unless others are named."""
 
-DECISIONS = "decisions.jsonl"
 _STORED_AS = {
     "hicache-file": "file",
     NIXL: "nixl",
@@ -109,8 +108,6 @@ class Setup:
     variants: Mapping[str, Variant] = field(default_factory=dict)
     stock_reads: str | None = None
     """SGLang's policy of reading ahead for its own backends; ours have the default."""
-    decisions: bool = False
-    """Whether our arms write their planner's decisions down, into `DECISIONS` of their folders."""
     master: str = ""
     """Where Mooncake's master listens, as host:port, for the arm that is SGLang's own backend."""
     linked: bool = False
@@ -340,8 +337,6 @@ def _storage_settings(arm: str, setup: Setup, storage: Path) -> dict[str, object
         settings["store"] = {"path": str(storage), "capacity_bytes": setup.storage_bytes}
         settings |= setup.sections
         own = dict(_POLICY.get(arm, {}))
-        if setup.decisions and arm != NOT_RESTORED:
-            own["decision_log"] = str(storage.parent.absolute() / DECISIONS)
         if own:
             settings["policy"] = {**setup.sections.get("policy", {}), **own}
     return settings

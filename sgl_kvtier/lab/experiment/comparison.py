@@ -4,7 +4,6 @@ that a command varies: none, how many sessions there are at a time, how large th
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +69,6 @@ class Comparison:
 
     cells: Sequence[Cell]
     log: RoundLog = field(default_factory=RoundLog)
-    keeps_storage: bool = True
 
     def measure(self) -> None:
         """Every cell. One in which every arm failed is noted, and the next one is tried with new
@@ -93,9 +91,6 @@ class Comparison:
                     if failed == len(self.cells):
                         raise
                     cell.outcome.notes.append(str(error).splitlines()[0])
-                finally:
-                    for storage in () if self.keeps_storage else cell.plan.folder.glob("*/storage"):
-                        shutil.rmtree(storage, ignore_errors=True)
 
     def rounds(self) -> list[Round]:
         """Those of all cells that have a request."""

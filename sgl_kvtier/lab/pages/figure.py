@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sgl_kvtier.console.document import write_text
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.extras import how_to_install
 
@@ -163,11 +162,6 @@ def svg_text(figure: Figure, description: str) -> str:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         figure.savefig(stream, format="svg", metadata={"Date": None})
     return _clean(stream.getvalue(), "p" + salt[:8], description)
-
-
-def save_plot(svg: str, path: str) -> None:
-    """Write a plot to an .svg file of its own. Raises KVTierError when it cannot be written."""
-    write_text('<?xml version="1.0" encoding="utf-8"?>\n' + svg + "\n", path)
 
 
 def _columns(lengths: list[int]) -> int:

@@ -9,7 +9,7 @@ from sgl_kvtier.lab.pages import html
 from sgl_kvtier.lab.pages.ablation import ABLATION
 from sgl_kvtier.lab.pages.cells import Kind, Measure, Plot, Statement, curves, grouped, over
 from sgl_kvtier.lab.pages.compare.figures import first_token_cdf
-from sgl_kvtier.lab.pages.compare.result import ORACLE, OURS, STOCK, TIERS, skipped_arms
+from sgl_kvtier.lab.pages.compare.result import ORACLE, OURS, STOCK, skipped_arms
 from sgl_kvtier.lab.pages.listing import ARM, Listing, Row, arm_rows, ms, share
 from sgl_kvtier.lab.pages.plots import Series, lines
 from sgl_kvtier.sizes import format_bytes
@@ -95,134 +95,6 @@ SWEEP = Kind(
     _SWEPT,
     _sweep_plots,
     _over_stock,
-)
-
-
-# compare lookahead
-
-_AIM_P50, _AIM_WASTED = 1.1, 0.1
-_PLACE = (
-    Column("oversubscription", "Over", "times", decimals=1),
-    Column("gap_s", "Pause", "s", decimals=1),
-    ARM,
-)
-
-
-def _pause(cell: Row) -> str:
-    return f"{cell['oversubscription']:g} times oversubscribed, pause {cell['gap_s']:g} s"
-
-
-def _over_oracle(result: dict) -> Iterator[Statement]:
-    for cell in result["cells"]:
-        found = (cell["over_oracle"].get(OURS) or {}).get("p50")
-        if found is not None:
-            text = f"median TTFT of {OURS} is {found:.2f} times the oracle's (aim: at most {_AIM_P50:g})."
-            yield f"{_pause(cell)}: {text}", found > _AIM_P50
-    wasted = result["arms"].get(OURS, {}).get("wasted_fraction")
-    if wasted is not None:
-        text = f"Of what {OURS} moved ahead {format_share(wasted)} was never used."
-        yield text, wasted > _AIM_WASTED
-
-
-def _times(result: dict) -> Iterator[Row]:
-    for row in arm_rows(result):
-        if row["requests"]:
-            yield {**row, "over": row["over_oracle"].get(row["arm"], {})}
-
-
-def _hits(result: dict) -> Iterator[Row]:
-    for row in arm_rows(result):
-        if prompt := row["prompt_tokens"]:
-            shares = {t: row["hit_tokens_at_schedule"].get(t, 0) / prompt for t in TIERS}
-            yield {**row, "share": {**shares, "nowhere": max(0.0, 1 - sum(shares.values()))}}
-
-
-def _moved(result: dict) -> Iterator[Row]:
-    for row in arm_rows(result):
-        if row["bytes"]["read"] or row["moved_bytes"] or row["bytes"]["written"]:
-            yield row
-
-
-def _lookahead_plots(result: dict) -> Iterator[Plot]:
-    yield first_token_cdf(result, "cells and rounds")
-    pause = ("gap_s", "pause between turns (s)")
-    yield from over(
-        result,
-        _TTFT["p50"],
-        pause,
-        by=["oversubscription"],
-        where=lambda cell: f"{cell['oversubscription']:g} times oversubscribed",
-        log_y=True,
-    )
-    last = result["cells"][-1]
-    caption = f"{_pause(last)}, first round, read from /metrics. Device: cached or in use; host has copies of what is on the device."
-    for arm, readings in last["occupancy"].items():
-        known = {tier: [one for one in readings if tier in one] for tier in TIERS}
-        series = [
-            Series(tier, [one["t_s"] for one in there], [one[tier] for one in there])
-            for tier, there in known.items()
-            if there
-        ]
-        if series and len(readings) > 1:
-            axes = ("seconds since the first request", "tokens")
-            yield lines(series, f"Tokens in each tier: {arm}", *axes), caption
-
-
-LOOKAHEAD = Kind(
-    "kvtier.compare.lookahead/1",
-    "Looking ahead",
-    _pause,
-    [
-        Listing(
-            "Time to first token",
-            (
-                *_PLACE,
-                *(ms(one.path, one.label) for one in _TTFT.values()),
-                *(Column(f"over.{q}", f"{q} / oracle", decimals=2) for q in _TTFT),
-                *(ms(f"ttft_later_ms.{q}", f"later turns {q}") for q in ("p50", "p99")),
-                *(ms("tpot_ms.p50", "TPOT p50"), Column("requests", "Requests")),
-                *(Column("errors", "Errors"), share("equal_tokens_fraction", "Equal output")),
-            ),
-            _times,
-            lambda result: [
-                "oracle: a device pool that holds everything. Later turns: all but the first of each session, of which nothing was cached. "
-                f"Equal output: the tokens {html.reference_of(result)} answered first."
-            ],
-        ),
-        Listing(
-            "Where prompts' tokens lay when they were scheduled",
-            (
-                *_PLACE,
-                *(share(f"share.{tier}", tier.capitalize()) for tier in (*TIERS, "nowhere")),
-                Column("hit_tokens_counted_by", "Counted by"),
-                Column("evicted_tokens", "Evicted", "tokens", decimals=0),
-            ),
-            _hits,
-            ["Shares of all prompt tokens. Evicted: tokens that left the device pool."],
-        ),
-        Listing(
-            "Moved ahead of requests",
-            (
-                *_PLACE,
-                Column("moved_bytes.storage-host", "Storage to host", format=format_bytes),
-                Column("moved_bytes.host-device", "Host to device", format=format_bytes),
-                Column("wasted_bytes", "Wasted", format=format_bytes),
-                share("wasted_fraction", "of moved"),
-                Column("surplus_read_bytes", "Read for nothing", format=format_bytes),
-                Column("storage_read_bytes", "Read", format=format_bytes),
-                Column("lookahead.victims", "Victims", decimals=0),
-                Column("lookahead.drift", "Drift", decimals=0),
-            ),
-            _moved,
-            [
-                "Wasted: moved ahead and never used. Read for nothing: read from storage beyond what requests used or was moved ahead and used."
-            ],
-        ),
-    ],
-    tuple(_TTFT.values()),
-    _lookahead_plots,
-    _over_oracle,
-    bounds=[ORACLE],
 )
 
 
@@ -541,5 +413,5 @@ BATCHES = Kind(
     _best_paper,
 )
 
-KINDS = {kind.schema: kind for kind in (SWEEP, LOOKAHEAD, REMOTE, GRID, BATCHES, ABLATION)}
+KINDS = {kind.schema: kind for kind in (SWEEP, REMOTE, GRID, BATCHES, ABLATION)}
 """By the schema of the result."""

@@ -1,9 +1,9 @@
 """Plots from plain numbers, as SVG text: lines, cumulative distributions, stacked bars, intervals,
 timelines.
 
-Missing values (None, NaN) are gaps. Every function returns one <svg> element for a page or for
-`save_plot`. It raises KVTierError when matplotlib (the extra [bench]) is not installed. Colours,
-dashes and markers go by name and are the same in every plot.
+Missing values (None, NaN) are gaps. Every function returns one <svg> element for a
+page. It raises KVTierError when matplotlib (the extra [bench]) is not installed. Colours, dashes
+and markers go by name and are the same in every plot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from sgl_kvtier.lab.pages.figure import (
     new_figure,
     new_panels,
     plots_available,
-    save_plot,
     svg_text,
 )
 
@@ -41,7 +40,6 @@ __all__ = [
     "panels",
     "plots_available",
     "ratios",
-    "save_plot",
     "stacked_bars",
     "timeline",
 ]

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         type=Path,
-        help="what --json of kvtier compare, compare restore or compare lookahead wrote, also compressed "
+        help="what --json of kvtier compare, compare restore or compare remote wrote, also compressed "
         "(.gz), or a file of docs/results/data",
     )
     parser.add_argument(

@@ -8,13 +8,11 @@ says what room would have been worth.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.pages.stats import summary
-from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.policy.decision_log import LinesDropped, PlannerFailed, Query, Record
 from sgl_kvtier.policy.messages import ChunkDone, LeftToEngine
 from sgl_kvtier.policy.planner import Planner
@@ -80,39 +78,24 @@ class Hindsight:
         self._waiting.setdefault(offer.rid, []).append(one)
 
 
-def declined(lines: Iterable[str]) -> list[Declined]:
-    """The declined offers of a log, up to a gap in it or a failure of the planner, whatever is
-    decided otherwise now. Raises TraceError on a damaged log.
-    """
-    hindsight = Hindsight()
-    try:
-        replay(lines, watch=hindsight.see, to_the_end=True)
-    except TraceError:
-        if not hindsight.over:
-            raise
-    return hindsight.found
-
-
-def by_reason(found: Sequence[Declined], dilation: float = 1.0) -> dict[str, dict[str, Any]]:
+def by_reason(found: Sequence[Declined]) -> dict[str, dict[str, Any]]:
     """Per reason, the most frequent first: `offers`, `requests`, of how many the end is `known`,
-    `right_fraction` of these, and the means `promised_ms` and `took_ms`, divided by a dilation.
+    `right_fraction` of these, and the means `promised_ms` and `took_ms`.
     """
     reasons = sorted({one.reason for one in found})
-    rows = {
-        reason: _figures([o for o in found if o.reason == reason], dilation) for reason in reasons
-    }
+    rows = {reason: _figures([o for o in found if o.reason == reason]) for reason in reasons}
     return dict(sorted(rows.items(), key=lambda row: -row[1]["offers"]))
 
 
-def _figures(found: Sequence[Declined], dilation: float) -> dict[str, Any]:
+def _figures(found: Sequence[Declined]) -> dict[str, Any]:
     known = [one for one in found if one.took_s is not None]
     return {
         "offers": len(found),
         "requests": len({one.rid for one in found}),
         "known": len(known),
         "right_fraction": _mean([float(bool(one.right)) for one in known]),
-        "promised_ms": _mean([1e3 * one.promised_s / dilation for one in known]),
-        "took_ms": _mean([1e3 * (one.took_s or 0.0) / dilation for one in known]),
+        "promised_ms": _mean([1e3 * one.promised_s for one in known]),
+        "took_ms": _mean([1e3 * (one.took_s or 0.0) for one in known]),
     }
 
 

@@ -5,9 +5,9 @@ same plans.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy.decision_log import (
@@ -34,6 +34,37 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.policy.planner import make_planner
 
 _A = TypeVar("_A")
+
+
+MOST_LINE = 64 << 20
+"""Characters of a log's line: a step of a server with thousands of requests has under a million."""
+
+
+def log_lines(log: TextIO) -> Iterator[str]:
+    """The lines of a log, one in memory at a time. Raises TraceError on one that is too long or not
+    UTF-8, OSError.
+    """
+    number = 0
+    while True:
+        number += 1
+        try:
+            line = log.readline(MOST_LINE)
+        except UnicodeDecodeError as error:
+            raise TraceError(
+                f"line {number} of the decision log is not UTF-8: {error.reason}"
+            ) from error
+        if not line:
+            return
+        if len(line) == MOST_LINE and not line.endswith("\n"):
+            raise TraceError(
+                f"line {number} of the decision log is longer than {MOST_LINE >> 20} MiB"
+            )
+        yield line
+
+
+def whole_lines(log: TextIO) -> Iterator[str]:
+    """The same without a last line that its writer had not ended."""
+    return (line for line in log_lines(log) if line.strip() and line.endswith("\n"))
 
 
 class Recording:
@@ -110,15 +141,13 @@ def replay(
     lines: Iterable[str],
     make: Callable[[Header], Planner] | None = None,
     watch: Callable[[Any, Record], None] | None = None,
-    *,
-    to_the_end: bool = False,
 ) -> Replayed:
     """Feeds a log to a new planner and compares plan by plan, up to the first difference.
 
     `make` builds the planner (None: the one kvtier.json would give for the logged settings).
-    `watch` is told the planner and each record that it is about to be given. With `to_the_end` the
-    log is followed behind differences too, and none is returned. A log that breaks off in the
-    middle of a step is read up to there. Raises TraceError on a damaged log and on one with a hole.
+    `watch` is told the planner and each record that it is about to be given. A log that breaks off
+    in the middle of a step is read up to there. Raises TraceError on a damaged log and on one with
+    a hole.
     """
     run: _Run | None = None
     reader = Reader()
@@ -140,7 +169,7 @@ def replay(
         if watch is not None:
             watch(run.planner, record)
         difference = run.take(number, record)
-        if difference is not None and not to_the_end:
+        if difference is not None:
             return run.replayed(difference)
     if run is None:
         raise TraceError("the decision log is empty")

@@ -11,7 +11,7 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import load_options, replay_options
 from sgl_kvtier.lab.experiment.frame import check
 from sgl_kvtier.lab.experiment.options import Options
-from sgl_kvtier.lab.experiment.scenarios import compare, lookahead, overhead, replay, restore
+from sgl_kvtier.lab.experiment.scenarios import compare, replay, restore
 from sgl_kvtier.lab.experiment.scenarios.compare import CompareOptions
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.stress.server import command as fuzz
@@ -33,16 +33,6 @@ def served(words: list[str]) -> CompareOptions:
 def helped(command, option: str) -> str:
     """The help of one option."""
     return parser_of(command)._option_string_actions[f"--{option}"].help or ""
-
-
-@pytest.mark.parametrize("command", [lookahead, overhead])
-def test_a_command_without_paced_devices_does_not_offer_them(command, capsys):
-    parser = parser_of(command)
-    assert "paced" not in parser.format_help()
-    with pytest.raises(SystemExit):
-        parser.parse_args(list(PACED))
-    assert "must be cpu or cuda" in capsys.readouterr().err
-    assert parser.parse_args(["--device", "cuda"]).device == "cuda"
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,7 @@ import pytest
 
 from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.arms import (
-    ARMS,
-    DECISIONS,
-    STORAGE_ARMS,
-    Setup,
-    prepare,
-    storage_folder,
-)
+from sgl_kvtier.lab.experiment.arms import ARMS, STORAGE_ARMS, Setup, prepare, storage_folder
 from sgl_kvtier.lab.experiment.remote.run import REMOTE_ARMS
 from sgl_kvtier.lab.outside import peers
 from sgl_kvtier.lab.paced.launching import MOONCAKE_WAITS
@@ -91,11 +84,9 @@ def test_storage_arms_have_folders_of_their_own_and_the_same_limits(tmp_path: Pa
     assert len({one["prefetch_threshold"] for one in settings.values()}) == 1
 
 
-def test_arms_that_restore_write_their_decisions_down_and_one_of_them_looks_ahead(
-    tmp_path: Path,
-) -> None:
+def test_of_the_arms_that_restore_one_looks_ahead(tmp_path: Path) -> None:
     ahead = {"prefetch": "on", "eviction": "next-use"}
-    setup = replace(CPU, decisions=True, sections={"policy": {"restore": "both", **ahead}})
+    setup = replace(CPU, sections={"policy": {"restore": "both", **ahead}})
     arms = ("kvtier", "kvtier-off", "kvtier-restore")
     for arm in arms:
         prepare(arm, setup, tmp_path / arm)
@@ -103,10 +94,7 @@ def test_arms_that_restore_write_their_decisions_down_and_one_of_them_looks_ahea
     assert (policy.prefetch, policy.eviction) == ("on", "next-use")
     assert {(one.prefetch, one.eviction) for one in (off, alone)} == {("off", "lru")}
     assert alone.restore == "both" and off.restore == "off"
-    assert alone.decision_log == str(tmp_path / "kvtier-restore" / DECISIONS)
-    assert policy.decision_log == str(tmp_path / "kvtier" / DECISIONS)
     assert policy.restore == "both"
-    assert off.decision_log == ""
 
 
 def test_nixl_is_told_of_its_plugin_and_of_the_arms_own_folder(tmp_path: Path) -> None:

@@ -137,11 +137,15 @@ def test_rounds_are_reported_when_a_server_dies(
 
     monkeypatch.setattr(comparison, "Rounds", Dying)
     out = tmp_path / "out.json"
-    assert main(["bench", "restore-overhead", "--lab-model", "tiny-qwen3", "--json", str(out)]) == 1
+    words = "--device cpu --lab-model tiny-qwen3 --arms recompute,kvtier --trace generated:swe-mini"
+    assert main(["compare", *words.split(), "--json", str(out)]) == 1
     result = json.loads(out.read_text())
-    assert (len(result["rounds"]), result["notes"]) == (3, [NOTE])
-    printed = capsys.readouterr()
-    assert "Nothing to restore" in printed.out and "the end" in printed.err
+    assert {name: len(arm["rounds"]) for name, arm in result["arms"].items()} == {
+        "recompute": 1,
+        "kvtier": 1,
+    }
+    assert NOTE in result["notes"]
+    assert "the end" in capsys.readouterr().err
 
 
 def test_requests_are_reported_when_the_server_cannot_be_fuzzed_on(

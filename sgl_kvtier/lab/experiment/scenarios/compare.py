@@ -24,8 +24,8 @@ from sgl_kvtier.lab.experiment.ablation import (
     variants,
 )
 from sgl_kvtier.lab.experiment.argtypes import (
-    PACED_SERVER,
     RUN,
+    SERVER,
     Shape,
     add_load_arguments,
     add_options,
@@ -43,7 +43,6 @@ from sgl_kvtier.lab.experiment.argtypes import (
 from sgl_kvtier.lab.experiment.arms import (
     ARMS,
     BASELINE,
-    DECISIONS,
     DEFAULT_ARMS,
     ORACLE,
     Setup,
@@ -60,7 +59,6 @@ from sgl_kvtier.lab.experiment.comparison import (
     paced_notes,
 )
 from sgl_kvtier.lab.experiment.frame import check, work_folder
-from sgl_kvtier.lab.experiment.hindsight import answers_of, bound_of, declined_of, requests_of
 from sgl_kvtier.lab.experiment.load import (
     Load,
     LoadOptions,
@@ -69,6 +67,7 @@ from sgl_kvtier.lab.experiment.load import (
     undisturbed_tokens,
 )
 from sgl_kvtier.lab.experiment.measures import (
+    Reference,
     arm_figures,
     ratios,
     reference_outputs,
@@ -87,6 +86,8 @@ from sgl_kvtier.lab.pages.compare.result import SCHEMA
 from sgl_kvtier.lab.pages.compare.sentence import sentence
 from sgl_kvtier.lab.pages.compare.tables import main_tables
 from sgl_kvtier.lab.pages.kinds import SWEEP
+from sgl_kvtier.lab.workload.encoder import PromptTokens, output_tokens
+from sgl_kvtier.lab.workload.session import Context
 from sgl_kvtier.launch import detect_device, host_of
 from sgl_kvtier.outside import is_number, is_whole
 
@@ -189,7 +190,6 @@ class CompareOptions(Options):
     device_tokens: int | None = None
     host_ratio: float = 1.5
     servers: str = "auto"
-    decisions: bool = False
     returning: bool = False
     ablation: bool = False
     concurrencies: Sequence[int] | None = None
@@ -223,7 +223,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"mechanisms one after the other; --arms: of {','.join(ABLATION_ARMS)}. Outputs are as long as recorded",
     )
     servers = parser.add_argument_group("servers")
-    add_options(servers, PACED_SERVER, "", **_SERVER_HELP)
+    add_options(servers, SERVER, "", **_SERVER_HELP)
     servers.add_argument(
         "--device-tokens",
         type=positive,
@@ -241,12 +241,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "together", "fresh"),
         default="auto",
         help="all up at once and flushed between rounds, or a fresh one per arm and round",
-    )
-    servers.add_argument(
-        "--decisions",
-        action="store_true",
-        help=f"kvtier writes its planner's decisions into DIR/kvtier/{DECISIONS} of --folder; offers that it declined are "
-        "judged in hindsight",
     )
     others = {
         "on a GPU": _GPU,
@@ -444,7 +438,6 @@ def make_setup(
         host_ratio=args.host_ratio,
         context_tokens=tokens if cpu else None,
         max_running=max(at_once, 8) if cpu else None,
-        decisions=args.decisions,
         variants={
             ORACLE: oracle(undisturbed_tokens(chosen, page)),
             **(variants() if args.ablation else {}),
@@ -474,7 +467,7 @@ def about(setup: Setup, chosen: Load, replaying: ReplayOptions) -> dict[str, Any
     folder may differ.
     """
     work = {k: v for k, v in chosen.to_json().items() if k not in ("description", "rows")}
-    apart = ("model_path", "variants", "master", "linked", "decisions")
+    apart = ("model_path", "variants", "master", "linked")
     servers = {k: v for k, v in asdict(setup).items() if k not in apart}
     return {"workload": work, **servers, **asdict(replaying)}
 
@@ -484,14 +477,8 @@ def results(chosen: Load, replaying: ReplayOptions, cell: Cell) -> dict[str, Any
     plan, outcome, setup = cell.plan, cell.outcome, cell.plan.setup
     computed = None if setup.paced is None else answers_of(chosen, replaying)
     rows = sample_rows(outcome.rounds, computed)
-    asked = {} if setup.paced is None else requests_of(chosen, replaying, setup.page_size)
     figures = {
-        arm: {
-            **arm_figures(arm, outcome.rounds, rows),
-            **bound_of(arm, outcome.rounds, asked, setup, replaying),
-            **declined_of(plan.folder / arm / DECISIONS, setup),
-            **over_cells([cell], arm),
-        }
+        arm: {**arm_figures(arm, outcome.rounds, rows), **over_cells([cell], arm)}
         for arm in plan.arms
     }
     found: dict[str, Any] = {
@@ -506,6 +493,25 @@ def results(chosen: Load, replaying: ReplayOptions, cell: Cell) -> dict[str, Any
         "samples": rows,
     }
     return {"summary": sentence(found)[0], **found}
+
+
+def answers_of(load: Load, options: ReplayOptions) -> Reference | None:
+    """Every request's answer by session and turn. None where prompts follow from a server's
+    answers, or where answers are text.
+    """
+    # Imports torch, which only this end of a run needs.
+    from sgl_kvtier.lab.paced.signatures import answer_of
+
+    if options.feedback != "recorded" or options.route != "generate":
+        return None
+    found: Reference = {}
+    for session in load.sessions:
+        tokens = PromptTokens(load.encoder)
+        for turn, (call, prompt) in enumerate(Context(session).calls(), 1):
+            tokens.show(prompt)
+            count = output_tokens(call, load.encoder, options.most_output_tokens)
+            found[session.session_id, turn] = answer_of(tokens.ids, count)
+    return found
 
 
 def rising_results(

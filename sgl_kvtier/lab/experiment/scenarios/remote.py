@@ -15,8 +15,8 @@ from sgl_kvtier.arguments import positive
 from sgl_kvtier.console import progress
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
-    PACED_SERVER,
     RUN,
+    SERVER,
     add_options,
     deadline_of,
     each_once,
@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_options(
         parser.add_argument_group("servers"),
-        PACED_SERVER,
+        SERVER,
         "lab-model device dilation page-size chunk storage-size server-arg folder",
         lab_model={
             "default": None,

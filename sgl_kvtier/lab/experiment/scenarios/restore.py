@@ -20,14 +20,7 @@ from sgl_kvtier import __version__
 from sgl_kvtier.arguments import above_nought, not_negative, positive
 from sgl_kvtier.console import Progress, check_target, progress
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.argtypes import (
-    PACED_SERVER,
-    RUN,
-    add_options,
-    each_once,
-    shape_of,
-    words,
-)
+from sgl_kvtier.lab.experiment.argtypes import RUN, SERVER, add_options, each_once, shape_of, words
 from sgl_kvtier.lab.experiment.arms import check_names
 from sgl_kvtier.lab.experiment.comparison import device_of, paced_notes
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
@@ -236,7 +229,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     add_options(
         server,
-        PACED_SERVER,
+        SERVER,
         "device dilation page-size chunk storage-size server-arg folder",
         page_size={
             "help": "tokens per page (default 16 on a CPU, else 64, which a paced device has alone)"

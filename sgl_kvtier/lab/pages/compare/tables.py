@@ -10,17 +10,14 @@ from sgl_kvtier.console.table import Column, Table
 from sgl_kvtier.lab.pages.compare.result import (
     LATER,
     METRICS,
-    OURS,
     TIERS,
     arm_rows,
     good_samples,
     later_times,
     paced,
     prompt_parts,
-    seconds,
     skipped_arms,
 )
-from sgl_kvtier.lab.pages.html import marked
 from sgl_kvtier.lab.pages.listing import ARM, Listing, Row, ms, share
 from sgl_kvtier.lab.pages.stats import summary
 from sgl_kvtier.sizes import format_bytes
@@ -51,23 +48,12 @@ def main_tables(result: dict) -> list[Table]:
 def detail_tables(result: dict) -> list[Table]:
     """Tables behind the printed one."""
     found = [table for one in DETAILS for table in one.tables(result)]
-    for name, arm in result["arms"].items():
-        if arm.get("declined"):
-            title = f"Offers of {name} left to SGLang, in hindsight"
-            found.append(marked(declined_table(arm["declined"], title), result))
     return [*found, *RATIOS.tables(result)]
 
 
 def compare_tables(result: dict) -> list[Table]:
     """All tables: the printed one, then those behind it."""
     return [*main_tables(result), *detail_tables(result)]
-
-
-def overhead_tables(result: dict) -> list[Table]:
-    """Tables that `kvtier bench restore-overhead` prints: times where nothing is restored, and
-    ratios.
-    """
-    return [*_OVERHEAD.tables(result), *RATIOS.tables(result)]
 
 
 def _unit(result: dict) -> tuple[str, int, int]:
@@ -101,40 +87,8 @@ OUTCOME = Listing(
     "Time to first token of later turns",
     _outcome_columns,
     _outcome,
-    lambda result: [_FIRST_TURNS, *_least(result), *skipped_arms(result)],
+    lambda result: [_FIRST_TURNS, *skipped_arms(result)],
 )
-
-
-def _least(result: dict) -> list[str]:
-    """A line on the least time there is for what our arm was asked; none where it is not known."""
-    arm = result["arms"].get(OURS) or {}
-    bound, mean = arm.get("bound") or {}, later_times(result, OURS)["mean"] if arm else None
-    least = bound.get("ttft_later_ms")
-    if not least or mean is None:
-        return []
-    on_demand, round_s = bound["ttft_later_on_demand_ms"], bound["wall_s"] / bound["makespan_s"]
-    return [
-        f"Least for what {OURS} was asked: {seconds(least)} on average with nothing left to move or wait for, "
-        f"{seconds(on_demand)} where nothing is moved ahead: it took {mean / least:.1f} and "
-        f"{mean / on_demand:.1f} times that, and {round_s:.2f} times the least of a whole round."
-    ]
-
-
-def _bounds(result: dict) -> list[Row]:
-    rows: list[Row] = []
-    for row in arm_rows(result):
-        bound, mean = row.get("bound") or {}, later_times(result, str(row["arm"])).get("mean")
-        ratios = {
-            "alone": _over(mean, bound.get("ttft_later_ms")),
-            "demand": _over(mean, bound.get("ttft_later_on_demand_ms")),
-            "round": _over(bound.get("wall_s"), bound.get("makespan_s")),
-        }
-        rows.append({**row, "mean": mean, "over": ratios})
-    return rows if any(row.get("bound") for row in rows) else []
-
-
-def _over(value: float | None, least: float | None) -> float | None:
-    return value / least if value is not None and least else None
 
 
 def _turn_times(result: dict, arm: str) -> Mapping[str, float | None]:
@@ -229,23 +183,6 @@ DETAILS = (
         ],
     ),
     Listing(
-        "Beside the least time there is",
-        (
-            *(ARM, ms("mean", "Later turns, mean"), ms("bound.ttft_later_ms", "Least")),
-            Column("over.alone", "times", decimals=2),
-            ms("bound.ttft_later_on_demand_ms", "Nothing ahead"),
-            Column("over.demand", "times", decimals=2),
-            Column("bound.wall_s", "Round", "s", decimals=1),
-            Column("bound.makespan_s", "Least", "s", decimals=1),
-            Column("over.round", "times", decimals=2),
-        ),
-        _bounds,
-        [
-            "Least: a request alone, with all it reuses on the device. Nothing ahead: what no device pool of this size "
-            "can have kept is computed and loaded at its turn. Both without a queue (sgl_kvtier/lab/paced/bound.py)."
-        ],
-    ),
-    Listing(
         "Pace of the device",
         (
             *(ARM, share("pace.overrun", "Time lost"), share("pace.overrun_p50", "per step p50")),
@@ -277,8 +214,7 @@ DETAILS = (
         ],
     ),
 )
-"""Behind the printed table: latency, the sources of the prompts' tokens, what could have been, pace,
-restorations.
+"""Behind the printed table: latency, the sources of the prompts' tokens, pace, restorations.
 """
 
 RATIOS = Listing(
@@ -297,9 +233,7 @@ RATIOS = Listing(
 )
 
 
-def declined_table(
-    reasons: Mapping[str, Mapping], title: str = "Offers left to SGLang, in hindsight"
-) -> Table:
+def declined_table(reasons: Mapping[str, Mapping]) -> Table:
     """Per reason: offers that were left to SGLang's own way, and whether that was right in
     hindsight.
     """
@@ -313,16 +247,4 @@ def declined_table(
         "Right: the prompt was computed no later than restoring was predicted to. Where there was no room, or SGLang had "
         "to wait for host memory, so had a restoration: there it says what room would have been worth."
     )
-    return Table(title, columns, rows, notes=(note,))
-
-
-_OVERHEAD = Listing(
-    "Nothing to restore",
-    (
-        ARM,
-        ms("tpot_ms", "TPOT", 2),
-        ms("ttft_ms", "TTFT"),
-        Column("cached_tokens", "Cached", "tokens"),
-    ),
-    arm_rows,
-)
+    return Table("Offers left to SGLang, in hindsight", columns, rows, notes=(note,))

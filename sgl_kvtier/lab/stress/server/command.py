@@ -19,8 +19,8 @@ from sgl_kvtier.arguments import above_nought, not_negative, positive
 from sgl_kvtier.console import Column, Table, progress
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
-    PACED_SERVER,
     RUN,
+    SERVER,
     add_load_arguments,
     add_options,
     load_options,
@@ -174,7 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     add_options(
         server,
-        PACED_SERVER,
+        SERVER,
         "lab-model device dilation dtype threads tp chunk storage-size server-arg folder",
         lab_model={
             "default": None,
