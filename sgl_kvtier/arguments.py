@@ -80,13 +80,6 @@ def url(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{shown(text)}: give the scheme, as in http://{text[:60]}")
 
 
-def device(text: str) -> str:
-    """A kind of machine: cpu or cuda."""
-    if text in ("cpu", "cuda"):
-        return text
-    raise argparse.ArgumentTypeError(f"{shown(text)}: must be cpu or cuda")
-
-
 def any_device(text: str) -> str:
     """A kind of machine, or paced:PROFILE, for commands that can do with one."""
     if text in ("cpu", "cuda") or (text.startswith(PACED) and text != PACED):

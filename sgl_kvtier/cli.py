@@ -93,11 +93,6 @@ COMMANDS = {
         "restored answers, beside how far SGLang's own differ between two chunk sizes",
         "kvtier bench equal --device cpu",
     ),
-    "bench restore": Command(
-        "sgl_kvtier.lab.experiment.scenarios.restore",
-        "stored prompts at many bandwidths: computed, loaded, SGLang's way, and ours",
-        "kvtier bench restore --quick",
-    ),
     "bench restore-fuzz": Command(
         "sgl_kvtier.lab.stress.server.command",
         "agent sessions against a server in trouble: nothing hangs, leaks or differs",

@@ -316,9 +316,6 @@ cells: list of objects; one per model, length and bandwidth. Times are medians o
   speedup_vs_load, speedup_vs_compute: number or null; of kvtier
   speedup_vs_best_single: number or null; of kvtier against the faster of computing and loading
   bound_ms, bound_fraction: number or null; T_opt, and T_opt over kvtier's time
-  above_bound_ms: number or null; kvtier's time less T_opt
-  link_bound_ms, link_bound_fraction: number or null; T_link, as T_opt with loading at read_gbps
-  tstar_ms, tstar_fraction: number or null; T* = Tc Tl / (Tc + Tl), which can be beaten
   best_computed_tokens: integer or null; tokens computed in T_opt
   loaded_tokens.<name>: number or null; prompt tokens that came from a tier
   equal_tokens_fraction, equal_logprobs_fraction: number or null; answers equal to computing the
@@ -330,11 +327,9 @@ cells: list of objects; one per model, length and bandwidth. Times are medians o
 summary: object; all cells together
   cells: integer; number of cells
   worst_speedup_vs_best_single: number or null
-  median_bound_fraction, worst_bound_fraction, median_link_bound_fraction: number or null; of ratios
-      from 1/4 to 4
+  median_bound_fraction, worst_bound_fraction: number or null; of ratios from 1/4 to 4
   errors: integer; requests that failed, those of curves too
   equal_tokens, equal_logprobs: boolean or null; whether all answers are equal
-  missed: list of strings; each cell below an aim, in words
 curves: list of objects; one per model and length
   model: string; name of the model
   length: integer; tokens of the prefix
@@ -373,13 +368,11 @@ BATCHES = Schema(
 cells: list of objects; one per size of a batch, load and ratio
   model: string; name of the model
   at_once: integer; prompts that arrive together
-  poisson: number or null; load of a stream of random arrivals; 1 needs all of compute and link
   load_over_compute: number; loading over computing of the prefixes
   read_gbps: number; bandwidth that follows, gigabits per second
   lengths: list of integers; tokens of the prompts
   arms.<name>: object; figures of a configuration
     ttft_ms: percentiles; of all requests, each from its own sending
-      max: number or null; largest
     makespan_s: number or null; first sending to last first token, median over rounds
     prompt_tokens, computed_tokens: number or null; of a batch, mean over rounds
     link_busy_fraction: number or null; bytes read over what the bandwidth allows in the makespans
@@ -392,15 +385,10 @@ cells: list of objects; one per size of a batch, load and ratio
     rounds, errors: integer; batches that count, batches that failed
     error_messages: list of strings; why
   ratios.<a>/<b>.<metric>: ratio; ttft_ms_mean and makespan_s of two configurations
-  vs_best_paper.{{ttft_ms_mean,makespan_s}}: number or null; kvtier over the better of cake and
-      cacheflow
-  vs_variants.<name>: object; kvtier over variants of itself
-    ttft_ms_mean, ttft_ms_max: number or null; ratio
 {_DISTURBED}
 summary: object; all cells together
   cells, errors: integer; number of cells, failed batches
   equal_tokens, equal_logprobs: boolean or null; whether all answers are equal
-  missed: list of strings; each aim that was missed, in words
 scales: list of objects; one per length
   model: string; name of the model
   length: integer; tokens of the prefix
@@ -409,7 +397,6 @@ scales: list of objects; one per length
 trials: list of objects; every batch
   kind, arm: string; grid, or discarded and made again; configuration
   round, at_once: integer; round, prompts that arrive together
-  poisson: number or null; as in cells
   load_over_compute, gbps: number; as in cells
   makespan_s, computing_s, lost_s: number or null; seconds
   read_bytes: number; bytes read from the store
@@ -455,7 +442,6 @@ cells: list of objects; one for each network speed. Figures are of moved turns
 summary: object; all cells together
   equal_tokens_fraction: number or null; lowest
   errors: integer; requests that failed
-  missed: list of strings; aims that were missed
 turns: list of objects; every turn
   arm, cell: string; configuration, cell
   round, session, number, server: integer; round, session, turn from 0, server (0 is A)

@@ -38,10 +38,6 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
         *(*_AT_ONCE, "--at-once", "2,3", "--lengths", "256,512"),
         *("--load-over-compute", "1,2", "--rounds", "2"),
     ),
-    "at-once-stream": (
-        *(*_AT_ONCE, "--at-once", "2,3", "--lengths", "256,512"),
-        *("--rounds", "2", "--poisson", "4", "--arms", "kvtier,by-arrival,stall-any"),
-    ),
     "sweep": (
         *("compare", *_COMPUTED, *_SMALL, "--gap-scale", "0", "--concurrency", "1,3"),
         *("--arms", "hicache-file,kvtier", "--servers", "together", "--rounds", "2"),

@@ -16,7 +16,7 @@ from sgl_kvtier.lab.pages.listing import ARM, Listing, Row, arm_rows, share
 from sgl_kvtier.lab.pages.plots import Series, lines
 
 Statement = tuple[str, bool]
-"""A sentence; True marks what is wrong or misses an aim."""
+"""A sentence; True marks what is wrong."""
 Plot = tuple[str, str]
 """An SVG element and its caption."""
 
@@ -83,11 +83,6 @@ class Kind:
     def statements(self, result: dict) -> list[Statement]:
         """Sentences on the outcome."""
         found = [*_lost_pace(self, result), *self.said(result)] if result.get("cells") else []
-        missed = (result.get("summary") or {}).get("missed")
-        if missed is not None and result.get("cells"):
-            found += [(f"Missed: {text}.", True) for text in missed] or [
-                ("No aim was missed.", False)
-            ]
         found += [*_equality(result), *_failures(result)]
         if result.get("interrupted"):
             found.append(("Interrupted: figures are from what had been measured.", True))

@@ -143,10 +143,9 @@ REMOTE = Kind(
                 share("equal_tokens_fraction", "Equal output"),
             ),
             _turns,
-            lambda result: [
+            [
                 "Turns whose session was served by the other server before. Ours is x faster: the arm's time over "
-                f"that of {_REMOTE}, the median over equal turns. Remote: bytes that kvtier read from there.",
-                *result["summary"]["missed"],
+                f"that of {_REMOTE}, the median over equal turns. Remote: bytes that kvtier read from there."
             ],
         )
     ],
@@ -200,8 +199,6 @@ def _grid_columns(result: dict) -> Sequence[Column]:
         Column("speedup_vs_compute", "vs compute", decimals=2),
         Column("speedup_vs_best_single", single, decimals=2),
         share("bound_fraction", "of T_opt"),
-        share("link_bound_fraction", "of T_link"),
-        share("tstar_fraction", "of T*"),
         share("equal_tokens_fraction", "Equal tokens"),
         Column("failed", "Failed"),
     )
@@ -210,20 +207,16 @@ def _grid_columns(result: dict) -> Sequence[Column]:
 def _grid_notes(result: dict) -> list[str]:
     summary = result["summary"]
     worst = format_value(summary["worst_speedup_vs_best_single"], 3)
-    median, least, link = (
+    median, least = (
         "–" if value is None else format_share(value)
-        for value in (
-            summary[f"{name}_fraction"]
-            for name in ("median_bound", "worst_bound", "median_link_bound")
-        )
+        for value in (summary["median_bound_fraction"], summary["worst_bound_fraction"])
     )
     failed = f"Requests that failed: {summary['errors']}."
     return [
         f"Speedups and shares are those of {OURS}; above 1 it is faster.",
         f"Worst against the better of one resource: {worst}. Share of T_opt for ratios from 1/4 to 4: "
-        f"median {median}, worst {least}; of T_link: median {link}.",
+        f"median {median}, worst {least}.",
         *([failed] if summary["errors"] else []),
-        *(f"Missed: {text}" for text in summary["missed"]),
     ]
 
 
@@ -272,8 +265,7 @@ GRID = Kind(
             (
                 *_GRID_PLACE,
                 Column("read_gbps", "Bandwidth", "Gbit/s", decimals=3),
-                *(ms("bound_ms", "T_opt", 0), ms("link_bound_ms", "T_link", 0)),
-                ms("above_bound_ms", "Above it", 0),
+                ms("bound_ms", "T_opt", 0),
                 Column(f"loaded_tokens.{OURS}", "Loaded", "tokens"),
                 Column("best_loaded", "In T_opt", "tokens"),
                 Column("spread", "Lowest to highest", "ms"),
@@ -315,52 +307,22 @@ _BATCHES = (
 
 
 def _batch(cell: Row) -> str:
-    stream = "" if cell["poisson"] is None else f" as a stream of load {cell['poisson']:g}"
     ratio = cell["load_over_compute"]
-    return f"{cell['at_once']} at once{stream}" + (
-        "" if ratio == 1 else f", load/compute {ratio:g}"
-    )
+    return f"{cell['at_once']} at once" + ("" if ratio == 1 else f", load/compute {ratio:g}")
 
 
-def _batch_columns(result: dict) -> Sequence[Column]:
-    streams = any(cell["poisson"] is not None for cell in result["cells"])
-    return (
-        *(*_BATCH_PLACE, ARM, ms("ttft_ms.mean", "TTFT mean", 0)),
-        *(ms("ttft_ms.p50", "p50", 0), ms("ttft_ms.p99", "p99", 0)),
-        *([ms("ttft_ms.max", "longest", 0)] if streams else []),
-        Column("makespan_s", "Makespan", "s", decimals=2),
-        Column("computed_tokens", "Computed", "tokens"),
-        share("link_busy_fraction", "Link busy"),
-        share("compute_busy_fraction", "Compute busy"),
-        ms("token_gap_ms.p99", "Gap p99", 0),
-        ms("token_gap_ms.max", "Gap largest", 0),
-        share("equal_tokens_fraction", "Equal tokens"),
-        Column("errors", "Failed"),
-    )
-
-
-def _batch_notes(result: dict) -> Iterator[str]:
-    for cell in result["cells"]:
-        mean, makespan = (cell["vs_best_paper"][name] for name in ("ttft_ms_mean", "makespan_s"))
-        if mean is not None and makespan is not None:
-            yield (
-                f"{_batch(cell)}: {OURS} over the better of the papers' rules: mean TTFT {mean:.3f}, makespan "
-                f"{makespan:.3f}."
-            )
-        for arm, found in cell["vs_variants"].items():
-            mean, longest = (found[f"ttft_ms_{name}"] for name in ("mean", "max"))
-            if mean is not None and longest is not None:
-                yield f"{_batch(cell)}: {OURS} over {arm}: mean TTFT {mean:.3f}, longest {longest:.3f}."
-    for text in result["summary"]["missed"]:
-        yield f"Missed: {text}."
-
-
-def _best_paper(result: dict) -> Iterator[Statement]:
-    for cell in result["cells"]:
-        ratio = cell["vs_best_paper"]["ttft_ms_mean"]
-        if ratio is not None:
-            text = f"{OURS}'s mean TTFT is {ratio:.2f} of the better of the papers' rules."
-            yield f"{_batch(cell)}: {text}", False
+_BATCH_COLUMNS = (
+    *(*_BATCH_PLACE, ARM, ms("ttft_ms.mean", "TTFT mean", 0)),
+    *(ms("ttft_ms.p50", "p50", 0), ms("ttft_ms.p99", "p99", 0)),
+    Column("makespan_s", "Makespan", "s", decimals=2),
+    Column("computed_tokens", "Computed", "tokens"),
+    share("link_busy_fraction", "Link busy"),
+    share("compute_busy_fraction", "Compute busy"),
+    ms("token_gap_ms.p99", "Gap p99", 0),
+    ms("token_gap_ms.max", "Gap largest", 0),
+    share("equal_tokens_fraction", "Equal tokens"),
+    Column("errors", "Failed"),
+)
 
 
 def _batch_plots(result: dict) -> Iterator[Plot]:
@@ -369,7 +331,7 @@ def _batch_plots(result: dict) -> Iterator[Plot]:
             result,
             measure,
             ("at_once", "restorations at once"),
-            by=["model", "load_over_compute", "poisson"],
+            by=["model", "load_over_compute"],
             where=lambda cell: f"{cell['model']}, load over compute {cell['load_over_compute']:g}",
             whole_x=True,
         )
@@ -380,7 +342,7 @@ BATCHES = Kind(
     "Several restorations at once",
     _batch,
     [
-        Listing("Several restorations at once", _batch_columns, notes=_batch_notes),
+        Listing("Several restorations at once", _BATCH_COLUMNS),
         Listing(
             f"{OURS} over the others, round by round",
             (
@@ -410,7 +372,6 @@ BATCHES = Kind(
     ],
     _BATCHES,
     _batch_plots,
-    _best_paper,
 )
 
 KINDS = {kind.schema: kind for kind in (SWEEP, REMOTE, GRID, BATCHES, ABLATION)}

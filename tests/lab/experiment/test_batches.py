@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import statistics
-from itertools import pairwise
 
 import pytest
 from aiohttp import web
@@ -17,7 +15,6 @@ from sgl_kvtier.lab.experiment.restore.cells import batch_results
 from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME, RestoreLog
 from sgl_kvtier.lab.experiment.restore.plan import (
     RestorePlan,
-    arrivals_of,
     decoders_of,
     lengths_of,
     order,
@@ -167,31 +164,6 @@ def test_every_length_of_a_mix_is_in_a_batch_as_often_as_any_other() -> None:
         assert len(set(lengths_of(options, 2, number))) == 2
     orders = {tuple(lengths_of(options, 4, number)) for number in range(1, 9)}
     assert len(orders) > 4
-
-
-def test_a_batch_arrives_together_and_a_stream_at_random_at_its_load() -> None:
-    assert arrivals_of(SMALL, 3, 1, 2.0) == (0.0, 0.0, 0.0)
-    stream = dataclasses.replace(SMALL, poisson=0.5)
-    found = arrivals_of(stream, 2000, 1, 2.0)
-    gaps = [later - sooner for sooner, later in pairwise(found)]
-    assert found[0] == 0.0
-    assert min(gaps) >= 0
-    assert statistics.mean(gaps) == pytest.approx(4.0, rel=0.1)
-    assert statistics.stdev(gaps) == pytest.approx(4.0, rel=0.1)
-    assert found == arrivals_of(stream, 2000, 1, 2.0)
-
-
-def test_a_stream_is_sent_at_its_times() -> None:
-    server, log = Slow(), RestoreLog()
-    stream = dataclasses.replace(ONE, arms=("compute",), poisson=0.05)
-    measure(server, stream, log)
-    (one,) = of(log, GRID)
-    assert one.poisson == 0.05
-    scales = [scale.compute_s for scale in log.scales]
-    due_s = arrivals_of(stream, 3, 1, statistics.mean(scales) / 2)
-    sent = [r.sent_s - one.sent_s for r in one.requests]
-    assert all(at >= due - 0.01 for at, due in zip(sent, due_s, strict=True))
-    assert (one.makespan_s or 0.0) >= due_s[-1]
 
 
 def test_gaps_are_those_that_reach_into_the_batch_on_the_clock_of_the_device() -> None:

@@ -18,8 +18,10 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.experiment.argtypes import load_options
 from sgl_kvtier.lab.experiment.arms import OURS
 from sgl_kvtier.lab.experiment.load import LoadOptions, choose_encoder, load
+from sgl_kvtier.lab.experiment.restore import server as restore_server
+from sgl_kvtier.lab.experiment.restore.plan import RestorePlan
 from sgl_kvtier.lab.outside.server import end_on_signals
-from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, LOG
+from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, LOG, Paced
 from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.lab.stress.server import command
 from sgl_kvtier.lab.stress.server.chaos import Chaos
@@ -101,11 +103,21 @@ class Watched:
 
 
 @pytest.mark.slow
-def test_chunks_beside_requests_that_decode_take_no_longer_than_the_bound(tmp_path: Path) -> None:
+def test_chunks_beside_requests_that_decode_take_no_longer_than_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, log = tmp_path / "out.json", tmp_path / "decisions.jsonl"
+
+    def written_down(options: RestorePlan, paced: Paced | None) -> dict[str, dict[str, Any]]:
+        found = planned(options, paced)
+        found["policy"]["decision_log"] = str(log)
+        return found
+
+    planned = restore_server._sections
+    monkeypatch.setattr(restore_server, "_sections", written_down)
     cells = ("--at-once", "2", "--lengths", "16k", "--load-over-compute", "4")
     runs = ("--arms", "both,stall-any", "--rounds", "1", "--foreign", "99")
-    files = ("--folder", str(tmp_path / "work"), "--json", str(out), "--decision-log", str(log))
+    files = ("--folder", str(tmp_path / "work"), "--json", str(out))
     main(["compare", "restore", *PACED, *cells, *runs, *files])  # it may have lost its pace
     (cell,) = json.loads(out.read_text())["cells"]
     assert all(arm["equal_tokens_fraction"] == 1.0 for arm in cell["arms"].values())

@@ -123,7 +123,7 @@ def test_what_failed_or_was_interrupted_is_said(result: dict, failure: str, text
 
 
 def test_a_result_without_a_cell_still_makes_a_page() -> None:
-    summary = {"equal_tokens": None, "missed": []}
+    summary = {"equal_tokens": None}
     result = {"cells": [], "arms": {}, "curves": [], "summary": summary, "settings": {}}
     assert GRID.tables(result) == GRID.statements(result) == []
     assert "no request ended without an error" in GRID.page(result)

@@ -1,9 +1,5 @@
-"""The fastest possible restoration by compute and load together, from curves measured in the same
-run.
-
-T* = Tc Tl / (Tc + Tl) (CacheFlow, section 3) takes every token to cost the same. Front tokens are
-cheaper, because attention grows with the position. So the best split of a measured compute curve,
-T_opt, lies below T*: more than 100 % of T* is possible.
+"""T_opt: the fastest possible restoration by compute and load together, from curves measured in the
+same run.
 """
 
 from __future__ import annotations
@@ -68,34 +64,19 @@ def best_split(
 
 
 def optimal(
-    prefix: int,
-    page: int,
-    curve: ComputeCurve,
-    load_only_s: float,
-    resident_s: float,
-    link_s: float | None = None,
+    prefix: int, page: int, curve: ComputeCurve, load_only_s: float, resident_s: float
 ) -> Best:
-    """T_opt: both resources at full speed and not disturbing each other, met to the page. With
-    `link_s`, the loading time of the link itself at the bandwidth that was set, it is T_link.
+    """T_opt: both resources at full speed and not disturbing each other, met to the page.
 
     `load_only_s` is the time to first token when all of the prefix is loaded. `resident_s` is that
     time when all of it is in device memory. Their difference is the loading, taken as linear;
     `resident_s` is what remains after it. That loading includes SGLang's other work, such as copies
-    in host memory and polling them. An engine that does without that has only the link, so T_link
-    is never above T_opt.
+    in host memory and polling them.
     """
-    loading_s, rest_s = max(load_only_s - resident_s, 0.0), resident_s
-    if link_s is not None:
-        loading_s = min(loading_s, link_s)
-        rest_s = min(rest_s, max(load_only_s - link_s, 0.0))
+    loading_s = max(load_only_s - resident_s, 0.0)
     return best_split(
-        prefix, page, curve.seconds, lambda tokens: loading_s * tokens / prefix, rest_s
+        prefix, page, curve.seconds, lambda tokens: loading_s * tokens / prefix, resident_s
     )
-
-
-def t_star(compute_s: float, load_s: float) -> float:
-    """T* = Tc Tl / (Tc + Tl)."""
-    return compute_s * load_s / (compute_s + load_s)
 
 
 def request_seconds(one_page_s: Sequence[float], per_output_s: Sequence[float]) -> float:

@@ -1,8 +1,8 @@
 """From what was measured to the result of a run: one prefix at a time (schema kvtier.restore/1) or
 several (kvtier.restore.batches/1, both in docs/manual/json.md).
 
-A cell has the figures of its arms, equality with computing each prompt alone, and which aims were
-met; one prefix at a time also speed-ups and shares of the bound.
+A cell has the figures of its arms and equality with computing each prompt alone; one prefix at a
+time also speed-ups and shares of the bound.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from typing import Any
 
 from sgl_kvtier.lab.experiment.restore.arms import (
     BATCH_ARMS,
-    BY_ARRIVAL,
     COMPUTE,
     LOAD,
     OURS,
-    PAPERS,
     RESTORE_ARMS,
     SINGLES,
-    STALL_ANY,
 )
-from sgl_kvtier.lab.experiment.restore.bound import ComputeCurve, optimal, request_seconds, t_star
+from sgl_kvtier.lab.experiment.restore.bound import ComputeCurve, optimal, request_seconds
 from sgl_kvtier.lab.experiment.restore.log import (
     CURVE,
     FIRST,
@@ -46,29 +43,6 @@ LOGPROB_TOLERANCE = 1e-3
 """Largest difference of log-probs called equal: float32 with other chunk borders moves them by less
 than 1e-4.
 """
-
-NEVER_SLOWER, OPTIMAL_EACH = 0.97, 0.90
-BALANCED, HALF = 1.85, 1.4
-"""The aims of one prefix at a time. First, against the better of one resource everywhere. Then the
-share of T_opt of each cell with the ratio in [1/4, 4]. Then the speedup over both resources where
-loading takes as long as computing, and half and twice as long.
-"""
-
-MEAN_AIMS = {2: 0.90, 4: 0.85, 8: 0.75}
-"""The aims for our mean time to first token over that of the better of the papers' rules, by the
-size of the batch.
-"""
-MAKESPAN_AIM = 1.03
-"""The same for the makespan, at most."""
-STREAM_AIMS = {"ttft_ms_mean": 0.88, "ttft_ms_max": 1.25}
-"""The aims for our mean time to first token, and for the longest one, over those of the order of
-arrival, where requests arrive at random.
-"""
-_NAMES = {
-    "ttft_ms_mean": "mean time to first token",
-    "ttft_ms_max": "longest time to first token",
-    "makespan_s": "makespan",
-}
 
 
 def is_sound(summary: Mapping[str, Any]) -> bool:
@@ -202,9 +176,7 @@ def curves(log: RestoreLog) -> list[dict[str, Any]]:
 def summary_of(
     rows: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """The figures of all cells together, and the cells that missed an aim. Failures are also those
-    of the `measured` curves.
-    """
+    """The figures of all cells together. Failures are also those of the `measured` curves."""
     middle = [row for row in rows if 0.25 <= row["load_over_compute"] <= 4]
     failed = sum(sum(row["errors"].values()) for row in rows)
     return {
@@ -212,7 +184,6 @@ def summary_of(
         "worst_speedup_vs_best_single": min(_known(rows, "speedup_vs_best_single"), default=None),
         "median_bound_fraction": percentile(_known(middle, "bound_fraction"), 50),
         "worst_bound_fraction": min(_known(middle, "bound_fraction"), default=None),
-        "median_link_bound_fraction": percentile(_known(middle, "link_bound_fraction"), 50),
         "errors": failed + sum(curve["errors"] for curve in measured),
         **{
             f"equal_{what}": all(row[f"equal_{what}_fraction"] == 1.0 for row in rows)
@@ -220,7 +191,6 @@ def summary_of(
             else None
             for what in ("tokens", "logprobs")
         },
-        "missed": [text for row in rows for text in _missed_alone(row)],
     }
 
 
@@ -253,7 +223,7 @@ def _cell(log: RestoreLog, scale: Scale, ratio: float, made: Sequence[Trial]) ->
         "speedup_vs_load": _over(load, ours),
         "speedup_vs_compute": _over(compute, ours),
         "speedup_vs_best_single": _over(single, ours),
-        **_bounds(log, scale, trials[0].gbps, {} if loaded.get(LOAD) == 0 else middle),
+        **_bounds(log, scale, {} if loaded.get(LOAD) == 0 else middle),
         "loaded_tokens": loaded,
         **_equality_of(log, scale, [*trials, *first, *discarded]),
         "errors": errors_by_arm([*trials, *first]),
@@ -274,29 +244,17 @@ def _made(log: RestoreLog, scale: Scale, kind: str) -> list[Trial]:
     return [*log.of(scale.model, scale.length, kind), *log.failed(scale.model, scale.length, kind)]
 
 
-def _bounds(
-    log: RestoreLog, scale: Scale, gbps: float, middle: dict[str, float | None]
-) -> dict[str, Any]:
-    """T_opt, T_link and T* of a cell, and our share of each."""
-    bound = link = star = split = None
-    ours, compute, load = middle.get(OURS), middle.get(COMPUTE), middle.get(LOAD)
-    curve, resident = curve_of(log, scale), resident_seconds(log, scale)
-    if compute and load:
-        star = t_star(compute, load)
-        if curve.first_token_s:
-            best = optimal(scale.length, scale.page, curve, load, resident)
-            bound, split = best.seconds, best.computed_tokens
-        if curve.first_token_s and gbps:
-            link_s = scale.link_s(gbps)
-            link = optimal(scale.length, scale.page, curve, load, resident, link_s).seconds
+def _bounds(log: RestoreLog, scale: Scale, middle: dict[str, float | None]) -> dict[str, Any]:
+    """T_opt of a cell, and our share of it."""
+    bound = split = None
+    compute, load = middle.get(COMPUTE), middle.get(LOAD)
+    curve = curve_of(log, scale)
+    if compute and load and curve.first_token_s:
+        best = optimal(scale.length, scale.page, curve, load, resident_seconds(log, scale))
+        bound, split = best.seconds, best.computed_tokens
     return {
         "bound_ms": milliseconds(bound),
-        "bound_fraction": _over(bound, ours),
-        "above_bound_ms": None if ours is None or bound is None else milliseconds(ours - bound),
-        "link_bound_ms": milliseconds(link),
-        "link_bound_fraction": _over(link, ours),
-        "tstar_ms": milliseconds(star),
-        "tstar_fraction": _over(star, ours),
+        "bound_fraction": _over(bound, middle.get(OURS)),
         "best_computed_tokens": split,
     }
 
@@ -323,23 +281,6 @@ def _loaded(trials: Sequence[Trial], arm: str) -> float | None:
     )
 
 
-def _missed_alone(row: Mapping[str, Any]) -> list[str]:
-    where = f"{row['model']} {row['length']} tokens, load/compute {row['load_over_compute']:g}"
-    both = min(_known([row], "speedup_vs_load") + _known([row], "speedup_vs_compute"), default=None)
-    aims = [(row["speedup_vs_best_single"], NEVER_SLOWER, "of the better of one resource")]
-    if 0.25 <= row["load_over_compute"] <= 4:
-        aims.append((row["bound_fraction"], OPTIMAL_EACH, "of T_opt"))
-    if row["load_over_compute"] == 1:
-        aims.append((both, BALANCED, "times as fast as either resource alone"))
-    if row["load_over_compute"] in (0.5, 2):
-        aims.append((both, HALF, "times as fast as either resource alone"))
-    return [
-        f"{where}: {value:.3f} {what}, the aim is {aim:g}"
-        for value, aim, what in aims
-        if value is not None and value < aim
-    ]
-
-
 # Several prefixes at once
 
 
@@ -355,7 +296,6 @@ def batch_results(log: RestoreLog) -> dict[str, Any]:
             "errors": sum(arm["errors"] for arm in arms),
             "equal_tokens": _all_equal(arms, "equal_tokens_fraction"),
             "equal_logprobs": _all_equal(arms, "equal_logprobs_fraction"),
-            "missed": [text for row in rows for text in _missed_together(row)],
         },
         "scales": [
             {
@@ -375,7 +315,7 @@ def _batch_cells(log: RestoreLog) -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], list[Batch]] = {}
     for one in log.batches:
         if one.kind in (GRID, DISCARDED):
-            place = (one.model, one.poisson or 0, one.load_over_compute, one.at_once)
+            place = (one.model, one.load_over_compute, one.at_once)
             found.setdefault(place, []).append(one)
     cells = [found[place] for place in sorted(found)]
     return [_batch_cell(log, made) for made in cells if any(one.kind == GRID for one in made)]
@@ -393,7 +333,6 @@ def _batch_cell(log: RestoreLog, batches: Sequence[Batch]) -> dict[str, Any]:
     return {
         "model": first.model,
         "at_once": first.at_once,
-        "poisson": first.poisson,
         "load_over_compute": first.load_over_compute,
         "read_gbps": first.gbps,
         "lengths": sorted({one.prompt_tokens for b in batches for one in b.requests}),
@@ -403,8 +342,6 @@ def _batch_cell(log: RestoreLog, batches: Sequence[Batch]) -> dict[str, Any]:
             for arm, made in arms.items()
             if arm != OURS and OURS in arms
         },
-        "vs_best_paper": _vs_best_paper(figures),
-        "vs_variants": _vs_variants(figures),
         **_disturbed(counting),
         "repeated": sum(one.repeats for one in counting),
     }
@@ -422,7 +359,7 @@ def _batch_arm(log: RestoreLog, made: Sequence[Batch]) -> dict[str, Any]:
     for one in last:
         answers.update(one.answers)
     return {
-        "ttft_ms": {**summary(ttft_ms), "max": max(ttft_ms, default=None)},
+        "ttft_ms": summary(ttft_ms),
         "makespan_s": percentile((one.makespan_s for one in good), 50),
         "prompt_tokens": _mean([sum(r.prompt_tokens for r in one.requests) for one in good]),
         "computed_tokens": _mean([_computed(one) for one in good]),
@@ -471,53 +408,6 @@ def _makespan(one: Batch | None) -> float | None:
     return None if one is None or one.error is not None else one.makespan_s
 
 
-def _vs_best_paper(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Our mean time to first token, and makespan, over the least of the papers' rules."""
-
-    def over(figure: Callable[[Mapping[str, Any]], float | None]) -> float | None:
-        papers = (figure(figures[arm]) for arm in PAPERS if arm in figures)
-        least = min((value for value in papers if value is not None), default=None)
-        return _over(figure(figures[OURS]), least) if OURS in figures else None
-
-    return {
-        "ttft_ms_mean": over(lambda one: one["ttft_ms"]["mean"]),
-        "makespan_s": over(lambda one: one["makespan_s"]),
-    }
-
-
-def _vs_variants(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Our mean and longest time to first token over those of ours without the planner's order of
-    the queue, and without a bound of the gaps.
-    """
-    times = {arm: one["ttft_ms"] for arm, one in figures.items()}
-    return {
-        arm: {
-            f"ttft_ms_{name}": _over(times[OURS][name], times[arm][name])
-            for name in ("mean", "max")
-        }
-        for arm in (BY_ARRIVAL, STALL_ANY)
-        if OURS in times and arm in times
-    }
-
-
-def _missed_together(row: Mapping[str, Any]) -> list[str]:
-    if row["load_over_compute"] != 1:
-        return []
-    where = f"{row['at_once']} at once"
-    if row["poisson"] is None:
-        mean_aim = MEAN_AIMS.get(row["at_once"])
-        aims: Mapping[str, float | None] = {"ttft_ms_mean": mean_aim, "makespan_s": MAKESPAN_AIM}
-        found, whose = row["vs_best_paper"], f"the better of {' and '.join(PAPERS)}"
-    else:
-        where += f" as a stream of load {row['poisson']:g}"
-        aims, found, whose = STREAM_AIMS, row["vs_variants"].get(BY_ARRIVAL, {}), BY_ARRIVAL
-    return [
-        f"{where}: {_NAMES[name]} {over:.3f} of {whose}, the aim is {aim:g}"
-        for name, aim in aims.items()
-        if aim is not None and (over := found.get(name)) is not None and over > aim
-    ]
-
-
 def _batch_equality(log: RestoreLog, batches: Sequence[Batch]) -> dict[str, float | None]:
     """Shares of the requests with the tokens, and with these and the log-probs, that computing each
     alone gave, and of those beside with the tokens of the first ones beside.
@@ -548,7 +438,7 @@ def _beside(log: RestoreLog, one: Batch) -> list[bool]:
 def _batch_row(log: RestoreLog, one: Batch) -> dict[str, Any]:
     equal, _, _ = _compare(_compared(log, one))
     names = (
-        *("kind", "arm", "round", "at_once", "poisson", "load_over_compute", "gbps"),
+        *("kind", "arm", "round", "at_once", "load_over_compute", "gbps"),
         *("makespan_s", "computing_s", "read_bytes", "answers", "lost_s", "foreign_cores"),
         *("slowness", "repeats", "error"),
     )

@@ -1,4 +1,4 @@
-"""What is measured: the options of a run, the prompts that are asked for, in which order and when.
+"""What is measured: the options of a run, the prompts that are asked for and in which order.
 All of it follows from the options and the seed. One restoration at a time is a batch of one, and
 has the same prompts in all rounds.
 """
@@ -10,7 +10,6 @@ import random
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, DEFAULT_RESTORE_ARMS
@@ -40,10 +39,8 @@ class RestoreOptions(Options):
     arms: Sequence[str] | None = None
     hole: str | None = None
     at_once: Sequence[int] | None = None
-    poisson: float | None = None
     foreign: float | None = None
     models: Sequence[str] | None = None
-    decision_log: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,6 @@ class RestorePlan:
     """Sizes of batches, mixed of `lengths`; none: one prefix at a time."""
     decoders: int = 0
     """Requests that decode beside a batch."""
-    poisson: float | None = None
-    """The load of a stream whose requests arrive at random; None: all of a batch together."""
 
     def curve_points(self, length: int) -> list[int]:
         """Where the compute curve of a length is measured."""
@@ -149,21 +144,6 @@ def decoders_of(options: RestorePlan) -> list[list[int]]:
         _random(options, "beside", place).choices(range(_BYTES), k=_DECODER_PAGES * options.page)
         for place in range(options.decoders)
     ]
-
-
-def arrivals_of(
-    options: RestorePlan, at_once: int, number: int, service_s: float
-) -> tuple[float, ...]:
-    """When each request of a round's batch is asked for, in seconds from the first.
-
-    `service_s` is what one takes on average with both resources for itself. A stream of load 1 has
-    one request in that time on average.
-    """
-    if options.poisson is None:
-        return (0.0,) * at_once
-    draw = _random(options, "arrivals", at_once, number)
-    gaps = [draw.expovariate(options.poisson / service_s) for _ in range(at_once - 1)]
-    return (0.0, *itertools.accumulate(gaps))
 
 
 def all_lengths(options: RestorePlan) -> list[int]:

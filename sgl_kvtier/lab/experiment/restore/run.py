@@ -33,7 +33,6 @@ from sgl_kvtier.lab.experiment.restore.log import (
 )
 from sgl_kvtier.lab.experiment.restore.plan import (
     RestorePlan,
-    arrivals_of,
     decoders_of,
     lengths_of,
     order,
@@ -226,9 +225,8 @@ class Together(Run):
                 last_gbps = gbps
             self.describe(f"round {number}, {at_once} at once, load/compute {ratio:g}, {arm}")
             base = self._base(GRID, number, ratio, at_once, arm, gbps)
-            after_s = arrivals_of(options, at_once, number, mean_service_s(scales, ratio))
             prompts = prompts_of(options, at_once, number)
-            self.log.keep(await self.trials.batch(base, prompts, after_s, decoders_of(options)))
+            self.log.keep(await self.trials.batch(base, prompts, decoders_of(options)))
             self.advance()
 
     def _base(
@@ -237,7 +235,7 @@ class Together(Run):
         options = self.options
         tokens = sum(lengths_of(options, at_once, number))
         base = Batch(options.model, tokens, kind, arm, number, gbps, ratio)
-        return dataclasses.replace(base, at_once=at_once, poisson=options.poisson)
+        return dataclasses.replace(base, at_once=at_once)
 
     async def _store(self, number: int, at_once: int) -> float:
         """Computes each prompt of a round's batch alone, until storage has them. The answers of the
@@ -267,8 +265,7 @@ class Together(Run):
         for arm in options.arms if first else ():
             self.describe(f"{at_once} at once: warming up {arm}")
             batch = self._base(WARM, number, 1.0, at_once, arm, gbps)
-            together_s, beside = (0.0,) * at_once, decoders_of(options)
-            made = await self.trials.batch(batch, prompts, together_s, beside, repeat=False)
+            made = await self.trials.batch(batch, prompts, decoders_of(options), repeat=False)
             self.log.keep(made)
 
 
@@ -284,9 +281,3 @@ def balanced_gbps(scales: Sequence[Scale]) -> float:
     computing them takes.
     """
     return sum(one.prefix_bytes for one in scales) * 8e-9 / sum(one.compute_s for one in scales)
-
-
-def mean_service_s(scales: Sequence[Scale], ratio: float) -> float:
-    """The mean of T* = Tc Tl / (Tc + Tl) over the lengths: seconds for one with both resources."""
-    mean_s = sum(one.compute_s for one in scales) / len(scales)
-    return mean_s * ratio / (1 + ratio)

@@ -49,7 +49,7 @@ class Target:
 
 @contextmanager
 def started(
-    args: RestoreOptions, shape: Shape, options: RestorePlan, decision_log: str, folder: Path
+    args: RestoreOptions, shape: Shape, options: RestorePlan, folder: Path
 ) -> Iterator[Target]:
     """The server while the block runs. Raises BenchError, with the end of its log, when it does not
     start.
@@ -57,7 +57,7 @@ def started(
     # It listens on this machine only; the key keeps other programs here from changing what is
     # measured.
     key = secrets.token_hex(8)
-    setup = setup_for(args, shape, options, decision_log, key)
+    setup = setup_for(args, shape, options, key)
     pace_log = None if setup.paced is None else folder / LOG
     if pace_log is not None:
         pace_log.unlink(missing_ok=True)
@@ -77,9 +77,7 @@ def paced_of(args: RestoreOptions) -> Paced | None:
     return launching.parse(args.device, args.dilation, args.server_arg, layers)
 
 
-def setup_for(
-    args: RestoreOptions, shape: Shape, options: RestorePlan, decision_log: str, key: str
-) -> Setup:
+def setup_for(args: RestoreOptions, shape: Shape, options: RestorePlan, key: str) -> Setup:
     """The same settings as in a comparison, with room for what is measured and a store whose
     bandwidth can be changed.
     """
@@ -102,14 +100,12 @@ def setup_for(
         device_tokens=tokens,
         context_tokens=tokens if cpu else None,
         max_running=max(_RUNNING, at_once + options.decoders) if cpu else None,
-        sections=_sections(options, decision_log, paced),
+        sections=_sections(options, paced),
         extra=("--admin-api-key", key, *streaming, *dummy, *args.server_arg),
     )
 
 
-def _sections(
-    options: RestorePlan, decision_log: str, paced: Paced | None
-) -> dict[str, dict[str, Any]]:
+def _sections(options: RestorePlan, paced: Paced | None) -> dict[str, dict[str, Any]]:
     # A throttle has to be there to be changed; so much is none. A mode named at the start is
     # restored in anywhere.
     free: dict[str, dict[str, Any]] = {"lab": {"throttle": {"read_gbps": 1000.0}}, "policy": {}}
@@ -117,7 +113,6 @@ def _sections(
     found["policy"] |= {
         "restore": "both",
         **WITHOUT_LOOKAHEAD,
-        "decision_log": decision_log,
         "rules": RULES_IN_TURN if options.at_once else "",
     }
     if options.hole:

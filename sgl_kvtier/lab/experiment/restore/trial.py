@@ -127,7 +127,6 @@ class Batch(Attempt):
     """
 
     at_once: int = 0
-    poisson: float | None = None
     requests: tuple[Trial, ...] = ()
     makespan_s: float | None = None
     gaps_s: tuple[float, ...] = ()
@@ -147,7 +146,7 @@ class Batch(Attempt):
     @property
     def place(self) -> tuple[Any, ...]:
         """What tells its requests from others."""
-        return self.model, self.round, self.at_once, self.poisson
+        return self.model, self.round, self.at_once
 
 
 _Made = TypeVar("_Made", bound=Attempt)
@@ -235,13 +234,12 @@ class Trials:
         self,
         base: Batch,
         prompts: Sequence[Sequence[int]],
-        after_s: Sequence[float],
         beside: Sequence[Sequence[int]] = (),
         *,
         repeat: bool = True,
     ) -> Batch:
-        """The same of a batch. `after_s` says when each request is sent, in seconds from the first;
-        `beside` are the prompts of requests that decode meanwhile.
+        """The same of a batch, whose requests are sent at once. `beside` are the prompts of requests
+        that decode meanwhile.
         """
         places = list(range(len(prompts)))
         if self._arms[base.arm].shortest_first:
@@ -251,7 +249,7 @@ class Trials:
             before = await self._client.metrics()
             decoders = Decoders(self._client, beside)
             await decoders.begin()
-            done = await self._send([prompts[place] for place in places], after_s)
+            done = await self._send([prompts[place] for place in places])
             decoded = await decoders.end()
             await asyncio.sleep(PUBLISHED_S)
             after = await self._client.metrics()
@@ -370,17 +368,12 @@ class Trials:
             found["computing_s"] = sum(row["seconds"] for row in first) / dilation
         return found
 
-    async def _send(
-        self, prompts: Sequence[Sequence[int]], after_s: Sequence[float]
-    ) -> list[Completion]:
-        """Each is sent at its time, or as soon as the server has read the one before: it reads one
-        at a time anyhow, and a long prompt longer, so that shorter ones would be there first.
+    async def _send(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+        """Each is sent as soon as the server has read the one before: it reads one at a time anyhow,
+        and a long prompt longer, so that shorter ones would be there first.
         """
         client, tasks = self._client, []
-        loop = asyncio.get_running_loop()
-        begin_s = loop.time()
-        for ids, delay_s in zip(prompts, after_s, strict=True):
-            await asyncio.sleep(begin_s + delay_s * client.dilation - loop.time())
+        for ids in prompts:
             taken = asyncio.Event()
             asking = client.generate(ids, OUTPUT_TOKENS, logprobs=True, taken=taken)
             tasks.append(asyncio.create_task(asking))

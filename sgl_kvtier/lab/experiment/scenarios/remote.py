@@ -57,11 +57,6 @@ _SPARE_TOKENS = 1024
 _ROOM = 3
 """Prompts that fit into the device pool: nothing of a session under way is evicted."""
 _LEAST_SEGMENT = 1 << 30
-FULL_SPEED, BALANCED, QUARTER, NEVER = 1 / 1.10, 1.7, 1.2, 0.97
-"""Aims, as times as fast as others: at full speed than stock's Mooncake; where loading takes as
-long as computing than both; at 1/4 and 4 than the better; anywhere.
-"""
-
 _speeds = each_once(
     "gigabits per second of at least 0, each once, as 0,1,10", float, lambda x: is_number(x, 0.0)
 )
@@ -308,10 +303,9 @@ def _setup(args: RemoteOptions) -> Setup:
 def remote_results(
     log: MovedLog, arms: Sequence[str], cells: Sequence[tuple[Cell, float]]
 ) -> dict[str, Any]:
-    """The arms in words, and the cells, with what was aimed at and not reached."""
+    """The arms in words, and the cells."""
     reference = answers(log)
     rows = [_cell(log, cell, gbps, arms, reference) for cell, gbps in cells]
-    missed = [text for row in rows for text in _missed(row)]
     return {
         "arms": {arm: REMOTE_ARMS[arm].about for arm in arms},
         "scale": [
@@ -322,7 +316,6 @@ def remote_results(
         "summary": {
             "equal_tokens_fraction": _least(rows, "equal_tokens_fraction"),
             "errors": sum(arm["errors"] for row in rows for arm in row["arms"].values()),
-            "missed": missed,
         },
         "turns": [_row(one, reference) for one in log.turns],
     }
@@ -401,31 +394,6 @@ def _vs_better(figures: Mapping[str, Mapping[str, Any]]) -> float | None:
     others = [figures[arm]["ttft_ms"]["p50"] for arm in (BASELINE, MOONCAKE) if arm in figures]
     known = [one for one in others if one is not None]
     return min(known) / ours if ours and known else None
-
-
-def _missed(row: Mapping[str, Any]) -> list[str]:
-    """What a cell was aimed at and did not reach, by medians of moved turns."""
-    ratio = row["load_over_compute"]
-    where = f"{row['gbps']:.3g} Gbit/s" if row["gbps"] else "full speed"
-    times = {arm: one["ttft_ms"]["p50"] for arm, one in row["arms"].items()}
-    ours = times.get(REMOTE)
-    if not ours:
-        return []
-    found: list[tuple[float | None, float, str]] = [
-        (row["vs_better"], NEVER, "the better of recompute and stock's Mooncake")
-    ]
-    if ratio is None and not row["gbps"] and times.get(MOONCAKE):
-        found.append((times[MOONCAKE] / ours, FULL_SPEED, "stock's Mooncake"))
-    if ratio == 1:
-        pairs = ((arm, times.get(arm)) for arm in (BASELINE, MOONCAKE))
-        found += [(one / ours, BALANCED, arm) for arm, one in pairs if one]
-    if ratio in (0.25, 4):
-        found.append((row["vs_better"], QUARTER, "the better of recompute and stock's Mooncake"))
-    return [
-        f"{where}: {value:.2f} times as fast as {what}, the aim is {aim:.3g}"
-        for value, aim, what in found
-        if value is not None and value < aim
-    ]
 
 
 def _least(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -1,4 +1,4 @@
-"""`kvtier compare restore`, also `kvtier bench restore`: the grid of one restoration's arms, lengths and
+"""`kvtier compare restore`: the grid of one restoration's arms, lengths and
 bandwidths, or several restorations at a time by rule (`--at-once`).
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier import __version__
-from sgl_kvtier.arguments import above_nought, not_negative, positive
-from sgl_kvtier.console import Progress, check_target, progress
+from sgl_kvtier.arguments import not_negative, positive
+from sgl_kvtier.console import Progress, progress
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import RUN, SERVER, add_options, each_once, shape_of, words
 from sgl_kvtier.lab.experiment.arms import check_names
@@ -30,7 +30,6 @@ from sgl_kvtier.lab.experiment.restore.arms import (
     DEFAULT_BATCH_ARMS,
     DEFAULT_RESTORE_ARMS,
     RESTORE_ARMS,
-    SHORTEST_FIRST,
     RestoreArm,
     check_restore_arms,
 )
@@ -70,10 +69,8 @@ _ALONE = (
     "All arms run in one server process; between two requests its device and host caches are emptied and it is waited for "
     "until it does nothing. Every second round goes backwards. Figures are medians.",
     "T_opt: the best split of the prefix on the compute curve measured in the same run (linear between its points), the "
-    "loading taken as linear, no interference, then what a prompt takes whose prefix is in device memory. T* = Tc Tl / (Tc "
-    "+ Tl) takes all tokens to cost the same, so that more than 100 % of it is possible.",
-    "T_link: the same with loading as fast as the bandwidth that was set allows, and no more behind it than loading alone leaves. "
-    "T_opt's loading is measured, so that what SGLang does while it loads (copies in host memory, waiting for the next look) is in it.",
+    "loading taken as linear, no interference, then what a prompt takes whose prefix is in device memory. The loading is measured, so that "
+    "what SGLang does while it loads (copies in host memory, waiting for the next look) is in it.",
     "The best single way (`speedup_vs_best_single`) is the better of computing and SGLang's own load, and our engine's load where "
     "the arm load_kvtier was measured.",
     "An arm that estimates the bandwidth restores once before it is measured in a cell; `first_ttft_ms` is that restoration, which "
@@ -220,12 +217,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ask for this many stored prefixes together, mixed of --lengths (then by default 1k,2k,3k,4k; 4k,8k,16k,32k on a paced "
         f"device), next to {DECODERS} requests that decode; --load-over-compute is that of the mix (default 1)",
     )
-    together.add_argument(
-        "--poisson",
-        type=above_nought,
-        metavar="LOAD",
-        help="they arrive at random instead: a load of 1 is one in the time that compute and link together need for it",
-    )
     server = parser.add_argument_group("server")
     add_options(
         server,
@@ -248,12 +239,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"lab models ({', '.join(SHAPES)}), for an accelerator drawn ones ({', '.join(DRAWN)}) and shapes without weights "
         f"({', '.join(UNWEIGHTED)}), folders or names (default lab-mha on a CPU, else lab-gpu-1b; a paced device brings its own)",
-    )
-    server.add_argument(
-        "--decision-log",
-        type=Path,
-        metavar="FILE",
-        help="let the server write down its planner's decisions, for kvtier bench restore-timeline; with several models one file each, the model in its name",
     )
 
 
@@ -280,19 +265,12 @@ def check_arguments(args: RestoreOptions) -> None:
     """Raises BenchError for options that do not go together."""
     if is_paced(args.device) and args.models:
         raise BenchError(f"--models: {args.device} brings a model of its own")
-    if args.poisson is not None and not args.at_once:
-        raise BenchError("--poisson: add --at-once N, which it is about")
     for name in ("hole", "slow_rounds"):
         if args.at_once and getattr(args, name):
             raise BenchError(
                 f"--at-once: not with --{name.replace('_', '-')}; leave one of them out"
             )
     arms = args.arms or mode_of(args).default_arms
-    for arm in arms:
-        if args.poisson is not None and arm.endswith(SHORTEST_FIRST):
-            raise BenchError(f"--poisson: the arm {arm} sends all together; leave one of them out")
-    if args.decision_log is not None:
-        check_target(str(args.decision_log))
     page = shape_of(args, "").page
     if any(length % page for length in args.lengths or ()):
         raise BenchError(f"--lengths: must be whole pages of {page} tokens")
@@ -433,8 +411,8 @@ class Restoring:
             print(
                 f"{model}: starting a server, its log is {folder / 'server.log'}", file=sys.stderr
             )
-            log, shape = _decision_log(args, model), shape_of(args, model)
-            with started(args, shape, options, log, folder) as target:
+            shape = shape_of(args, model)
+            with started(args, shape, options, folder) as target:
                 yield target
 
 
@@ -484,17 +462,7 @@ def options_of(args: RestoreOptions, model: str, page: int, chunk: int) -> Resto
         curve_step=min(chunk, _PACED_CURVE_STEP) if paced else None,
         at_once=args.at_once or (),
         decoders=DECODERS if args.at_once else 0,
-        poisson=args.poisson,
     )
-
-
-def _decision_log(args: RestoreOptions, model: str) -> str:
-    if args.decision_log is None:
-        return ""
-    path: Path = args.decision_log.absolute()
-    if len(args.models or ()) > 1:
-        path = path.with_name(f"{path.stem}-{Path(model).name}{path.suffix}")
-    return str(path)
 
 
 def about(args: RestoreOptions) -> dict[str, Any]:
