@@ -677,23 +677,6 @@ fitted: object; parameters solved from printed numbers
     _AGREEMENT,
 )
 
-PAPERS_BATCHES = Schema(
-    "kvtier.papers.batches/1",
-    "python -m sgl_kvtier.lab.papers.batches",
-    "several stored prefixes restored at once by the papers' rules, in virtual seconds",
-    """
-device: string; profile of a paced device
-at_once: integer; prefixes of a batch
-batches: list of objects; one per chunk size, queue order, rule and seed
-  chunk_tokens, seed: integer; tokens of a chunk; seed of the batch
-  order: "drawn" or "by length"; in which the prefixes were asked for
-  rule: "cake" or "cacheflow" or "kvtier"; whose
-  ttft_s: number; mean time to first token
-  makespan_s: number; when the last had its first token
-  gap_s: number; longest between two tokens of requests that decode beside
-""",
-)
-
 TORTURE = Schema(
     "kvtier.torture/1",
     "kvtier bench torture",

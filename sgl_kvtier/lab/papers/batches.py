@@ -1,5 +1,4 @@
-"""Several stored prefixes restored at once, by the papers' rules and by ours, in virtual time:
-`python -m sgl_kvtier.lab.papers.batches [--at-once N] [--json FILE]`.
+"""Several stored prefixes restored at once, by the papers' rules and by ours, in virtual time.
 
 All rules run with the papers' chunks of 512 tokens and with 8,192, and with the queue in the order
 drawn and in the order of length, so that none has an order that another lacks. The papers' rules
@@ -13,26 +12,15 @@ beside four requests that decode.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any, cast
 
-from sgl_kvtier.arguments import positive
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.console import (
-    Column,
-    Table,
-    check_target,
-    envelope,
-    print_table,
-    progress,
-    write_json,
-)
+from sgl_kvtier.console import Column, Table
 from sgl_kvtier.lab.profile import read
 from sgl_kvtier.lab.rules import ByArrival, CacheFlow, Cake
 from sgl_kvtier.lab.sim.baselines import Served
@@ -45,8 +33,6 @@ from sgl_kvtier.policy.messages import Consulted, Fact, StepDone
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link, Span, Tier
-
-SCHEMA = "kvtier.papers.batches/1"
 
 CHUNKS = (512, 8192)
 DRAWN, BY_LENGTH = "drawn", "by length"
@@ -202,33 +188,3 @@ def table(found: Sequence[Mapping[str, Any]], at_once: int) -> Table:
         f"{_DECODERS} requests that decode beside."
     )
     return Table("Several restorations at once, same queue order", columns, rows, (note,))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulates and prints. Raises KVTierError."""
-    parser = argparse.ArgumentParser(prog="python -m sgl_kvtier.lab.papers.batches")
-    parser.add_argument(
-        "--at-once", type=positive, default=4, metavar="N", help="prefixes of a batch (default 4)"
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the batches as JSON; - for standard output"
-    )
-    args = parser.parse_args(arguments)
-    if args.json:
-        check_target(args.json)
-    found = []
-    total = len(CHUNKS) * 2 * len(RULES) * len(SEEDS)
-    with progress("simulating", total, "batches") as bar:
-        for one in batches(args.at_once):
-            found.append(one)
-            bar.advance()
-    if args.json:
-        results = {"at_once": args.at_once, "device": _DEVICE, "batches": found}
-        write_json(envelope(SCHEMA, sys.argv, results), args.json)
-    if args.json != "-":
-        print_table(table(found, args.at_once))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -69,20 +69,6 @@ from sgl_kvtier.types import Link, Span, Tier
 
 _SPEEDUP = "TTFT speedup"
 _PRINTED: Mapping[tuple[str, str, str], tuple[float, float]] = {
-    # Section 2 and Figure 1c.
-    ("1", "Qwen3-8B 20000 tokens", "KV gigabytes"): (2.8, 2.8),
-    ("1", "Llama-3.1-405B 20000 tokens", "KV gigabytes"): (9.7, 9.7),
-    ("1", "H100 20000 tokens", "recompute seconds"): (1.2, 1.5),
-    ("1", "80 Gbps", "I/O faster than recompute"): (1, 1),
-    ("1", "10 Gbps", "I/O slower than recompute"): (1, 1),
-    # Section 3.1 and Figure 1c: "2 000 tokens incurs latency comparable to recomputing 500".
-    ("1", "2000 tokens over 500 tokens", "recompute time ratio"): (1.0, 1.5),
-    # Equations 1 and 2.
-    ("eq", "Eq. 1 balanced", "time over T*"): (1.0, 1.0),
-    ("eq", "Eq. 1 ten times faster I/O", "time over T*"): (1.0, 1.0),
-    ("eq", "Eq. 1 ten times faster compute", "time over T*"): (1.0, 1.0),
-    ("eq", "Eq. 2 two stages", "time over one stage"): (0.5, 0.5),
-    ("eq", "Eq. 2 four stages", "time over one stage"): (0.25, 0.25),
     # Section 4.2 and Figure 4: "a 1.1x-1.7x reduction in TTFT compared to existing advances".
     ("4", "WildChat", _SPEEDUP): (1.1, 1.7),
     ("4", "LMSys-Chat", _SPEEDUP): (1.1, 1.7),
@@ -612,66 +598,6 @@ def poisson(workload: str, rig_: Rig, seed: int) -> list[Prompt]:
     return prompts
 
 
-# --- sections 2 and 3: what the cost model implies ------------------------------------------------
-
-
-def figure_1() -> Iterator[Cell]:
-    """KV sizes, and recompute against I/O for one long prompt."""
-    tokens = 20000
-    sizes = {name: load_model(name).kv_bytes_per_token for name in ("Qwen3-8B", "Qwen3-30B-A3B")}
-    # Its config.json: 126 layers, 8 KV heads of 128.
-    for name, size in {**sizes, "Llama-3.1-405B": 516096}.items():
-        yield _cell("1", f"{name} {tokens} tokens", "KV gigabytes", size * tokens / 1e9, "GB")
-    for name, size in sizes.items():
-        place = rig(Place(model=name))
-        long_s = _recompute_seconds(place, tokens, _CHUNK_TOKENS)
-        yield _cell("1", f"H100 {tokens} tokens", "recompute seconds", long_s, "s", name)
-        for gbps, word in ((80.0, "faster"), (10.0, "slower")):
-            holds = (tokens * size * 8 / (gbps * 1e9) < long_s) == (word == "faster")
-            yield _cell("1", f"{gbps:g} Gbps", f"I/O {word} than recompute", float(holds), "", name)
-        ratio = _recompute_seconds(place, 2000, 2048) / _recompute_seconds(place, 500, 2048)
-        row = "2000 tokens over 500 tokens"
-        yield _cell("1", row, "recompute time ratio", ratio, "x", f"{name}, one step")
-
-
-def _recompute_seconds(rig_: Rig, tokens: int, chunk_tokens: int) -> float:
-    return serve(rig_, [Prompt(0.0, 0, tokens)], "vLLM", chunk_tokens=chunk_tokens).ttfts()[0]
-
-
-_IDEAL_TOKENS, _IDEAL_TOKEN_S = 32768, 1e-4
-
-
-def equations() -> Iterator[Cell]:
-    """Equations 1 and 2, T* and T*/S, run: a model whose compute costs the same everywhere, as the
-    equations assume.
-    """
-    compute_s = _IDEAL_TOKENS * _IDEAL_TOKEN_S
-    ratios = {"balanced": 1.0, "ten times faster I/O": 0.1, "ten times faster compute": 10.0}
-    for name, ratio in ratios.items():
-        least_s = compute_s * compute_s * ratio / (compute_s + compute_s * ratio)
-        yield _cell("eq", f"Eq. 1 {name}", "time over T*", _ideal_seconds(ratio, ONE) / least_s)
-    whole = _ideal_seconds(1.0, ONE)
-    for name, count in (("two", 2), ("four", 4)):
-        part = _ideal_seconds(1.0, parallel(count))
-        yield _cell("eq", f"Eq. 2 {name} stages", "time over one stage", part / whole)
-
-
-def _ideal_seconds(ratio: float, stages: Stages) -> float:
-    """One restoration where loading all takes `ratio` times computing all; small pages, so that the
-    split is fine.
-    """
-    io_s = _IDEAL_TOKENS * _IDEAL_TOKEN_S * ratio
-    gbps = _IDEAL_TOKENS * load_model("Qwen3-8B").kv_bytes_per_token * 8e-9 / io_s
-    base = rig(Place(gbps=gbps, stages=stages))
-    ideal = dataclasses.replace(
-        base,
-        hardware=base.hardware.with_storage_alone(gbps * 1e9 / 8, 0.0, _LOAD_DEPTH),
-        cost=StepCost(0.0, _IDEAL_TOKEN_S * stages.compute),
-    )
-    prompt = Prompt(0.0, _IDEAL_TOKENS, 1)
-    return serve(ideal, [prompt], THEIRS, page_tokens=16, chunk_tokens=64).ttfts()[0]
-
-
 # --- section 4: end to end ------------------------------------------------------------------------
 
 
@@ -778,11 +704,7 @@ def figure_9() -> Iterator[Cell]:
         yield _ratio("9", row, "ours over CacheFlow", theirs, ours, OURS)
 
 
-RESULTS = ("4", "5", "6", "7", "7b", "8", "9")
-"""Figures that the agreement is of."""
 TABLES: Tables = {
-    "1": figure_1,
-    "eq": equations,
     "4": figure_4,
     "5": figure_5,
     "6": figure_6,
@@ -791,3 +713,5 @@ TABLES: Tables = {
     "8": figure_8,
     "9": figure_9,
 }
+RESULTS = tuple(TABLES)
+"""Figures that the agreement is of."""

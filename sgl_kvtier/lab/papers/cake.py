@@ -28,7 +28,6 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.rules import Cake
 from sgl_kvtier.lab.sim.cells import Agreement, Cell, Fitted, Tables
 from sgl_kvtier.lab.sim.hardware import (
-    STORAGE,
     Batch,
     Hardware,
     ModelShape,
@@ -113,14 +112,6 @@ BW | 16-bit | 8-bit | 3-bit
 
 _COLUMN = {"3": "BW", "4": "Model", "5": "Tokens", "6": "Model", "7": "Bits"}
 """What a table's columns are."""
-
-_LINE_MS = {32: 62.4}
-"""Figure 4: milliseconds of loading a chunk of 512 tokens of LongAlpaca-7B, 256 MiB, by Gbps. Read
-off the figure, which has no numbers.
-"""
-
-_AVERAGES = {"3": (2.23, 3.76), "4": (1.96, 2.25), "5": (3.34, 2.24), "6": (2.68, 3.01)}
-"""Averages that sections 5.2 to 5.5 give for their tables: over I/O-only, over compute-only."""
 
 _FINISH_S = {"default scheduling": 1.5, "adaptive scheduling": 1.19}
 """Section 5.8: when all requests of Figure 6 are done, in seconds."""
@@ -459,21 +450,6 @@ def table(name: str) -> Iterator[Cell]:
                 yield Cell(*place, published, speedup, "x", pair.setup.is_fitted, reading)
 
 
-def averages() -> Iterator[Cell]:
-    """The averages of sections 5.2 to 5.5, over the pairs without a number above ten ("highlighted
-    in red").
-    """
-    for name, numbers in _AVERAGES.items():
-        pairs = [pair for pair in printed(name) if max(pair.over_io, pair.over_compute) <= 10]
-        ours = [times(pair.setup) for pair in pairs]
-        means = fmean(t.io_s / t.cake_s for t in ours), fmean(t.compute_s / t.cake_s for t in ours)
-        of_cells = fmean(p.over_io for p in pairs), fmean(p.over_compute for p in pairs)
-        for label, number, mean, own in zip(_LABELS, numbers, means, of_cells, strict=True):
-            place = ("cake averages", f"Table {name}", label)
-            reading = f"the printed cells average {own:.2f}"
-            yield Cell(*place, number, round(mean, 4), "x", reading=reading)
-
-
 def summary() -> list[Cell]:
     """Both rules over all pairs: against the better baseline, against each other, and the share of
     the best possible speed that is reached. Not printed.
@@ -496,17 +472,6 @@ def summary() -> list[Cell]:
         for row, values in rows.items()
         for label, reduced in (("least", min), ("median", median), ("most", max))
     ]
-
-
-def figure_4() -> Iterator[Cell]:
-    """What a chunk takes over the link. Chunks that are computed take longer by their index, in a
-    straight line by construction.
-    """
-    for gbps, given in _LINE_MS.items():
-        parts = rig(Setup("A100", "LongAlpaca-7B", 512, gbps))
-        nbytes = 512 * parts.model.kv_bytes_per_token
-        ours = round(1e3 * nbytes / parts.hardware.pipes[STORAGE].bytes_per_s, 4)
-        yield Cell("cake fig4", f"{gbps} Gbps", "load of a chunk", given, ours, "ms")
 
 
 # --- Figure 6: one long cached request among short ones -------------------------------------------
@@ -555,8 +520,6 @@ RESULTS = tuple(_PRINTED)
 """Tables that the agreement is of."""
 TABLES: Tables = {
     **{name: partial(table, name) for name in _PRINTED},
-    "averages": averages,
     "summary": summary,
-    "fig4": figure_4,
     "fig6": figure_6,
 }
