@@ -140,9 +140,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-size", type=size, metavar="SIZE", help="host memory for KV (default: no limit)"
     )
     machine.add_argument(
-        "--storage-size", type=size, metavar="SIZE", help="storage for KV (default: no limit)"
-    )
-    machine.add_argument(
         "--storage-gbps",
         type=above_nought,
         metavar="G",
@@ -154,12 +151,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=2048,
         metavar="N",
         help="token budget of a step (default %(default)s)",
-    )
-    machine.add_argument(
-        "--mixed",
-        action="store_true",
-        help="steps hold prefill and decode together, as the papers' engines have it (default: one "
-        "of them, as SGLang without --enable-mixed-chunk, which restoration refuses)",
     )
 
     paper = actions.add_parser("paper", help="a paper's tables: printed, ours, deviation")
@@ -262,10 +253,8 @@ def _machine(args: argparse.Namespace) -> Machine:
         model=args.model,
         device_bytes=args.device_size,
         host_bytes=args.host_size,
-        storage_bytes=args.storage_size,
         step_tokens=args.step_tokens,
         storage_gbps=args.storage_gbps,
-        mixed=args.mixed,
     )
 
 

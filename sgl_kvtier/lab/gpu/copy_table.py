@@ -38,6 +38,9 @@ from sgl_kvtier.runtime.proof.start import measure
 from sgl_kvtier.runtime.restore.copy_device import MakeScatter, StreamCopies, copies_for, staged_by
 
 SCHEMA = "kvtier.copy-table/1"
+SHAPE = {"layers": 32, "heads": 8, "head_dim": 128}
+"""Of the KV cache: that of Llama 3.1 8B."""
+ROUNDS = 7
 _GEMM = 8192
 _GEMMS = 40
 _FIGURES = ("gbps", "begin_us", "gemm_slower", "small_copy_us")
@@ -131,7 +134,7 @@ def _report(
             f"{missing} rows are missing: --seconds {args.seconds} were over; {again}", file=shown
         )
     if args.json is not None:
-        found = {"settings": {**measured_on, "rounds": args.rounds}, "rows": rows}
+        found = {"settings": {**measured_on, "rounds": ROUNDS}, "rows": rows}
         command = ["kvtier", *sys.argv[1:]]
         write_json(envelope(SCHEMA, command, {**found, "missing": missing}), args.json)
 
@@ -139,8 +142,7 @@ def _report(
 def _measured_on(args: argparse.Namespace) -> dict[str, Any]:
     """What a row's figures belong to."""
     name = torch.cuda.get_device_name() if args.device == "cuda" else args.device
-    shape = {key: getattr(args, key) for key in ("layers", "heads", "head_dim")}
-    return {"device": name, "torch": torch.__version__, **shape}
+    return {"device": name, "torch": torch.__version__, **SHAPE}
 
 
 def _name(row: dict[str, Any]) -> _Name:
@@ -192,7 +194,7 @@ def _measured(
                     yield {"way": way.name, "page": page, "mib": mib, **row(mib)}
         for mib in args.mib if page == args.pages[0] else ():
             if (CEILING, page, mib) not in done and time.monotonic() < until:
-                found = _ceiling(args.device, mib, args.rounds)
+                found = _ceiling(args.device, mib, ROUNDS)
                 yield {"way": CEILING, "page": page, "mib": mib, **found}
 
 
@@ -209,17 +211,17 @@ class _Bench:
     """Pools with room for two of the largest loads, in shuffled pages, and one way to copy."""
 
     def __init__(self, args: argparse.Namespace, way: Way, page: int, most_mib: int) -> None:
-        self._per_token = 2 * args.layers * args.heads * args.head_dim * 2
-        self._page, self._rounds = page, args.rounds
+        self._per_token = 2 * SHAPE["layers"] * SHAPE["heads"] * SHAPE["head_dim"] * 2
+        self._page, self._rounds = page, ROUNDS
         tokens = max(1, (most_mib << 20) // self._per_token // page) * page
         self._device, self._host = pools(
             args.device,
             way.layout,
             page=page,
             tokens=2 * tokens,
-            heads=args.heads,
-            dim=args.head_dim,
-            layers=args.layers,
+            heads=SHAPE["heads"],
+            dim=SHAPE["head_dim"],
+            layers=SHAPE["layers"],
         )
         self._card = args.device == "cuda"
         forward = torch.cuda.Stream() if self._card else None

@@ -20,11 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cuda",
         help="cuda (default); cpu shows the machinery alone",
     )
-    parser.add_argument("--layers", type=positive, default=32, help="default 32")
-    parser.add_argument(
-        "--heads", type=positive, default=8, help="KV heads (default 8; 1 as on a rank of 8)"
-    )
-    parser.add_argument("--head-dim", type=positive, default=128, help="default 128")
     parser.add_argument(
         "--pages",
         type=_sizes,
@@ -39,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="of one load (default 2,16,128,1024)",
     )
-    parser.add_argument("--rounds", type=positive, default=7, help="default 7")
     parser.add_argument(
         "--seconds",
         type=positive,

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from sgl_kvtier.arguments import not_negative, positive
+from sgl_kvtier.arguments import not_negative
 from sgl_kvtier.console import (
     Column,
     Table,
@@ -33,6 +33,10 @@ from sgl_kvtier.sizes import parse_bytes
 SCHEMA = "kvtier.bench.store/1"
 _LANES = 8
 _KEYS = 1000
+IN_FLIGHT = (1, 4, 16)
+"""Reads in flight that are measured too."""
+PAIRS = 7
+"""Interleaved pairs of measurements."""
 
 Samples = dict[str, list[float]]
 Peers = dict[str, Peer]
@@ -50,16 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="page sizes (default %(default)s)",
     )
     parser.add_argument(
-        "--in-flight",
-        default="1,4,16",
-        metavar="N,..",
-        help="also with N reads in flight (default %(default)s)",
-    )
-    parser.add_argument(
         "--bytes", default="512MiB", metavar="SIZE", help="data per page size (default %(default)s)"
-    )
-    parser.add_argument(
-        "--pairs", type=positive, default=7, help="interleaved pairs (default %(default)s)"
     )
     parser.add_argument(
         "--runtime",
@@ -92,14 +87,11 @@ def run(args: argparse.Namespace) -> int:
         raise BenchError(f"cannot work in {args.dir}: {error}. Give another --dir") from error
     try:
         sizes = [parse_bytes(text) for text in args.pages.split(",") if text]
-        lanes = [int(n) for n in args.in_flight.split(",") if n]
         result: dict[str, Any] = {"cells": [], "reference": Reference(root, 0, 0).tool}
-        with progress("store benchmark", len(sizes) * (args.pairs + len(lanes)), "pairs") as shown:
+        with progress("store benchmark", len(sizes) * (PAIRS + len(IN_FLIGHT)), "pairs") as shown:
             for size in sizes:
                 shown.describe(format_bytes(size))
-                result["cells"] += _cells(
-                    root, size, parse_bytes(args.bytes), args, lanes, shown.advance
-                )
+                result["cells"] += _cells(root, size, parse_bytes(args.bytes), args, shown.advance)
         result |= _fixed_costs(root, args)
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -157,12 +149,7 @@ _RATES = tuple(dict.fromkeys(name for sides in _RATIOS.values() for name in side
 
 
 def _cells(
-    root: str,
-    size: int,
-    nbytes: int,
-    args: argparse.Namespace,
-    lanes: list[int],
-    step: Callable[[], None],
+    root: str, size: int, nbytes: int, args: argparse.Namespace, step: Callable[[], None]
 ) -> list[dict[str, Any]]:
     nbytes = max(nbytes, 4 * size) // size * size
     reference = Reference(root, nbytes, args.runtime)
@@ -173,11 +160,11 @@ def _cells(
     try:
         subject = Subject(store_at, size, nbytes, io_threads=_LANES)
         try:
-            cells.append(_main_cell(size, subject, reference, peers, args.pairs, step))
+            cells.append(_main_cell(size, subject, reference, peers, step))
         finally:
             subject.close()
             shutil.rmtree(store_at)
-        for count in lanes:
+        for count in IN_FLIGHT:
             subject = Subject(store_at, size, nbytes, io_threads=count)
             try:
                 cells.append(_lane_cell(size, subject, reference, count))
@@ -208,18 +195,13 @@ def _peers(args: argparse.Namespace, folder: str, size: int, nbytes: int) -> Pee
 
 
 def _main_cell(
-    size: int,
-    subject: Subject,
-    reference: Reference,
-    peers: Peers,
-    pairs: int,
-    step: Callable[[], None],
+    size: int, subject: Subject, reference: Reference, peers: Peers, step: Callable[[], None]
 ) -> dict[str, Any]:
     samples: Samples = {name: [] for name in _RATES}
     subject.write()
     for peer in peers.values():
         peer.write()
-    for number in range(pairs):
+    for number in range(PAIRS):
         measures: list[tuple[str, Callable[[], float]]] = [
             ("fio_read", lambda: reference.read(size)),
             ("read", subject.read_random),

@@ -25,12 +25,19 @@ from sgl_kvtier.runtime.cuda.scatter import TritonScatter
 from sgl_kvtier.runtime.restore import copy_device
 from sgl_kvtier.runtime.restore.copy_device import CpuCopies
 
-SMALL = ["--device", "cpu", "--layers", "2", "--heads", "1", "--head-dim", "32", "--mib", "1"]
+SMALL = ["--device", "cpu", "--mib", "1"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KV cache of this shape, and one round."""
+    monkeypatch.setattr(copy_table, "SHAPE", {"layers": 2, "heads": 1, "head_dim": 32})
+    monkeypatch.setattr(copy_table, "ROUNDS", 1)
 
 
 def table(tmp_path: Path, *more: str) -> tuple[int, dict[str, Any]]:
     target = tmp_path / "table.json"
-    words = [*SMALL, "--pages", "16", "--rounds", "1", "--json", str(target), *more]
+    words = [*SMALL, "--pages", "16", "--json", str(target), *more]
     status = main(["bench", "copy-table", *words])
     return status, json.loads(target.read_text())
 
@@ -48,7 +55,9 @@ def test_every_way_has_a_row_and_what_is_logged_is_not_measured_again(tmp_path: 
     )
 
 
-def test_a_row_says_what_it_was_measured_on_and_counts_for_that_alone(tmp_path: Path) -> None:
+def test_a_row_says_what_it_was_measured_on_and_counts_for_that_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / "log.jsonl"
     first = table(tmp_path, "--log", str(log))[1]["rows"]
     wanted = {"device": "cpu", "torch": copy_table.torch.__version__, "layers": 2, "heads": 1}
@@ -59,7 +68,8 @@ def test_a_row_says_what_it_was_measured_on_and_counts_for_that_alone(tmp_path: 
     table(tmp_path, "--log", str(log))
     before = log.read_text()
     assert len(before.splitlines()) == rows + len(first)
-    _, found = table(tmp_path, "--log", str(log), "--layers", "3")
+    monkeypatch.setitem(copy_table.SHAPE, "layers", 3)
+    _, found = table(tmp_path, "--log", str(log))
     assert {row["layers"] for row in found["rows"]} == {3}
     assert log.read_text().startswith(before) and len(log.read_text()) > len(before)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from sgl_kvtier.cli import main
+from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, run_policy
+from sgl_kvtier.lab.sim.policies import AHEAD
 
 LOAD = [
     *("--trace=generated:swe-mini", "--sessions=2", "--most-prompt=6000"),
@@ -66,14 +68,14 @@ def test_a_random_load_is_drawn_six_times_unless_its_decisions_are_logged(tmp_pa
     assert [row["n"] for row in json.loads(out.read_text())["draws"]] == [1]
 
 
-def test_steps_are_mixed_only_where_asked(tmp_path: Path) -> None:
+def test_steps_are_mixed_only_where_asked() -> None:
     steps = []
-    for extra in ([], ["--mixed"]):
-        out = tmp_path / "out.json"
-        assert main(["sim", "run", *LOAD, "--policy", "stock", "--json", str(out), *extra]) == 0
-        result = json.loads(out.read_text())
-        assert result["setup"]["machine"]["mixed"] == bool(extra)
-        steps.append(result["policies"][0]["steps"])
+    for mixed in (False, True):
+        machine = Machine(mixed=mixed)
+        _, requests = Load("generated:swe-mini", 2, most_prompt_tokens=6000).requests(
+            machine.page_tokens
+        )
+        steps.append(outcome("stock", run_policy("stock", machine, requests, AHEAD))["steps"])
     assert steps[0] > steps[1]
 
 

@@ -16,11 +16,18 @@ from sgl_kvtier.lab.storebench.disk import Reference
 from sgl_kvtier.lab.storebench.peer import Peer
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer measurements."""
+    monkeypatch.setattr(command, "IN_FLIGHT", (2,))
+    monkeypatch.setattr(command, "PAIRS", 4)
+
+
 def measure(tmp_path: Path, *arguments: str) -> dict:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     out = tmp_path / "bench.json"
-    small = "--pages 64KiB --in-flight 2 --bytes 2MiB --pairs 4 --runtime 0.1"
+    small = "--pages 64KiB --bytes 2MiB --runtime 0.1"
     args = parser.parse_args(
         ["--dir", str(tmp_path), *small.split(), *arguments, "--json", str(out)]
     )
