@@ -90,17 +90,35 @@ class Kind:
 
     def losing(self, result: dict) -> list[Statement]:
         """Every cell and measure in which another arm does better than ours."""
-        found = []
-        for cell in result.get("cells") or []:
-            arms = as_arms(cell)
-            for arm, measure in ((a, m) for a in arms for m in self.compared):
-                mine, theirs = measure.of(arms.get(self.ours)), measure.of(arms[arm])
-                if arm in (self.ours, *self.bounds) or mine is None or theirs is None:
-                    continue
-                if mine > theirs if measure.unit else mine < theirs:
-                    both = f"{self.ours} {measure.text(mine)}, {arm} {measure.text(theirs)}"
-                    found.append((f"{self.where(cell)}, {measure.label}: {both}.", True))
-        return found or [(f"None: in no cell is another arm better than {self.ours}.", False)]
+        return worse(result.get("cells") or [], self.where, self.compared, self.ours, self.bounds)
+
+
+def worse(
+    cells: Sequence[Row],
+    where: Callable[[Row], str],
+    measures: Sequence[Measure],
+    ours: str = OURS,
+    bounds: Sequence[str] = (),
+) -> list[Statement]:
+    """Every cell and measure in which another arm than `bounds` does better than ours. No margin for
+    noise is taken off.
+    """
+    found, compared = [], 0
+    for cell in cells:
+        arms = as_arms(cell)
+        for arm, measure in ((a, m) for a in arms for m in measures):
+            mine, theirs = measure.of(arms.get(ours)), measure.of(arms[arm])
+            if arm in (ours, *bounds) or mine is None or theirs is None:
+                continue
+            compared += 1
+            if mine > theirs if measure.unit else mine < theirs:
+                place = ", ".join(filter(None, (where(cell), measure.label)))
+                both = f"{ours} {measure.text(mine)}, {arm} {measure.text(theirs)}"
+                found.append((f"{place}: {both}.", True))
+    if not compared:
+        return [(f"Nothing to compare: there is no arm {ours} beside another.", False)]
+    none = f"None: in none of {compared} figures is another arm better than {ours}."
+    return found or [(none, False)]
 
 
 def as_arms(cell: Row) -> Mapping[str, Mapping[str, Any]]:

@@ -248,19 +248,6 @@ def test_a_pack_is_refused_unless_its_wheel_has_every_compiled_part() -> None:
     assert [part for part in parts if f'"{part.replace(".", "/")}"' not in asked] == []
 
 
-@no_card
-def test_a_host_without_a_card_is_told_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torch", reason="comes with sglang")
-    from sgl_kvtier.lab.gpu import host_check
-
-    assert host_check.main() == 1
-    said = capsys.readouterr().out
-    assert "FAILED  card: RuntimeError: torch sees no CUDA device" in said
-    assert [line.split(":")[0].split(maxsplit=1)[1] for line in said.splitlines()] == [
-        name for name, _ in host_check.PARTS
-    ]
-
-
 def test_the_settings_of_served_tests_on_a_card_are_settings_that_a_server_takes(
     tmp_path: Path,
 ) -> None:

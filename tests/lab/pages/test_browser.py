@@ -110,7 +110,7 @@ def test_the_dom_has_all_tables_and_plots_and_no_element_from_a_setting(
 ) -> None:
     pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
     dom = open_in_browser(f"{site.address}/compare.html", tmp_path)
-    assert dom.count("<table>") == 8
+    assert dom.count("<table>") == 7
     assert dom.count("<svg") == 8
     assert len(re.findall(r"<section id=", dom)) == 7
     assert "<b id=" not in dom

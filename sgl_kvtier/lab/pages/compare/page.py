@@ -8,9 +8,17 @@ from collections.abc import Mapping
 
 from sgl_kvtier.console.table import Column, Table
 from sgl_kvtier.lab.pages import html
+from sgl_kvtier.lab.pages.cells import Measure, worse
 from sgl_kvtier.lab.pages.compare.figures import figures, has_samples
-from sgl_kvtier.lab.pages.compare.losing import losing_cells
-from sgl_kvtier.lab.pages.compare.result import OURS, paced, plural
+from sgl_kvtier.lab.pages.compare.result import (
+    LATER,
+    METRICS,
+    ORACLE,
+    OURS,
+    later_times,
+    paced,
+    plural,
+)
 from sgl_kvtier.lab.pages.compare.sentence import sentence
 from sgl_kvtier.lab.pages.compare.tables import detail_tables, main_tables
 from sgl_kvtier.lab.pages.figure import colours
@@ -65,19 +73,17 @@ def _configuration(result: dict) -> str:
     return f"{body}<h3>Settings</h3>\n{html.definitions_html(result.get('settings') or {})}"
 
 
+_COMPARED = (
+    *(
+        Measure(f"{name} {q}", f"{metric}.{q}")
+        for metric, name in {**METRICS, LATER: "TTFT of later turns"}.items()
+        for q in ("p50", "p90", "p99")
+    ),
+    Measure("output tokens/s", "throughput_tokens_per_s", ""),
+)
+
+
 def _losing(result: dict) -> str:
-    table, compared = losing_cells(result)
-    if not compared:
-        return html.paragraph_html(
-            f"Nothing to compare: there is no arm {OURS} beside another with measurements."
-        )
-    if not table.rows:
-        return html.paragraph_html(
-            f"None: {OURS} is at least as good as every other arm in everything compared ({plural(compared, 'cell')})."
-        )
-    text = (
-        f"{OURS} does worse than another arm in {len(table.rows)} of the {compared} cells compared: each percentile of each "
-        "metric, of the TTFT of later turns, and the throughput against each other arm, and the median TTFT of each turn against the best arm there. "
-        "No margin for noise is taken off; the last column tells in how many rounds the cell was lost."
-    )
-    return html.paragraph_html(text) + "\n" + html.table_html(table, emphasise="")
+    """What another arm does better, in the percentiles of every time and the throughput."""
+    arms = {arm: {**one, LATER: later_times(result, arm)} for arm, one in result["arms"].items()}
+    return html.statements_html(worse([{"arms": arms}], lambda _: "", _COMPARED, bounds=[ORACLE]))
