@@ -1,4 +1,4 @@
-"""Plots from plain numbers, as SVG text: lines, cumulative distributions, stacked bars, intervals,
+"""Plots from plain numbers, as SVG text: lines, cumulative distributions, stacked bars,
 timelines.
 
 Missing values (None, NaN) are gaps. Every function returns one <svg> element for a
@@ -20,7 +20,6 @@ from sgl_kvtier.lab.pages.figure import (
     add_heading,
     colours,
     dashes,
-    markers,
     new_figure,
     new_panels,
     plots_available,
@@ -35,7 +34,6 @@ __all__ = [
     "Panel",
     "Series",
     "cdf",
-    "intervals",
     "lines",
     "panels",
     "plots_available",
@@ -213,43 +211,6 @@ def stacked_bars(bars: Mapping[str, Mapping[str, float | None]], title: str, x_l
     axes.set_xlim(0, longest * 1.02 or 1)
     _label(axes, x_label, "")
     _thousands(axes.xaxis)
-    add_heading(figure, axes, _safe(title))
-    return svg_text(figure, f"{title}: {', '.join(names)}")
-
-
-def intervals(
-    series: Sequence[Series], title: str, x_label: str, y_label: str, *, log_y: bool = False
-) -> str:
-    """Points with whiskers from `low` to `high` at whole x (rounds), the names side by side at
-    each.
-    """
-    figure, axes = new_figure()
-    names = [one.name for one in series]
-    colour, marker = colours(names), markers(names)
-    for index, one in enumerate(series):
-        shift = (index - (len(series) - 1) / 2) * 0.6 / max(len(series), 1)
-        x = [value + shift for value in one.x]
-        y = _floats(one.y)
-        if one.low and one.high:
-            axes.vlines(
-                x,
-                _floats(one.low),
-                _floats(one.high),
-                color=colour[one.name],
-                linewidth=1.4,
-                alpha=0.55,
-            )
-        axes.plot(
-            x, y, linestyle="none", marker=marker[one.name], markersize=4.5, color=colour[one.name],
-            label=_safe(one.name),
-        )  # fmt: skip
-    _label(axes, x_label, y_label)
-    _scale(axes, log_x=False, log_y=log_y)
-    positions = [x for one in series for x in one.x]
-    _whole_ticks(axes, positions)
-    if positions:
-        axes.set_xlim(min(positions) - 0.5, max(positions) + 0.5)
-    axes.grid(False, axis="x")
     add_heading(figure, axes, _safe(title))
     return svg_text(figure, f"{title}: {', '.join(names)}")
 

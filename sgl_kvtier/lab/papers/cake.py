@@ -409,27 +409,6 @@ def times(setup: Setup) -> Times:
     )
 
 
-def least_seconds(setup: Setup) -> float:
-    """T_opt in seconds: the split into tokens of any size, with both ends ending together. Compute
-    is as cheap as whole chunks make it.
-    """
-    parts = rig(setup)
-    cost, chunk = parts.learned, int(setup.budget * setup.share)
-    load_s = parts.model.kv_bytes_per_token / parts.load_bytes_per_s
-
-    def compute_s(tokens: float) -> float:
-        return cost.fixed_s * tokens / chunk + cost.work_seconds(0, tokens)
-
-    low, high = 0.0, float(setup.tokens)
-    for _ in range(50):
-        middle = (low + high) / 2
-        if compute_s(middle) < (setup.tokens - middle) * load_s:
-            low = middle
-        else:
-            high = middle
-    return compute_s(high)
-
-
 CAKE, OURS = "cake's rule", "kvtier"
 """Readings of a cell: whose rule it is."""
 _LABELS = ("over I/O", "over compute")
@@ -451,21 +430,15 @@ def table(name: str) -> Iterator[Cell]:
 
 
 def summary() -> list[Cell]:
-    """Both rules over all pairs: against the better baseline, against each other, and the share of
-    the best possible speed that is reached. Not printed.
+    """Both rules over all pairs: against the better baseline, and against each other. Not
+    printed.
     """
     setups = [pair.setup for name in _PRINTED for pair in printed(name)]
-    ours, least = [times(setup) for setup in setups], [least_seconds(setup) for setup in setups]
+    ours = [times(setup) for setup in setups]
     rows = {
         "Cake's rule over the better baseline": [t.best(t.cake_s) for t in ours],
         "ours over the better baseline": [t.best(t.kvtier_s) for t in ours],
         "ours over Cake's rule": [t.cake_s / t.kvtier_s for t in ours],
-        "Cake's rule, T_opt over the time taken": [
-            s / t.cake_s for s, t in zip(least, ours, strict=True)
-        ],
-        "ours, T_opt over the time taken": [
-            s / t.kvtier_s for s, t in zip(least, ours, strict=True)
-        ],
     }
     return [
         Cell("cake summary", row, label, None, round(reduced(values), 4), "x")

@@ -112,7 +112,8 @@ def test_the_bandwidth_loads_the_mix_as_fast_as_it_is_computed(
     assert [one.prefix_bytes for one in scales if one] == [
         n // PAGE * PAGE_BYTES for n in SMALL.lengths
     ]
-    load_s = sum(one.link_s(of(log, GRID)[0].gbps) for one in scales if one)
+    nbytes = sum(one.prefix_bytes for one in scales if one)
+    load_s = nbytes * 8e-9 / of(log, GRID)[0].gbps
     assert load_s == pytest.approx(sum(one.compute_s for one in scales if one))
 
 

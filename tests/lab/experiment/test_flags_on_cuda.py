@@ -96,7 +96,7 @@ def test_a_restore_server_on_a_card_serves_bfloat16_from_a_store_of_the_size_ask
     words = ("--device", "cuda", "--storage-size", "30GiB", "--lengths", "64k")
     args = RestoreOptions.of(parsed(restore, *words))
     planned = restore.options_of(args, "shape-8b", page=64, chunk=4096)
-    setup = setup_for(args, shape_of(args, "shape-8b"), planned, "", "key")
+    setup = setup_for(args, shape_of(args, "shape-8b"), planned, "key")
     found = options(prepare(OURS, setup, tmp_path / "server").arguments)
     assert (found["--dtype"], found["--load-format"]) == ("bfloat16", "dummy")
     assert "--context-length" not in found  # the model's own, which is long enough

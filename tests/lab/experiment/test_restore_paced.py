@@ -163,7 +163,7 @@ def test_a_server_gets_the_devices_own_model_disk_and_deadlines(
     args = parsed("--dilation", "2")
     shape = restore.shape_of(args, "h100-llama8b")
     options = restore.options_of(args, "h100-llama8b", shape.page, shape.chunk)
-    setup = setup_for(args, shape, options, "", "key")
+    setup = setup_for(args, shape, options, "key")
     assert (setup.served_name, setup.page_size, setup.chunk_tokens) == ("paced-mha-1", 64, 8192)
     assert setup.context_tokens == setup.device_tokens
     policy = setup.sections["policy"]

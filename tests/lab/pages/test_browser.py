@@ -111,7 +111,7 @@ def test_the_dom_has_all_tables_and_plots_and_no_element_from_a_setting(
     pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
     dom = open_in_browser(f"{site.address}/compare.html", tmp_path)
     assert dom.count("<table>") == 7
-    assert dom.count("<svg") == 8
+    assert dom.count("<svg") == 7
     assert len(re.findall(r"<section id=", dom)) == 7
     assert "<b id=" not in dom
     rows = re.findall(
@@ -142,5 +142,5 @@ def test_no_label_is_cut_or_covered_and_the_page_never_scrolls_sideways(
         "cut": [],
         "overlapping": [],
         "wide": 0,
-        "plots": 8,
+        "plots": 7,
     }

@@ -89,17 +89,17 @@ def test_what_a_result_does_not_have_is_not_drawn(
     compare_result: dict, compare_figures: list[tuple[str, str]]
 ) -> None:
     whole = titles(compare_figures)
-    assert len(whole) == 8
+    assert len(whole) == 7
     traffic = [svg for svg, _ in compare_figures if "Traffic of storage" in svg]
     assert all(f">{what}<" in traffic[0] for what in ("storage read", "host to device"))
-    assert [title.split(":")[0] for title in whole[4:]] == [
+    assert [title.split(":")[0] for title in whole[3:]] == [
         "Tokens in each tier",
         "Traffic of storage, and between host and device (MB/s)",
         "Sessions over time",
         "Sessions over time",
     ]
     del compare_result["timeline"]
-    assert titles(figures(compare_result)) == whole[:4]
+    assert titles(figures(compare_result)) == whole[:3]
 
 
 def test_sources_of_prompts_are_shares_so_that_arms_with_fewer_rounds_compare(
@@ -132,7 +132,7 @@ def test_a_gantt_says_whether_its_server_tells_loading_from_queueing(
 
 def test_an_arm_has_one_colour_in_all_plots(compare_figures: list[tuple[str, str]]) -> None:
     drawn = [svg for svg, _ in compare_figures]
-    for svg in (drawn[0], drawn[1], drawn[3], drawn[4], drawn[5]):
+    for svg in (drawn[0], drawn[1], drawn[3], drawn[4]):
         assert "#d55e00" in svg.lower()  # kvtier
         assert "#0072b2" in svg.lower()  # hicache-file
 

@@ -13,7 +13,7 @@ import pytest
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.lab.pages.figure import colours, dashes, markers, plots_available
-from sgl_kvtier.lab.pages.plots import Bar, Series, cdf, intervals, lines, stacked_bars, timeline
+from sgl_kvtier.lab.pages.plots import Bar, Series, cdf, lines, stacked_bars, timeline
 
 pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
 
@@ -37,7 +37,6 @@ def drawn() -> dict[str, str]:
         "stacked": stacked_bars(
             {arm: {"device": 50, "host": None, "computed": 150} for arm in ARMS}, "Bars", "tokens"
         ),
-        "intervals": intervals(series, "Intervals", "round", "TTFT (ms)", log_y=True),
         "timeline": timeline(
             [Bar("GPU", 0, 2, "compute"), Bar("SSD", 0.5, 1, "read")],
             {"compute": "#123456", "read": "#654321"},
@@ -55,7 +54,7 @@ def texts(svg: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["lines", "cdf", "stacked", "intervals", "timeline"])
+@pytest.mark.parametrize("kind", ["lines", "cdf", "stacked", "timeline"])
 def test_a_plot_is_one_svg_element_that_needs_nothing_from_outside(kind: str) -> None:
     svg = drawn()[kind]
     root = ElementTree.fromstring(svg)
@@ -72,7 +71,7 @@ def test_a_plot_is_one_svg_element_that_needs_nothing_from_outside(kind: str) ->
     assert not re.search(r"<(script|image|foreignObject|metadata)\b", svg)
 
 
-@pytest.mark.parametrize("kind", ["lines", "cdf", "intervals"])
+@pytest.mark.parametrize("kind", ["lines", "cdf"])
 def test_every_name_has_its_own_colour_and_stands_in_the_legend(kind: str) -> None:
     svg = drawn()[kind]
     for arm in ARMS:
@@ -144,7 +143,6 @@ def test_plots_of_nothing_are_empty_plots() -> None:
         cdf({"a": [None]}, "T", "x"),
         stacked_bars({}, "T", "x"),
         stacked_bars({"a": {"device": 0}}, "T", "x"),
-        intervals([], "T", "x", "y"),
         timeline([], {}, "T", "x"),
     ):
         assert "T" in texts(svg)

@@ -47,10 +47,6 @@ class Scale:
         """The bandwidth, in gigabits per second, for that ratio of loading time to computing time."""
         return self.prefix_bytes * 8e-9 / (load_over_compute * self.compute_s)
 
-    def link_s(self, gbps: float) -> float:
-        """The seconds a link of that bandwidth alone takes for the prefix."""
-        return self.prefix_bytes * 8e-9 / gbps
-
 
 class RestoreLog(Log):
     """Trials, batches, and the scales they stand on. With a path every one is on disk before the next

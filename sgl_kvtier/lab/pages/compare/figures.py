@@ -19,7 +19,6 @@ from sgl_kvtier.lab.pages.plots import (
     Panel,
     Series,
     cdf,
-    intervals,
     lines,
     panels,
     stacked_bars,
@@ -66,7 +65,7 @@ def figures(result: dict) -> Iterator[tuple[str, str]]:
     yield first_token_cdf(result, "rounds")
     title = "Time to first token by turn"
     caption = "Median of each turn of the sessions; the band holds the middle half of the requests."
-    yield lines(_series(result, "turn"), title, "turn", _TIMES, whole_x=True), caption
+    yield lines(_series(result), title, "turn", _TIMES, whole_x=True), caption
     # Shares, because an arm may have fewer rounds than another.
     bars = {arm: _percents(prompt_parts(result, arm)) for arm in result["arms"]}
     caption = (
@@ -74,9 +73,6 @@ def figures(result: dict) -> Iterator[tuple[str, str]]:
     )
     axis = "share of prompt tokens (%)"
     yield stacked_bars(bars, "Where the prompts' tokens came from", axis), caption
-    title, over = _of_later(result)
-    caption = f"Median and middle half of {over} in each round: how much noise moves the figures."
-    yield intervals(_series(result, "round"), f"{title} by round", "round", _TIMES), caption
     yield from _over_time(result)
 
 
@@ -117,11 +113,10 @@ def _of_later(result: dict) -> tuple[str, str]:
     return "Time to first token, all requests", "all requests"
 
 
-def _series(result: dict, key: str) -> list[Series]:
+def _series(result: dict) -> list[Series]:
     series = []
     for arm in result["arms"]:
-        samples = _shown(result, arm) if key == "round" else good_samples(result, arm)
-        groups = grouped(samples, key, "ttft_ms")
+        groups = grouped(good_samples(result, arm), "turn", "ttft_ms")
         low, middle, high = (
             [percentile(values, q) for values in groups.values()] for q in (25, 50, 75)
         )
