@@ -64,7 +64,6 @@ class Kind:
         cells = result.get("cells") or []
         settings, workload = (dict(result.get(name) or {}) for name in ("settings", "workload"))
         workload.pop("rows", None)
-        pools = {self.where(cell): cell["pools"] for cell in cells if "pools" in cell}
         about = {name: one for name, one in result["arms"].items() if isinstance(one, str)}
         measured = bool(cells) and ("samples" not in result or has_samples(result))
         return html.result_page(
@@ -76,7 +75,7 @@ class Kind:
             figures=self.plots(result) if measured else None,
             losing=html.statements_html(self.losing(result)),
             configuration="\n".join(
-                map(html.definitions_html, filter(None, (workload, settings, about, pools)))
+                map(html.definitions_html, filter(None, (workload, settings, about)))
             ),
         )
 
