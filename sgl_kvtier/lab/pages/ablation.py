@@ -12,10 +12,10 @@ from typing import Any
 import numpy
 
 from sgl_kvtier.console.table import Column, Table
-from sgl_kvtier.lab.pages.cells import Kind, Measure, Statement
+from sgl_kvtier.lab.pages.cells import Kind
 from sgl_kvtier.lab.pages.compare.figures import first_token_cdf
 from sgl_kvtier.lab.pages.compare.result import OURS, seconds
-from sgl_kvtier.lab.pages.listing import ARM, Listing, Row, arm_rows, ms, share
+from sgl_kvtier.lab.pages.listing import ARM, Listing, Measure, Row, Statement, arm_rows, ms, share
 
 BEST = "sglang-best"
 PATCHED = "sglang-patched"

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from sgl_kvtier.console.table import Column, format_share, format_value
 from sgl_kvtier.lab.pages import html
 from sgl_kvtier.lab.pages.ablation import ABLATION
-from sgl_kvtier.lab.pages.cells import Kind, Measure, Plot, Statement, curves, grouped, over
+from sgl_kvtier.lab.pages.cells import Kind, Plot, curves, grouped, over
 from sgl_kvtier.lab.pages.compare.figures import first_token_cdf
 from sgl_kvtier.lab.pages.compare.result import ORACLE, OURS, STOCK, skipped_arms
-from sgl_kvtier.lab.pages.listing import ARM, Listing, Row, arm_rows, ms, share
+from sgl_kvtier.lab.pages.listing import ARM, Listing, Measure, Row, Statement, arm_rows, ms, share
 from sgl_kvtier.lab.pages.plots import Series, lines
 from sgl_kvtier.sizes import format_bytes
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from sgl_kvtier.console.table import Column, Table
 from sgl_kvtier.lab.pages import html
-from sgl_kvtier.lab.pages.cells import Measure, worse
 from sgl_kvtier.lab.pages.compare.figures import figures, has_samples
 from sgl_kvtier.lab.pages.compare.result import (
     LATER,
@@ -22,6 +21,7 @@ from sgl_kvtier.lab.pages.compare.result import (
 from sgl_kvtier.lab.pages.compare.sentence import sentence
 from sgl_kvtier.lab.pages.compare.tables import detail_tables, main_tables
 from sgl_kvtier.lab.pages.figure import colours
+from sgl_kvtier.lab.pages.listing import Measure, worse
 
 
 def compare_page(result: dict) -> str:
@@ -86,4 +86,5 @@ _COMPARED = (
 def _losing(result: dict) -> str:
     """What another arm does better, in the percentiles of every time and the throughput."""
     arms = {arm: {**one, LATER: later_times(result, arm)} for arm, one in result["arms"].items()}
-    return html.statements_html(worse([{"arms": arms}], lambda _: "", _COMPARED, bounds=[ORACLE]))
+    said = worse([{"arms": arms}], lambda _: "", _COMPARED, OURS, bounds=[ORACLE])
+    return html.statements_html(said)
