@@ -12,6 +12,11 @@ A restoration covers pages [0, pages) of one request: [0, resident) are on the d
 rest lies in lower tiers. Compute takes pages from the front, transfers take them from the back;
 every page is taken by one of them exactly once.
 
+Windows of attention, and states, do not follow the pages: to go on from the end an engine needs
+those that stand there. They are the anchor, and come with the last `anchor_pages` pages. Until the
+front is among these, landed pages can be attached up to the end only; so when a page is lost all
+pages from the front up to it are computed, loaded or not, by planner and executor alike.
+
     RestoreOffered ─▶ RestoreStart ─▶ Load…  ─▶ TransferDone, PagesLost
                                    └▶ Compute… ─▶ ChunkStarted, ChunkDone
                                       until the front has reached `pages`
@@ -116,6 +121,10 @@ class RestoreOffered:
     """Disjoint ascending page spans with the tier of each. Pages of the prefix in none of them are
     holes: no tier has them, so they can only be computed.
     """
+    anchor_pages: int = 0
+    """Number of the last pages with which the anchor comes; 0: the model needs none."""
+    anchor_bytes: int = 0
+    """Its bytes, besides those of these pages."""
 
     @property
     def unbroken(self) -> int:
@@ -146,7 +155,8 @@ class TransferDone:
 @message
 class PagesLost:
     """Pages of a Load will not come: missing, corrupt, failed, late or cancelled. The front must
-    compute them, unless they were not begun: then they are open again.
+    compute them, unless they were not begun: then they are open again. Of a restoration with an
+    anchor it must compute the pages before them too, until it is among the anchor's.
     """
 
     rid: str

@@ -61,12 +61,19 @@ class Request:
     front: int = 0
     """Tokens that are part of the prefix."""
     state: dict[int, str] = field(default_factory=dict)
+    anchor: int = 0
+    """So many of the last pages bring what is needed to go on from the end."""
     mode: Mode | None = None
 
     @property
     def restoring(self) -> bool:
         """Whether the planner has yet to bring pages of its prefix."""
         return self.mode is not None and self.mode.restores and self.front < self.pages * PAGE
+
+    @property
+    def whole(self) -> bool:
+        """Whether landed pages can be attached up to the end only."""
+        return bool(self.anchor) and self.front < (self.pages - self.anchor) * PAGE
 
 
 class RandomHands:
@@ -80,7 +87,9 @@ class RandomHands:
         config: PolicyConfig,
         profiled: bool,
         rules: Rules | None = None,
+        anchors: bool = False,
     ) -> None:
+        self.anchors = anchors
         self.chance = chance
         self.config = config
         self.rules = rules
@@ -157,9 +166,16 @@ class RandomHands:
         session = f"s{self.chance.randrange(3)}" if self.chance.random() < 0.7 else None
         self.tell(RequestArrived(rid, self.now, tokens, keys, session))
         request = Request(rid, tokens, keys, resident, pages, holes, resident * PAGE)
+        if self.anchors:
+            request.anchor = self.chance.randint(0, min(6, pages - resident))
         self.requests[rid] = request
         if self.chance.random() < 0.7:
-            self.tell(RestoreOffered(rid, self.now, tokens, resident, pages, sources))
+            nbytes = request.anchor * self.chance.choice((1, 1 << 14)) if request.anchor else 0
+            self.tell(
+                RestoreOffered(
+                    rid, self.now, tokens, resident, pages, sources, request.anchor, nbytes
+                )
+            )
         else:
             request.mode = Mode.COMPUTE
 
@@ -202,9 +218,15 @@ class RandomHands:
 
     def settle(self, rid: str, span: Span, state: str) -> None:
         request = self.requests.get(rid)
-        for page in range(span.start, span.stop) if request else ():
-            assert request.state[page] == "loading"
-            request.state[page] = state
+        if request is None:
+            return
+        took = [page for page in range(span.start, span.stop) if request.state[page] == "loading"]
+        # Pages before a lost one were given to compute with it.
+        assert request.anchor or len(took) == len(span)
+        request.state |= dict.fromkeys(took, state)
+        if state == "lost" and took and request.whole:
+            first = request.front // PAGE
+            request.state |= dict.fromkeys(range(first, max(first, took[-1] + 1)), "lost")
 
     def end_chunk(self) -> None:
         if not self.chunks:
@@ -288,7 +310,10 @@ class RandomHands:
                     for page in (
                         range(load.span.start, load.span.stop) if load.rid in self.requests else ()
                     ):
-                        assert self.requests[load.rid].state.pop(page) == "loading"
+                        if self.requests[load.rid].state[page] == "loading":
+                            del self.requests[load.rid].state[page]
+                        else:
+                            assert self.requests[load.rid].anchor
                     self.tell(PagesLost(load.rid, load.span, CANCELLED, self.now))
 
     def begin(self, load: Load) -> None:
@@ -321,6 +346,9 @@ class RandomHands:
         if compute.splice:
             assert request.front == compute.splice.start * PAGE
             start = compute.splice.stop * PAGE
+            assert not request.whole or compute.splice.stop == request.pages, (
+                f"{compute.rid} cannot go on from page {compute.splice.stop}"
+            )
         for page in range(compute.splice.start, compute.splice.stop):
             assert request.state[page] == "landed"
         if compute.tokens == 0:

@@ -51,25 +51,34 @@ rules = st.one_of(
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(st.randoms(use_true_random=False), configs, rules, st.booleans(), st.integers(10, 120))
+@given(
+    st.randoms(use_true_random=False),
+    configs,
+    rules,
+    st.booleans(),
+    st.integers(10, 120),
+    st.booleans(),
+)
 def test_in_any_hands_every_request_comes_through_and_the_run_replays(
-    chance, config, rules, profiled, actions
+    chance, config, rules, profiled, actions, anchors
 ):
-    hands = RandomHands(chance, config, profiled, rules)
+    hands = RandomHands(chance, config, profiled, rules, anchors=anchors)
     for _ in range(actions):
         hands.act()
     hands.drain()
     assert hands.replay() == hands.plans
 
 
+@pytest.mark.parametrize("anchors", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_long_runs_come_through(rule):
+def test_long_runs_come_through(rule, anchors):
     for seed in range(3):
         hands = RandomHands(
             random.Random(seed),
             replace(AHEAD, load_tokens=32, load_deadline_s=600.0),
             seed % 2 == 0,
             rule(),
+            anchors,
         )
         for _ in range(400):
             hands.act()

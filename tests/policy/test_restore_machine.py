@@ -18,9 +18,11 @@ class TwoPointerMachine(RuleBasedStateMachine):
     @initialize(units=st.integers(0, 40), data=st.data())
     def begin(self, units, data):
         start = data.draw(st.integers(0, units))
+        anchor = data.draw(st.integers(0, units - start))
         self.units = units
         self.start = start
-        self.pointer = TwoPointer(start, units)
+        self.anchored = units - anchor if anchor else 0
+        self.pointer = TwoPointer(start, units, anchor)
         self.state = ["given"] * start + ["free"] * (units - start)
         self.front = start
 
@@ -83,11 +85,23 @@ class TwoPointerMachine(RuleBasedStateMachine):
         assert told(span) == len(units)
         for unit in units:
             self.state[unit] = outcome
+        if outcome == "lost" and units and self.front < self.anchored:
+            last = max(unit for unit in range(span.stop) if self.state[unit] == "lost")
+            stop = max(self.front, last + 1)
+            self.state[self.front : stop] = ["lost"] * (stop - self.front)
+
+    def attachable(self):
+        run = self.run_of("landed", self.front)
+        if self.front < self.anchored and run.stop < self.units:
+            return Span(self.front, self.front)
+        return run
 
     @rule(data=st.data())
     def attach(self, data):
-        run = self.run_of("landed", self.front)
+        run = self.attachable()
         stop = data.draw(st.integers(run.start, run.stop))
+        if self.front < self.anchored and stop < run.stop:
+            stop = self.front
         self.pointer.attach(Span(self.front, stop))
         self.state[self.front : stop] = ["attached"] * (stop - self.front)
         self.front = stop
@@ -96,7 +110,13 @@ class TwoPointerMachine(RuleBasedStateMachine):
     @rule(beyond=st.integers(1, 5))
     def attach_too_far(self, beyond):
         with pytest.raises(ValueError):
-            self.pointer.attach(Span(self.front, self.run_of("landed", self.front).stop + beyond))
+            self.pointer.attach(Span(self.front, self.attachable().stop + beyond))
+
+    @precondition(lambda self: self.front + 1 < self.anchored)
+    @rule()
+    def attach_up_to_no_window(self):
+        with pytest.raises(ValueError):
+            self.pointer.attach(Span(self.front, self.anchored - 1))
 
     @invariant()
     def they_agree(self):
@@ -114,7 +134,8 @@ class TwoPointerMachine(RuleBasedStateMachine):
         begins = [unit for unit in lost if unit - 1 not in lost and unit > front]
         runs = [(unit, self.run_of("lost", unit).stop) for unit in begins]
         assert pointer.lost_runs(self.front) == runs
-        assert pointer.landed_run() == self.run_of("landed", self.front)
+        assert pointer.landed_run() == self.attachable()
+        assert pointer.whole is (self.front < self.anchored)
         taken = [
             unit
             for unit in range(self.front, self.units)
@@ -135,6 +156,9 @@ class TwoPointerMachine(RuleBasedStateMachine):
         """Whatever has happened, the front can always go on once what was begun has ended."""
         if not hasattr(self, "pointer"):
             return
+        if self.anchored:  # landed units may wait for others, which have to be tried
+            while self.pointer.take_back(self.units):
+                pass
         self.pointer.lose(Span(0, self.units))
         for _ in range(self.units + 1):
             self.pointer.attach(self.pointer.landed_run())

@@ -110,13 +110,15 @@ def restore(
     decoding: int = 0,
     remote_from: int | None = None,
     remote_bytes_per_second: float = 0.0,
+    anchor_pages: int = 0,
+    anchor_bytes: int = 0,
 ) -> Outcome:
     """Runs one restoration to its end. Pages in `failing` are lost, those in `holes` are stored
     nowhere; after `slow_after_s` the link
     is slower by a factor, or `lasts` says how many seconds a transfer of so many bytes takes that
     begins then. `planner` goes on from `begin_s` on; the chunk behind the prefix begins `own_s`
     late, and requests decode beside. Pages from `remote_from` on come over a network of
-    `remote_bytes_per_second`.
+    `remote_bytes_per_second`. With the last `anchor_pages` come `anchor_bytes` more.
     """
     planner = planner or make_planner(config or PolicyConfig(), ENGINE, profile, rules)
     pages, total, page = prefix // ENGINE.page_tokens, prefix + suffix, ENGINE.page_tokens
@@ -128,7 +130,10 @@ def restore(
         Link.STORAGE_TO_DEVICE: bytes_per_second,
         Link.REMOTE_TO_DEVICE: remote_bytes_per_second,
     }
-    planner.observe(RestoreOffered("a", begin_s, total, 0, pages, sources))
+    planner.observe(
+        RestoreOffered("a", begin_s, total, 0, pages, sources, anchor_pages, anchor_bytes)
+    )
+    first = pages - anchor_pages if anchor_pages else 0
     out, now, front, slot = Outcome(), begin_s, 0, None
     queue: list[tuple[float, float, Span, Link]] = []  # begun, ends, pages
     for _ in range(100_000):
@@ -174,6 +179,12 @@ def restore(
             begun = max([now, *(entry[1] for entry in queue if entry[3] is load.link)])
             rate = rates[load.link] / (slow_factor if begun >= slow_after_s else 1.0)
             nbytes = len(load.span) * ENGINE.page_bytes
+            if anchor_pages:
+                nbytes += (
+                    anchor_bytes
+                    * max(0, load.span.stop - max(load.span.start, first))
+                    // (anchor_pages)
+                )
             ends = begun + (lasts(begun, nbytes) if lasts else nbytes / rate)
             queue.append((begun, ends, load.span, load.link))
             assert holes.isdisjoint(range(load.span.start, load.span.stop))
@@ -186,6 +197,7 @@ def restore(
             now = max(now + TICK_S, min(entry[1] for entry in queue))
             continue
         if compute.splice:
+            assert front >= first * page or compute.splice.stop == pages, "no window there"
             out.spliced.append(compute.splice)
             front = compute.splice.stop * page
         tokens = (

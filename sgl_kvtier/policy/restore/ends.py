@@ -399,8 +399,10 @@ class Loads:
         if charge > 1 and any(stage.meet > lowest for stage in stages):
             charged = outlook.meeting(item, view, ahead_s, item.pointer.front, charge=charge)
             stages = charged.stages or (Meeting(0, charged.meet, least),)
+        # What was loaded may be attached up to the end only: then all after it is loaded too.
+        most = item.pointer.barrier() if item.pointer.whole else item.pointer.units
         floors = (
-            Floor(first, max(lowest, meet if tokens >= least else first))
+            Floor(first, max(lowest, min(meet, most) if tokens >= least else first))
             for first, meet, tokens in stages
         )
         return LoadBounds(lowest, tuple(floors), split)

@@ -87,7 +87,10 @@ class Forecast:
         end = 0.0
         for link, pages in item.link_pages(Span(span.start, hole)).items():
             if pages or item.in_flight.get(link):
-                seconds = self._bandwidth.seconds(link, pages * self._engine.page_bytes)
+                nbytes = pages * self._engine.page_bytes
+                if item.anchor_bytes and link is item.last_link():
+                    nbytes += item.anchor_left()
+                seconds = self._bandwidth.seconds(link, nbytes)
                 end = max(end, self._backlog_s.get(link, 0.0) + seconds)
         if hole < span.stop:
             waits_s = max(0.0, end - self._compute_at_s)

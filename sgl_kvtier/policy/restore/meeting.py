@@ -138,18 +138,21 @@ def open_of(
     in_flight: Mapping[Link, int],
     taken_back: bool = False,
     stages: Sequence[int] = (),
+    anchor_bytes: int = 0,
 ) -> OpenPages:
     """The open pages of a restoration whose front is at page `front`. `sources` are disjoint page
     spans by the link they come over, `in_flight` its pages in flight by link. `taken_back` counts
-    those as open again, as if their loads could be cancelled. `stages` as of `stages_of`.
+    those as open again, as if their loads could be cancelled. `stages` as of `stages_of`. With the
+    last pages `anchor_bytes` more are to be loaded.
     """
     firsts = [first for first in stages if first > front]
     if not firsts:
-        return _stage(pace, pointer, sources, Span(front, pointer.units), in_flight, taken_back)
+        whole = Span(front, pointer.units)
+        return _stage(pace, pointer, sources, whole, in_flight, taken_back, anchor_bytes)
     parts, least = [], 0
     for low, high in zip((front, *firsts), (*firsts, pointer.units), strict=True):
         within = [source for source in sources if least < source[1][-1].stop <= high]
-        part = _stage(pace, pointer, within, Span(low, high), in_flight, taken_back)
+        part = _stage(pace, pointer, within, Span(low, high), in_flight, taken_back, anchor_bytes)
         parts.append((low, part))
         least = high
     return parts[0][1]._replace(later=tuple(parts[1:]))
@@ -162,6 +165,7 @@ def _stage(
     within: Span,
     in_flight: Mapping[Link, int],
     taken_back: bool,
+    anchor_bytes: int,
 ) -> OpenPages:
     front, end = within.start, within.stop
     runs = pointer.unlanded_runs(front) if taken_back else pointer.free_runs(front)
@@ -174,6 +178,9 @@ def _stage(
         if own and taken_back:
             # These are counted among the pages already.
             backlog_s, own = max(0.0, backlog_s - bandwidth.seconds(link, own * pace.page_bytes)), 0
+        later_s = backlog_s
+        if anchor_bytes and spans[-1].stop == pointer.units:
+            later_s += anchor_bytes / bandwidth.bytes_per_second(link)
         pieces = [
             (low if low > span.start else span.start, high if high < span.stop else span.stop)
             for span in spans
@@ -183,7 +190,7 @@ def _stage(
         links.append(
             LinkWork(
                 pieces,
-                backlog_s,
+                later_s,
                 bandwidth.latency_s(link),
                 bandwidth.bytes_per_second(link),
                 backlog_s if own else 0.0,

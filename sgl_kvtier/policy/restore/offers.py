@@ -135,19 +135,23 @@ class Offers:
 
     def _copy_first(self, item: Restoration, forecast: Forecast) -> None:
         """A prefix that begins in host memory and continues in lower tiers is computed only after
-        the pages copied from host memory. One that lies in host memory as a whole may have both
-        ends.
+        the pages copied from host memory, where these can be attached alone. One that lies in host
+        memory as a whole may have both ends.
         """
-        if self._state.rules.balanced_chunks and len(item.sources) > 1:
+        alone = not item.pointer.whole
+        if self._state.rules.balanced_chunks and len(item.sources) > 1 and alone:
             item.copied = forecast.copies_first(item)
 
     def _item(self, offer: RestoreOffered, fixed_meet: int = -1) -> Restoration:
         """The restoration that this offer would be. Pages in no tier are computed, and so are those
         between and after them that are not worth a chunk of their own.
         """
-        pointer, found = TwoPointer(offer.resident, offer.pages), list[Source]()
+        pointer = TwoPointer(offer.resident, offer.pages, offer.anchor_pages)
+        found, runs = list[Source](), islands(offer.sources)
+        if pointer.whole:  # what lies before a hole cannot be attached, nor what ends too early
+            runs = [run for run in runs if run[-1][0].stop == offer.pages]
         end = offer.resident
-        for island in islands(offer.sources):
+        for island in runs:
             span = Span(island[0][0].start, island[-1][0].stop)
             if span.start > end and not self._is_worth_a_chunk(span):
                 continue
@@ -168,6 +172,7 @@ class Offers:
             tuple(above),
             holes=bool(pointer.lost_from(offer.resident)),
             fixed_meet=fixed_meet,
+            anchor_bytes=offer.anchor_bytes,
         )
 
     def _is_worth_a_chunk(self, span: Span) -> bool:

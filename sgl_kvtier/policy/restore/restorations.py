@@ -102,6 +102,8 @@ class Restoration:
     """Compute takes all pages below this one and loads take all others, in every case; -1: as
     predicted best on the way.
     """
+    anchor_bytes: int = 0
+    """Bytes that come with the pages of the anchor, besides theirs; 0 without one."""
 
     def __post_init__(self) -> None:
         self.load_order = tuple(
@@ -112,7 +114,8 @@ class Restoration:
             (link, tuple(span for span, tier in self.sources if LINK_OF[tier] is link))
             for link in self.unread
         )
-        self.stages = stages_of(self.by_link)
+        # Pages of a lower stage could not be attached before those of a higher one.
+        self.stages = () if self.pointer.whole else stages_of(self.by_link)
 
     def __str__(self) -> str:
         """All of it that a developer asks for, in one line."""
@@ -127,8 +130,22 @@ class Restoration:
     def open_pages(self, pace: Pace, front: int, taken_back: bool = False) -> OpenPages:
         """Its open pages from page `front` on (`meeting.open_of`)."""
         return open_of(
-            pace, self.pointer, self.by_link, front, self.in_flight, taken_back, self.stages
+            pace,
+            self.pointer,
+            self.by_link,
+            front,
+            self.in_flight,
+            taken_back,
+            self.stages,
+            self.anchor_left(),
         )
+
+    def anchor_left(self) -> int:
+        """Bytes of the anchor whose pages neither end has taken."""
+        if not self.anchor_bytes:
+            return 0
+        span = self.pointer.anchor
+        return self.anchor_bytes * self.pointer.free_in(span) // len(span)
 
     def read_out(self, link: Link) -> bool:
         """Notes a link as used up when it has no page left to bring; True when it was noted now."""
@@ -162,6 +179,11 @@ class Restoration:
         runs = self.pointer.unlanded_runs(front)
         pages = sum(min(stop, self.copied) - start for start, stop in runs if start < self.copied)
         return self.copied, bandwidth.seconds(Link.HOST_TO_DEVICE, pages * engine.page_bytes)
+
+    def last_link(self) -> Link | None:
+        """The link that brings the last page, and with it the anchor; None where none does."""
+        last = self.pointer.units - 1
+        return next((LINK_OF[tier] for source, tier in self.sources if last in source), None)
 
     def remaining_span(self) -> Span:
         """From the front to the end."""

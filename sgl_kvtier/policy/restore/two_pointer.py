@@ -32,11 +32,15 @@ class TwoPointer:
     deliver a unit twice; O(units) bytes of memory.
     """
 
-    def __init__(self, start: int, units: int) -> None:
+    def __init__(self, start: int, units: int, anchor: int = 0) -> None:
+        """`anchor`: so many of the last units bring what is needed to go on from the end
+        (`messages`); 0: nothing is.
+        """
         if not 0 <= start <= units:
             raise ValueError(f"a restoration cannot start at {start} of {units} units")
         self._units = units
         self._front = start
+        self._anchor = units - anchor if anchor else 0
         self._state = bytearray(_ATTACHED * start + _FREE * (units - start))
 
     @property
@@ -53,6 +57,16 @@ class TwoPointer:
     def met(self) -> bool:
         """The front has reached the end: nothing is left to compute or load."""
         return self._front == self._units
+
+    @property
+    def whole(self) -> bool:
+        """Whether landed units can be attached up to the end only."""
+        return self._front < self._anchor
+
+    @property
+    def anchor(self) -> Span:
+        """The last units, which bring the anchor; from the first one where there is none."""
+        return Span(self._anchor, self._units)
 
     @property
     def loading(self) -> int:
@@ -117,14 +131,17 @@ class TwoPointer:
         return landed if landed >= 0 else loading if loading >= 0 else self._units
 
     def landed_run(self) -> Span:
-        """The landed units that begin at the front; empty when the unit at the front has not
-        landed.
+        """The landed units that begin at the front and can be attached; empty when the unit at the
+        front has not landed.
         """
         front, state = self._front, self._state
         if front == self._units or state[front] != _LANDED[0]:
             return Span(front, front)
         ahead = state[front:]
-        return Span(front, front + len(ahead) - len(ahead.lstrip(_LANDED)))
+        stop = front + len(ahead) - len(ahead.lstrip(_LANDED))
+        if stop < self._units and front < self._anchor:
+            return Span(front, front)
+        return Span(front, stop)
 
     def last_loading(self) -> Span:
         """The lowest run of units in flight: the last to begin when loads go from the back. Empty
@@ -172,9 +189,14 @@ class TwoPointer:
 
     def lose(self, span: Span) -> int:
         """Units of `span` in flight will not come: they belong to the front. Returns how many there
-        were.
+        were. Where landed units can be attached up to the end only, all units before the last of
+        these belong to it too.
         """
-        return self._settle(span, _LOST)
+        lost = self._settle(span, _LOST)
+        if lost and self._front < self._anchor:
+            stop = self._state.rfind(_LOST, self._front, span.stop) + 1
+            self._paint(Span(self._front, max(self._front, stop)), _LOST)
+        return lost
 
     def give_back(self, span: Span) -> int:
         """Units of `span` in flight were not begun and will not be: either end may take them.
@@ -185,7 +207,8 @@ class TwoPointer:
     def attach(self, span: Span) -> None:
         """The landed units `span`, which begin at the front, are now part of the prefix."""
         run = self.landed_run()
-        if span.start != self._front or span.stop > run.stop:
+        early = self.whole and bool(span) and span.stop != self._units
+        if span.start != self._front or span.stop > run.stop or early:
             raise ValueError(
                 f"[{span.start}, {span.stop}) has not landed at the front at {self._front}"
             )
