@@ -73,7 +73,8 @@ def test_every_group_of_symbols_is_of_a_feature_and_every_hook_too():
     ("group", "lost"),
     [
         ("lookahead", {"lookahead"}),
-        ("restore", {"restore", "lookahead"}),
+        ("restore", {"restore", "windows", "lookahead"}),
+        ("windows", {"windows"}),
         ("zero-copy", {"zero-copy"}),
         ("hints", {"hints"}),
         ("weights", {"weights"}),

@@ -28,9 +28,11 @@ from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.refusals import (
     OF_ARGUMENTS,
     OF_MODEL,
+    OF_WINDOWS,
     SIDE_PAGES,
     STAGES,
     UNPROVEN,
+    WINDOWS,
 )
 from sgl_kvtier.runtime.settings import looks_ahead
 
@@ -62,12 +64,21 @@ BY_FLAGS = [
 
 BY_MODEL = [
     ("radix cache is off", "--model-impl sglang", {"disable_radix_cache": True}),
-    ("window pages", "--disable-hybrid-swa-memory", {"is_hybrid_swa": True}),
     ("state pages", 'policy.restore = "off"', {"is_hybrid_ssm": True}),
 ]
 """What the line names, what mends it, and what SGLang has found out about the model when it builds
 its cache.
 """
+
+BY_WINDOWS = [
+    ("window pages on an accelerator", "--disable-hybrid-swa-memory", "--device cuda"),
+    (
+        "window pages and a draft",
+        "leave --speculative-algorithm away",
+        f"--model-path MLA --speculative-algorithm EAGLE {CHAIN}",
+    ),
+]
+"""The same of models with sliding windows, by flags."""
 
 BY_PROOF = [
     ("more than one rank", 'policy.restore = "fastest"', "--tp 2"),
@@ -116,6 +127,7 @@ def tree(*kinds: ComponentType, side_pools: tuple[PoolName, ...] = ()) -> Any:
     return SimpleNamespace(
         tree_components=(ComponentType.FULL, *kinds),
         sidecar_pool_specs=specs,
+        token_to_kv_pool_allocator=None,
         cache_controller=SimpleNamespace(mem_pool_host=group),
     )
 
@@ -128,10 +140,10 @@ def test_a_plain_server_is_refused_nothing(launch):
 
 
 def test_every_refusal_has_a_case():
-    cases = [what for what, _, _ in (*BY_FLAGS, *BY_MODEL)]
+    cases = [what for what, _, _ in (*BY_FLAGS, *BY_MODEL, *BY_WINDOWS)]
     assert [
         refusal.what
-        for refusal in (*OF_MODEL, *OF_ARGUMENTS)
+        for refusal in (*OF_MODEL, *OF_WINDOWS, *OF_ARGUMENTS)
         if not any(what in refusal.what for what in cases)
     ] == []
     assert [
@@ -160,6 +172,22 @@ def test_models_that_restoring_does_not_know_are_refused_each_by_its_own_reason(
     line = str(restore_setup.own_way(launch(""), context(**found), BOTH))
     assert what in line and mend in line
     assert [other for other, _, _ in BY_MODEL if other in line] == [what]
+
+
+@pytest.mark.parametrize(("what", "mend", "flags"), BY_WINDOWS)
+def test_models_with_windows_restore_where_they_were_seen_to(launch, drafts, what, mend, flags):
+    windows = context(is_hybrid_swa=True)
+    line = str(restore_setup.own_way(launch(flags), windows, BOTH))
+    assert what in line and mend in line
+    assert what not in str(restore_setup.own_way(launch(flags), context(), BOTH))
+    assert restore_setup.own_way(launch(""), windows, BOTH) is None
+
+
+def test_models_with_windows_are_not_looked_ahead_for(launch):
+    windows = context(is_hybrid_swa=True)
+    assert restore_setup.own_way(launch(""), windows, AHEAD) is None
+    only_ahead = PolicyConfig(restore="off", prefetch="on", eviction="next-use")
+    assert str(WINDOWS) in str(restore_setup.own_way(launch(""), windows, only_ahead))
 
 
 @pytest.mark.parametrize(

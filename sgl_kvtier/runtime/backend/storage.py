@@ -51,6 +51,7 @@ from sgl_kvtier.runtime.metrics import (
     tenant_samples,
 )
 from sgl_kvtier.runtime.sglang import features, hooks, page_hash, seams
+from sgl_kvtier.runtime.sglang.windows import POOL as WINDOWS
 from sgl_kvtier.runtime.step.page_names import page_key
 from sgl_kvtier.store.base import (
     KV,
@@ -433,17 +434,44 @@ class KVTierStorage(HiCacheStorage):
         deadline_s: float | None = None,
         on_page: Callable[[int, ReadOutcome], None] | None = None,
         urgency: Urgency = Urgency.NOW,
+        windows: torch.Tensor | None = None,
     ) -> ReadJob | None:
         """Begins reading pages, in this order, into host slots: each in all pools, which have the
         same slots. None while no store is open, or where a page's layout in a host pool differs
         from the store's. The slots belong to the store until each page's `on_page`, which an I/O
-        thread calls when its last part has ended, with the first outcome that is not OK. Only for
-        servers without other side pools; the job counts the parts of a page one by one.
+        thread calls when its last part has ended, with the first outcome that is not OK. With the
+        first pages come their windows, into the slots `windows`. Only for servers without other
+        side pools; the job counts the parts of a page one by one.
         """
-        pools = tuple(self.registered_pools)
-        if on_page is not None and len(pools) > 1:
-            on_page = _WholePages(len(keys), len(pools), on_page)
-        return self._begin_read(pools, keys, host_slots, deadline_s, on_page, urgency)
+        pools = tuple(name for name in self.registered_pools if name != WINDOWS)
+        if windows is None:
+            if on_page is not None and len(pools) > 1:
+                on_page = _WholePages(len(keys), len(pools), on_page)
+            return self._begin_read(pools, keys, host_slots, deadline_s, on_page, urgency)
+        first = len(windows) // self.mem_pool_host.page_size
+        pages = self._page_reads(pools, keys, host_slots)
+        beside = self._page_reads((WINDOWS,), keys[:first], windows)
+        if self._store is None or pages is None or beside is None:
+            return None
+        for parts, more in zip(pages, beside, strict=False):
+            parts += more
+        if on_page is not None:
+            on_page = _WholePages(len(keys), len(pools), on_page, first)
+        reads = [read for parts in pages for read in parts]
+        return self._store.read(reads, priority=urgency, deadline_s=deadline_s, on_page=on_page)
+
+    def _page_reads(
+        self, pools: Sequence[str], keys: Sequence[PageKey], host_slots: torch.Tensor
+    ) -> list[list[PageRead]] | None:
+        """The parts of each page in these pools; None where one of them cannot be read in place."""
+        hosts = [self.registered_pools[pool] for pool in pools]
+        if not all(map(is_page_contiguous, hosts)):
+            return None
+        by_pool = [
+            self._reads(keys, parts_of(host, len(keys), host_slots), pool)
+            for pool, host in zip(pools, hosts, strict=True)
+        ]
+        return [list(page) for page in zip(*by_pool, strict=True)]
 
     def _begin_read(
         self,
@@ -457,14 +485,10 @@ class KVTierStorage(HiCacheStorage):
         """The same of these pools alone, with an `on_page` for every part: those of a page follow
         one another.
         """
-        store, hosts = self._store, [self.registered_pools[pool] for pool in pools]
-        if store is None or not all(map(is_page_contiguous, hosts)):
+        store, pages = self._store, self._page_reads(pools, keys, host_slots)
+        if store is None or pages is None:
             return None
-        by_pool = [
-            self._reads(keys, parts_of(host, len(keys), host_slots), pool)
-            for pool, host in zip(pools, hosts, strict=True)
-        ]
-        reads = [read for page in zip(*by_pool, strict=True) for read in page]
+        reads = [read for page in pages for read in page]
         return store.read(reads, priority=urgency, deadline_s=deadline_s, on_page=on_page)
 
     def begin_read_into(
@@ -674,17 +698,23 @@ def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore
 
 class _WholePages:
     """Told of the ends of parts, tells of the ends of pages: `on_page` is called once for each of
-    `pages`, when its last part has ended. The parts of a page follow one another. Any thread.
+    `pages`, when its last part has ended. The parts of a page follow one another; the first `more`
+    pages have one part more. Any thread.
     """
 
-    def __init__(self, pages: int, parts: int, on_page: Callable[[int, ReadOutcome], None]) -> None:
-        self._parts, self._on_page = parts, on_page
-        self._left = [parts] * pages
+    def __init__(
+        self, pages: int, parts: int, on_page: Callable[[int, ReadOutcome], None], more: int = 0
+    ) -> None:
+        self._parts, self._more, self._on_page = parts, more, on_page
+        self._left = [parts + (page < more) for page in range(pages)]
         self._outcomes = [ReadOutcome.OK] * pages
         self._lock = threading.Lock()
 
     def __call__(self, part: int, outcome: ReadOutcome) -> None:
-        page = part // self._parts
+        long = self._more * (self._parts + 1)
+        page = (
+            part // (self._parts + 1) if part < long else self._more + (part - long) // self._parts
+        )
         with self._lock:
             self._left[page] -= 1
             if self._outcomes[page] is ReadOutcome.OK:

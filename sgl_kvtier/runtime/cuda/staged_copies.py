@@ -82,12 +82,17 @@ class StagedCopies:
         return fence(self._module, self._controller)
 
     def begin(
-        self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any
+        self,
+        host_slots: torch.Tensor,
+        device_slots: torch.Tensor,
+        fence: Any,
+        window: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> StagedCopy | None:
         """Sends the pages over the bus; blocks, without the interpreter, until the last of them
         may be queued there. None when staging is full of pages that wait for their fences.
         `device_slots` are not touched before `place`.
         """
+        assert window is None, "a model with windows has several pools"
         room = self._staging.take(early=not fence.query())
         if room is None:
             return None

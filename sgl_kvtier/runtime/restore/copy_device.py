@@ -75,14 +75,20 @@ class CpuCopies:
     def fence(self) -> None:
         """Nothing runs beside the scheduler's thread: everything launched before has ended."""
 
-    def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Copy:
+    def begin(
+        self,
+        host_slots: torch.Tensor,
+        device_slots: torch.Tensor,
+        fence: Any,
+        window: slot_pools.Slots | None = None,
+    ) -> Copy:
         """A copy that is done once it is placed."""
         del fence
-        return _CpuCopy(self, host_slots, device_slots)
+        return _CpuCopy(self, host_slots, device_slots, window)
 
-    def _copy(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
+    def _copy(self, host: torch.Tensor, device: torch.Tensor, window: Any) -> None:
         controller = self._controller
-        for transfer in slot_pools.transfers(controller, host_slots, device_slots):
+        for transfer in slot_pools.transfers(controller, host, device, window):
             for layer in range(controller.transfer_layer_id_max):
                 local = transfer.layer_mapper(layer) if transfer.layer_mapper is not None else layer
                 if local is not None:
@@ -99,11 +105,14 @@ class CpuCopies:
 class _CpuCopy:
     seconds: float | None = None
 
-    def __init__(self, copies: CpuCopies, host: torch.Tensor, device: torch.Tensor) -> None:
+    def __init__(
+        self, copies: CpuCopies, host: torch.Tensor, device: torch.Tensor, window: Any
+    ) -> None:
         self._copies, self._host, self._device, self._over = copies, host, device, False
+        self._window = window
 
     def place(self) -> None:
-        self._copies._copy(self._host, self._device)
+        self._copies._copy(self._host, self._device, self._window)
         self._over = True
 
     def drop(self) -> None:
@@ -148,19 +157,29 @@ class StreamCopies:
         """A mark behind everything that may still use slots claimed before."""
         return fence(self._module, self._controller)
 
-    def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Copy:
+    def begin(
+        self,
+        host_slots: torch.Tensor,
+        device_slots: torch.Tensor,
+        fence: Any,
+        window: slot_pools.Slots | None = None,
+    ) -> Copy:
         """A copy that is submitted once it is placed: these kernels write into slots at once."""
-        return _StreamCopy(self, host_slots, device_slots, fence)
+        return _StreamCopy(self, (host_slots, device_slots), window, fence)
 
-    def _submit(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Any:
+    def _moved(self, slots: slot_pools.Slots) -> slot_pools.Slots:
+        host, device = slots
+        if self._ring is None:
+            moved: slot_pools.Slots = self._controller.move_indices(host, device)
+            return moved
+        return self._ring.upload(host), device
+
+    def _submit(self, slots: slot_pools.Slots, window: slot_pools.Slots | None, fence: Any) -> Any:
         controller, engine = self._controller, self._engine
         with self._module.stream(engine.host_to_device_stream):
             engine.host_to_device_stream.wait_event(fence)
-            if self._ring is None:
-                host, device = controller.move_indices(host_slots, device_slots)
-            else:
-                host, device = self._ring.upload(host_slots), device_slots
-            transfers = slot_pools.transfers(controller, host, device)
+            moved = None if window is None else self._moved(window)
+            transfers = slot_pools.transfers(controller, *self._moved(slots), moved)
             layers = controller.transfer_layer_id_max
             one = self._all_layers and self._all_layers.of(transfers)
             if one:
@@ -172,13 +191,17 @@ class StreamCopies:
 
 class _StreamCopy:
     def __init__(
-        self, copies: StreamCopies, host: torch.Tensor, device: torch.Tensor, fence: Any
+        self,
+        copies: StreamCopies,
+        slots: slot_pools.Slots,
+        window: slot_pools.Slots | None,
+        fence: Any,
     ) -> None:
-        self._copies, self._slots, self._fence = copies, (host, device), fence
+        self._copies, self._slots, self._window, self._fence = copies, slots, window, fence
         self._submitted: Any = None
 
     def place(self) -> None:
-        self._submitted = self._copies._submit(*self._slots, self._fence)
+        self._submitted = self._copies._submit(self._slots, self._window, self._fence)
 
     def drop(self) -> None:
         """Nothing was taken."""
@@ -312,12 +335,12 @@ def _ways(controller: Any, memory: CardMemory, scatter: MakeScatter) -> Iterator
 
 def _several_pools(controller: Any) -> str | None:
     """Why a load cannot go through staging, which has pages of one pool, or None."""
-    names = [str(entry.name) for entry in slot_pools.beside(controller)]
+    names = slot_pools.others(controller)
     return f"pages of several pools, {', '.join(names)} beside KV" if names else None
 
 
 def _all_layers(controller: Any) -> AllLayers | None:
-    return None if slot_pools.beside(controller) else all_layers_of(controller)
+    return None if slot_pools.others(controller) else all_layers_of(controller)
 
 
 def _say_staging(controller: Any, memory: CardMemory, staged: StagedCopies) -> None:

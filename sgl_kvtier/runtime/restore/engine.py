@@ -21,6 +21,7 @@ import torch
 
 from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import (
+    CANCELLED,
     NO_ROOM_YET,
     Compute,
     Mode,
@@ -51,6 +52,7 @@ from sgl_kvtier.runtime.step.polls import (
     fresh_runs,
     runs_of,
 )
+from sgl_kvtier.runtime.step.private_slots import WindowSlots
 from sgl_kvtier.runtime.step.restoration import Load, Restoration
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, Span, Tier
@@ -63,6 +65,8 @@ _ROOM_S, _SLOT_ROOM_S = 2.0, 0.2
 """Seconds without a load that began or ended, after which pages without room are computed: of a
 request that waits, and of one in the slot, for which nothing else is computed meanwhile.
 """
+_NO_ROOM, _HUNG = "no room", "hung"
+"""Reasons for pages of a load that are not the store's."""
 _CANCELLED = LOST[ReadOutcome.CANCELLED]
 
 
@@ -301,9 +305,9 @@ class RestoreEngine:
             if self.context.now - r.moved_at < patience_s:
                 self.context.facts.append(PagesLost(r.rid, span, NO_ROOM_YET, LATER))
             else:
-                self._lose(r, span, "no room")
+                self._lose(r, span, _NO_ROOM, span.stop)
             return
-        device, host = slots
+        device, host, windows = slots
         due = self.context.now + 2 * command.deadline_s
         load = Load(
             r,
@@ -315,6 +319,7 @@ class RestoreEngine:
             self.context.now,
             due,
             Poll(self.context.next_number(), len(span)),
+            windows=windows,
         )
         r.loads.append(load)
         r.moved_at = self.context.now
@@ -327,20 +332,31 @@ class RestoreEngine:
 
     def _claim(
         self, r: Restoration, span: Span, owns_host: bool
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Device and host slots of these pages, both or none. A pool that fails where it should
-        hand out pages, or say that it has none, costs this restoration; it is computed instead.
+    ) -> tuple[torch.Tensor, torch.Tensor, WindowSlots | None] | None:
+        """Device and host slots of these pages and of the windows that come with them, all or none.
+        A pool that fails where it should hand out pages, or say that it has none, costs this
+        restoration; it is computed instead.
         """
-        device = host = None
+        page, slots = self.context.page, self.context.slots
+        anchored = max(0, span.stop - max(span.start, r.anchor.start)) if r.anchor else 0
+        device = host = windows = None
         try:
-            device = self.context.slots.claim_device(len(span) * self.context.page)
-            host = self._host_slots(r, span, owns_host) if device is not None else None
+            device = slots.claim_device(len(span) * page)
+            if device is not None and anchored:
+                windows = slots.claim_windows(anchored * page)
+            if device is not None and (windows is not None or not anchored):
+                host = self._host_slots(r, span, owns_host)
         except Exception:
             logger.exception("kvtier: %s: no pages could be claimed; it is computed instead", r.rid)
             self.abandon(r, "failed")
-        if device is not None and host is None:
-            self.context.slots.put_back(device)
-        return None if device is None or host is None else (device, host)
+        if device is not None and host is not None:
+            return device, host, windows
+        if device is not None:
+            slots.put_back(device)
+        if windows is not None:
+            slots.put_back_windows(windows.device)
+            slots.put_back_host_windows(windows.host)
+        return None
 
     def cancel(self, command: messages.Cancel) -> None:
         """Takes loads back that lie in the span, as far as they were not begun."""
@@ -356,6 +372,7 @@ class RestoreEngine:
     def splice(self, r: Restoration, span: Span) -> torch.Tensor:
         """Passes the landed pages of a span to the caller, which owns their slots from now on."""
         pieces = []
+        windows, front = list[torch.Tensor](), r.front
         kept = r.to_look_at_again
         if self.second_look is not None and kept is not None and kept.page in span:
             load, offset = r.owner[kept.page]
@@ -364,6 +381,9 @@ class RestoreEngine:
         for load, first, stop in r.landed_runs(span):
             load.held[first:stop] = bytes(stop - first)
             pieces.append(load.device_pages(first, stop, self.context.page))
+            beside = load.windows_of(first, stop, self.context.page)
+            if beside is not None:
+                windows.append(beside.device)
         for page in range(span.start, span.stop):
             tier = r.tier_of(page)
             r.spliced[tier] = r.spliced.get(tier, 0) + 1
@@ -372,20 +392,32 @@ class RestoreEngine:
         r.front = span.stop
         r.jumps += 1
         slots = torch.cat(pieces)
+        if r.anchor:
+            self._take_over(r, slots, torch.cat(windows), Span(front, span.stop))
         if self.attach is not None:
             self.attach.attached(r, span)
         if self.audit is not None:
             self.audit.look(r, span, slots)
         return slots
 
+    def _take_over(
+        self, r: Restoration, slots: torch.Tensor, windows: torch.Tensor, span: Span
+    ) -> None:
+        """The windows at the end of the jump are the request's from now on."""
+        page = self.context.page
+        assert self.context.windows is not None, "of a model with windows"
+        self.context.slots.give_windows(len(windows))
+        self.context.windows.take_over(r.req, slots, windows, span.start * page, span.stop * page)
+
     def trusted(self, r: Restoration, span: Span) -> bool:
-        """Whether these pages have landed. If not, plan and executor disagree, and the restoration
-        is given up: the slots of a page that has not landed are never used.
+        """Whether these pages have landed, and can be attached. If not, plan and executor disagree,
+        and the restoration is given up: the slots of a page that has not landed are never used.
         """
-        if all(r.is_landed(page) for page in range(span.start, span.stop)):
+        ends = not span or not r.whole or span.stop == r.pages
+        if ends and all(r.is_landed(page) for page in range(span.start, span.stop)):
             return True
         logger.error(
-            "kvtier: %s: pages [%d, %d) were to be used before they landed",
+            "kvtier: %s: pages [%d, %d) were to be used before they landed, or end too early",
             r.rid,
             span.start,
             span.stop,
@@ -453,16 +485,43 @@ class RestoreEngine:
         if load.written_off:
             return
         if landed:
-            nbytes = len(span) * self.context.page_bytes
+            if not r.closed:
+                for low, high in self._given_up(load, first, stop):
+                    self._drop(load, low, high)
+            beside = self._window_bytes(load, first, stop)
+            nbytes = len(span) * self.context.page_bytes + beside
             self.counters.bytes_loaded[load.link] += nbytes
-            agreed = len(span) * self.context.agreed_page_bytes
+            agreed = len(span) * self.context.agreed_page_bytes + beside
             self.context.facts.append(
                 TransferDone(r.rid, load.link, span, agreed, self._busy_seconds(load, ended), LATER)
             )
             return
+        lost = self._disown(load, span)
+        self._lose(r, span, REASON[load.poll.seen[first]], lost)
+
+    def _given_up(self, load: Load, first: int, stop: int) -> list[tuple[int, int]]:
+        """Runs of pages of a load that its restoration does not wait for any more."""
+        owner, start = load.restoration.owner, load.span.start
+        mine = bytearray(owner.get(start + at) == (load, at) for at in range(first, stop))
+        return [(first + low, first + high) for low, high in runs_of(mine, 0, 0, len(mine))]
+
+    def _window_bytes(self, load: Load, first: int, stop: int) -> int:
+        """Bytes of windows that have come with these pages."""
+        windows = load.windows_of(first, stop, self.context.page)
+        if windows is None or self.context.windows is None:
+            return 0
+        return len(windows.device) * self.context.windows.token_bytes
+
+    def _disown(self, load: Load, span: Span) -> int:
+        """These pages of a load will not come. Returns the end of those that were waited for; 0
+        where none was.
+        """
+        owner, end = load.restoration.owner, 0
         for page in range(span.start, span.stop):
-            r.owner.pop(page, None)
-        self._lose(r, span, REASON[load.poll.seen[first]])
+            if owner.get(page) == (load, page - load.span.start):
+                del owner[page]
+                end = page + 1
+        return end
 
     def _write_off(self, load: Load, state: bytes) -> None:
         """A device hangs: open pages belong to the front now. The slots stay the load's until every
@@ -470,9 +529,8 @@ class RestoreEngine:
         """
         for first, stop in runs_of(bytearray(state), OPEN, 0, len(state)):
             span = Span(load.span.start + first, load.span.start + stop)
-            for page in range(span.start, span.stop):
-                load.restoration.owner.pop(page, None)
-            self._lose(load.restoration, span, "hung")
+            lost = self._disown(load, span)
+            self._lose(load.restoration, span, _HUNG, lost)
         for first, stop in fresh_runs(load.poll.seen, state):
             load.poll.seen[first:stop] = state[first:stop]
             self._settled(load, first, stop, self.context.now)
@@ -490,6 +548,8 @@ class RestoreEngine:
         self.proof.note_load(load.poll.seen.count(LANDED) * self.context.agreed_page_bytes)
         if load.owns_host:
             self._leave_host(load)
+        if load.windows is not None:
+            self.context.slots.put_back_host_windows(load.windows.host)
         if r.closed:
             self._unpin(r)
 
@@ -507,15 +567,39 @@ class RestoreEngine:
         kept.keep(r.rid, [keys[place] for place in landed], pages[landed].flatten())
         self.context.slots.put_back_host(pages[lost].flatten())
 
-    def _lose(self, r: Restoration, span: Span, reason: str) -> None:
+    def _lose(self, r: Restoration, span: Span, reason: str, end: int) -> None:
+        """Pages will not come; `end` is behind the last one that was waited for."""
         self.counters.lost_pages[reason] += len(span)
         self.context.facts.append(PagesLost(r.rid, span, reason, LATER))
+        if not r.closed and r.whole and end > r.front and reason != CANCELLED:
+            self._give_up_to(r, end, retry=reason not in (_NO_ROOM, _HUNG))
+
+    def _give_up_to(self, r: Restoration, end: int, retry: bool) -> None:
+        """Pages below `end` cannot be attached any more, so they are computed. Of a request that
+        waits, a shorter prefix that ends at a window is restored instead, where there is one.
+        """
+        if retry and end > r.anchor.start and not r.admitted:
+            shorter = r.shorter(end - 1)
+            if shorter is not None:
+                self.abandon(r, "window lost")
+                self.offers.instead(r, shorter)
+                return
+        for page in range(r.front, end):
+            place = r.owner.pop(page, None)
+            if place is not None and place[0].poll.seen[place[1]] == LANDED:
+                self._drop(place[0], place[1], place[1] + 1)
+        for load in r.loads:
+            if not load.ended and load.span.stop <= end:
+                load.cancel()
 
     def _drop(self, load: Load, first: int, stop: int) -> None:
         """Frees pages of a load that no I/O touches and that will not be used."""
         for low, high in runs_of(load.held, 1, first, stop):
             load.held[low:high] = bytes(high - low)
             self.context.slots.put_back(load.device_pages(low, high, self.context.page))
+            windows = load.windows_of(low, high, self.context.page)
+            if windows is not None:
+                self.context.slots.put_back_windows(windows.device)
             if load.poll.seen[low] == LANDED:
                 self.counters.unused_pages += high - low
 

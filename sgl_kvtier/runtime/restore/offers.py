@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from sgl_kvtier.policy.messages import RestoreOffered
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
-from sgl_kvtier.runtime.sglang import requests, storage_ops, stored_pages
+from sgl_kvtier.runtime.sglang import requests, storage_ops, stored_pages, windows
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.runtime.step.page_names import from_hex
-from sgl_kvtier.runtime.step.restoration import Load, Restoration
-from sgl_kvtier.runtime.step.tracked import Candidate, Look, Stored, Tracked, Waits
+from sgl_kvtier.runtime.step.restoration import Load, Restoration, Stored
+from sgl_kvtier.runtime.step.tracked import Candidate, Look, Tracked, Waits
 from sgl_kvtier.types import Span, Tier
 
 LATER = 0.0
@@ -113,7 +114,15 @@ class Offers:
             return self._fall_back("another backend")
         if req is None:
             return False
-        offered = self._offer(req, stored_of(operation, hit_tokens, self._context.page))
+        stored = stored_of(operation, hit_tokens, self._context.page)
+        if self._context.windows is not None:
+            if not windows.is_asked_for(operation):
+                return self._fall_back("window not stored")
+            if self._context.alone:  # ranks have agreed on the longest end alone
+                shorter = windows.shorter_ends(operation)
+                ends = [stored.start + pages for pages in shorter if pages < len(stored.keys)]
+                stored = stored._replace(ends=tuple(ends))
+        offered = self._offer(req, stored)
         if self.taking and not offered:
             claimable = self._context.device.claimable()
             read = Candidate(Waits.SGLANG_READS, operation.handle, operation, claimable)
@@ -177,6 +186,7 @@ class Offers:
             or self._requests.restoration(req.rid) is not None
             or operation.is_terminated()
             or context.host.write_back  # what was read could not be restored
+            or context.windows is not None  # nor without its window
         ):
             return None
         stored = stored_of(operation, operation.storage_hit_count, page)
@@ -193,7 +203,7 @@ class Offers:
             return None
         host = ((Span(found.resident, read), Tier.HOST),) if read > found.resident else ()
         found.sources = (*host, *below)
-        return stored if self._leave(_offer_of(found)) is None else None
+        return stored if self._leave(_offer_of(context, found)) is None else None
 
     def _hangs(self, stopped: Candidate) -> bool:
         """Whether a read has not ended long after it was stopped. SGLang ends it then, and the
@@ -208,7 +218,7 @@ class Offers:
         """A waiting request for which SGLang reads nothing. Pages that storage has behind a missing
         one, by this operation, may be offered next tick, else its host pages.
         """
-        if not self.taking:
+        if not self.taking or self._context.windows is not None:
             return
         stored = None
         if operation is not None and not operation.is_terminated():
@@ -223,7 +233,12 @@ class Offers:
     def again(self, r: Restoration) -> None:
         """Offers what a restoration that has ended was made of."""
         below = tuple((span, tier) for span, tier in r.sources if tier > Tier.HOST)
-        self._offer(r.req, Stored(r.pages - len(r.keys), r.keys, below), taken=True)
+        ends = () if r.stored is None else r.stored.ends
+        self._offer(r.req, Stored(r.pages - len(r.keys), r.keys, below, ends), taken=True)
+
+    def instead(self, r: Restoration, stored: Stored) -> None:
+        """Offers a shorter prefix in place of a restoration that has ended; its request waits."""
+        self._offer(r.req, stored, taken=True)
 
     def make(self) -> None:
         """Offers host pages of requests queued, or looked up in storage, since the last tick."""
@@ -285,7 +300,7 @@ class Offers:
         ):
             found = "short"
         if isinstance(found, Restoration):
-            offer = _offer_of(found)
+            offer = _offer_of(self._context, found)
             found = found if taken and found.keys else self._leave(offer) or found
         if isinstance(found, str):
             return self._fall_back(found)
@@ -297,7 +312,7 @@ class Offers:
             return True
         if self.shorten is not None:
             self.shorten(found, self.min_tokens)
-            offer = _offer_of(found)
+            offer = _offer_of(self._context, found)
         found.node_lock = self._context.tree.lock(req.last_node)
         if len(found.host_slots):
             found.host_pin = self._context.host.pin(req.best_match_node)
@@ -315,8 +330,13 @@ def _waits(record: Tracked, waits: Waits) -> bool:
     return record.candidate is not None and record.candidate.waits is waits
 
 
-def _offer_of(r: Restoration) -> RestoreOffered:
-    return RestoreOffered(r.rid, LATER, r.prompt_tokens, r.resident, r.pages, r.sources)
+def _offer_of(context: StepContext, r: Restoration) -> RestoreOffered:
+    offer = RestoreOffered(r.rid, LATER, r.prompt_tokens, r.resident, r.pages, r.sources)
+    if context.windows is None:
+        return offer
+    pages = len(r.anchor)
+    nbytes = pages * context.page * context.windows.token_bytes
+    return replace(offer, anchor_pages=pages, anchor_bytes=nbytes)
 
 
 def stored_of(operation: Operation, hit_tokens: int, page: int) -> Stored:
@@ -372,6 +392,11 @@ def find(context: StepContext, req: Req, stored: Stored | None) -> Restoration |
         if span.stop > in_tree
     )
     sources = ((Span(resident, in_tree), Tier.HOST), *below)
+    anchor = Span(0, 0)
+    if context.windows is not None:
+        anchor = Span(max(resident, end - context.windows.pages), end)
+        if anchor.start < in_tree and (resident < in_tree or end == in_tree):
+            return "window in host memory"
     return Restoration(
         rid=req.rid,
         req=req,
@@ -381,4 +406,6 @@ def find(context: StepContext, req: Req, stored: Stored | None) -> Restoration |
         sources=tuple((span, tier) for span, tier in sources if span),
         keys=stored.keys[in_tree - stored.start :],
         host_slots=host,
+        anchor=anchor,
+        stored=stored if anchor else None,
     )

@@ -86,10 +86,15 @@ class CopyDevice(Protocol):
         """
 
     def begin(
-        self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any
+        self,
+        host_slots: torch.Tensor,
+        device_slots: torch.Tensor,
+        fence: Any,
+        window: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Copy | None:
         """Mover's thread: begins what can be done before the fence. None when there is no room for
-        that at present; asked again once a fence has come.
+        that at present; asked again once a fence has come. `window`: host and device slots of
+        windows that come along.
         """
 
 
@@ -163,11 +168,11 @@ class PageMover:
             self._put([(load, fence, pages - 1 - index, outcome)])
 
         order = load.host_slots.view(pages, self._page).flip(0).flatten()
-        job = (
-            storage.begin_read(load.restoration.keys_of(load.span), order, deadline_s, on_page)
-            if storage
-            else None
-        )
+        how: dict[str, Any] = {}
+        if load.windows is not None:
+            how["windows"] = load.windows.host.view(-1, self._page).flip(0).flatten()
+        keys = load.restoration.keys_of(load.span)
+        job = storage.begin_read(keys, order, deadline_s, on_page, **how) if storage else None
         load.job = job
         if job is None:
             self._put(
@@ -315,7 +320,10 @@ class PageMover:
             slots[piece.first * self._page : piece.stop * self._page]
             for slots in (piece.load.host_slots, piece.load.device_slots)
         )
-        return self._device.begin(host, device, piece.fence)
+        windows = piece.load.windows_of(piece.first, piece.stop, self._page)
+        if windows is None:
+            return self._device.begin(host, device, piece.fence)
+        return self._device.begin(host, device, piece.fence, (windows.host, windows.device))
 
     def _reap(self, piece: _Piece, copy: Copy) -> None:
         """Copies' thread, or the mover's: a copy has ended."""

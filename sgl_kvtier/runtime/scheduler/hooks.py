@@ -174,4 +174,7 @@ def count_private(
 ) -> tuple[int, int] | None:
     del args, kwargs
     parts = parts_of(checker.tree_cache)
-    return None if parts is None else (result[0] + parts.context.slots.tokens, result[1])
+    if parts is None:
+        return None
+    slots = parts.context.slots
+    return result[0] + slots.tokens, result[1] + slots.window_tokens

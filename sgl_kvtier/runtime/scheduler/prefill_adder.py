@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from sgl_kvtier.runtime.sglang import requests, step
+from sgl_kvtier.runtime.sglang import requests, step, windows
 from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.types import Span, Tier
@@ -274,11 +274,14 @@ class KVTierPrefillAdder(PrefillAdder):
         held = (len(r.owner) - len(compute.splice)) * self.page_size
         self.memory_budget.total_offset -= held
         requests.set_found(req, requests.Found(compute.splice.stop * self.page_size, 0))
+        window = windows.in_host(req)
+        windows.set_in_host(req, 0)
         read = requests.read_from_storage(req)
         requests.set_read_from_storage(req, Span(0, 0))  # SGLang would count it a second time
         verdict = self._add_with_limit(req, has_chunked_req, align, compute.tokens)
         if not (self.can_run_list and self.can_run_list[-1] is req):
             requests.set_found(req, found)
+            windows.set_in_host(req, window)
             requests.set_read_from_storage(req, read)
             self.memory_budget.total_offset += held
             return verdict

@@ -76,7 +76,8 @@ class KVTierRadixCache(UnifiedRadixCache):
         self._allocate = self.cache_controller.allocate_storage_hit
         self.cache_controller.allocate_storage_hit = self._offer_or_allocate
         self.kvtier = restore_setup.build(self, self._built_for)
-        if tree_ranks.stages(self) == 1:  # else SGLang looks on the first stage alone
+        # With several stages SGLang looks on the first one alone. Behind a gap no window is of use.
+        if tree_ranks.stages(self) == 1 and self.kvtier.context.windows is None:
             StoredPages(self.cache_controller, self.kvtier.agreement.alone)
 
     def check_hicache_events(self) -> None:
@@ -200,12 +201,18 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     def evict_for_alloc(self, params: Any, **how: Any) -> Any:
         """Room is needed: waiting restorations give up slots after all that can be evicted."""
-        before = self.token_to_kv_pool_allocator.available_size()
+        if self.kvtier is None:
+            return super().evict_for_alloc(params, **how)
+        context = self.kvtier.context
+        before = context.available()
         result = super().evict_for_alloc(params, **how)
-        if self.kvtier is not None:
-            short = before + params.num_tokens - self.token_to_kv_pool_allocator.available_size()
-            if short > 0 and self.kvtier.engine.give_room(short):
-                return super().evict_for_alloc(params, **how)  # what they kept from eviction
+        asked = (params.num_tokens, params.swa_num_tokens)
+        short = max(
+            had + tokens - has
+            for had, tokens, has in zip(before, asked, context.available(), strict=False)
+        )
+        if short > 0 and self.kvtier.engine.give_room(short):
+            return super().evict_for_alloc(params, **how)  # what they kept from eviction
         return result
 
     def reset(self) -> None:

@@ -16,9 +16,10 @@ import torch
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.runtime.backend.host_pages import CONTIGUOUS
 from sgl_kvtier.runtime.cpu.platform import works_at_once
-from sgl_kvtier.runtime.sglang import slot_pools
+from sgl_kvtier.runtime.sglang import slot_pools, windows
 
 _ANYWAY = 'policy.restore = "fastest" in kvtier.json asks for it anyway'
+_WHOLE = "--disable-hybrid-swa-memory keeps whole sequences in all layers, in more device memory"
 _NO_FLAG = 'no flag changes this; policy.restore = "off" in kvtier.json ends this line'
 
 
@@ -64,17 +65,28 @@ OF_MODEL = (
         lambda ctx: ctx.disable_radix_cache,
     ),
     Refusal(
-        "window pages: layers with a sliding window keep pages of their own beside the KV pages",
-        "--disable-hybrid-swa-memory keeps whole sequences in all layers, in more device memory",
-        lambda ctx: ctx.is_hybrid_swa,
-    ),
-    Refusal(
         "state pages: linear layers keep states beside the KV pages",
         _NO_FLAG,
         lambda ctx: ctx.is_hybrid_ssm,
     ),
 )
 """Asked with the context that SGLang builds its cache in."""
+
+OF_WINDOWS = (
+    Refusal(
+        "window pages on an accelerator: nobody has seen them copied there",
+        _WHOLE,
+        lambda args: args.device != "cpu",
+    ),
+    Refusal(
+        "window pages and a draft: nobody has restored both together",
+        f"leave --speculative-algorithm away; or {_WHOLE}",
+        lambda args: args.speculative_algorithm is not None,
+    ),
+)
+"""Of models whose layers with a sliding window keep pages of their own. Asked with the resolved
+arguments.
+"""
 
 OF_ARGUMENTS = (
     Refusal(
@@ -165,6 +177,7 @@ UNPROVEN = (
 SIDE_PAGES = Refusal("the model keeps other pages beside its KV pages", _NO_FLAG)
 """Of what was built for the model, where its settings did not tell."""
 
+WINDOWS = Refusal("not looking ahead: pages of windows do not follow the KV pages", _WHOLE)
 STAGES = Refusal("not looking ahead: more than one pipeline stage", "--pp-size 1")
 UNEVEN = Refusal(
     "not looking ahead: host memory does not hold equally many pages on all ranks",
@@ -178,7 +191,10 @@ WRITE_BACK = Refusal(
 
 def unsupported(args: Any, ctx: Any) -> str | None:
     """Why this server restores SGLang's own way and does not look ahead, or None."""
-    return _told([*_holding(OF_MODEL, ctx), *_holding(OF_ARGUMENTS, args)])
+    windows = OF_WINDOWS if ctx.is_hybrid_swa else ()
+    return _told(
+        [*_holding(OF_MODEL, ctx), *_holding(windows, args), *_holding(OF_ARGUMENTS, args)]
+    )
 
 
 def unproven(args: Any, policy: PolicyConfig) -> str | None:
@@ -201,9 +217,10 @@ def lacking(tree: Any) -> str | None:
     """The same, by the pools that were built for the model: beside the KV pages there may be those
     that lie at the same slots (`slot_pools`).
     """
-    from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
+    from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE, ComponentType
 
-    kinds = [kind.name.lower() for kind in tree.tree_components if kind is not BASE_COMPONENT_TYPE]
+    known = [BASE_COMPONENT_TYPE, *(ComponentType.SWA,) * (windows.unknown(tree) is None)]
+    kinds = [kind.name.lower() for kind in tree.tree_components if kind not in known]
     pools = slot_pools.foreign(tree)
     return f"{', '.join([*kinds, *pools])}: {SIDE_PAGES}" if kinds or pools else None
 

@@ -279,16 +279,17 @@ class RestoreTick:
 
     def _end_starved(self) -> None:
         """Requests that wait for their pages let others pass, and those may take all room there is:
-        not for ever.
+        not for ever. Nor do pages that have landed wait for others, which are to be attached with
+        them.
         """
         engine = self.engine
         for r in list(engine.restorations.values()):
-            waits = (
-                not r.admitted
-                and r.rid not in engine.computes
-                and all(load.ended for load in r.loads)
-            )
-            if waits and r.mode is Mode.LOAD and self.context.now - r.moved_at > _STARVED_S:
+            if self.context.now - r.moved_at <= _STARVED_S or not all(
+                load.ended for load in r.loads
+            ):
+                continue
+            waits = not r.admitted and r.rid not in engine.computes and r.mode is Mode.LOAD
+            if waits or r.is_blocked:
                 engine.abandon(r, "starved")
 
     def report_facts(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sgl_kvtier.runtime.sglang import windows
 from sgl_kvtier.runtime.sglang.types import Tree
 
 if TYPE_CHECKING:
@@ -20,31 +21,43 @@ class DeviceSlots:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._allocator = tree.token_to_kv_pool_allocator
+        # Of a model with windows: its window slots are claimed apart (`windows`).
+        self._full: Any = getattr(self._allocator, "full_attn_allocator", None)
 
     @property
     def tokens(self) -> int:
         """Slots in all."""
-        return int(self._allocator.size)
+        return int((self._full or self._allocator).size)
 
     def available(self) -> int:
         """Slots that hold nothing."""
-        return int(self._allocator.available_size())
+        return int((self._full or self._allocator).available_size())
 
     def claimable(self) -> int:
         """Those, and slots of the tree that no request uses."""
-        return self.available() + int(self._tree.evictable_size())
+        tree = self._tree
+        unused = tree.evictable_size() if self._full is None else windows.unused(tree)
+        return self.available() + int(unused)
 
     def claim(self, tokens: int) -> torch.Tensor | None:
         """Claims whole pages, evicting unused ones; None when there is no room."""
         from sglang.srt.mem_cache.common import evict_from_tree_cache
 
+        if self._full is not None:
+            if (short := tokens - self.available()) > 0:
+                windows.evict(self._tree, tokens=short)
+            slots: torch.Tensor | None = self._full.alloc(tokens)
+            return slots
         if self._allocator.available_size() < tokens:
             evict_from_tree_cache(self._tree, tokens)
         return self._allocator.alloc(tokens)
 
     def free(self, slots: torch.Tensor) -> None:
         """Gives whole pages back. Not inside result processing, where SGLang groups frees."""
-        self._allocator.free_segment(slots, start_pos=0)
+        if self._full is not None:
+            windows.free_without(self._allocator, slots)
+        else:
+            self._allocator.free_segment(slots, start_pos=0)
 
     # --- SGLang's own copies to the device --------------------------------------------------------
 

@@ -49,6 +49,11 @@ FEATURES = (
         'stored prefixes are loaded SGLang\'s own way; policy.restore = "off" ends this line',
     ),
     Feature(
+        "windows",
+        ("storage", "restore", "windows"),
+        "stored prefixes of models with sliding windows are loaded SGLang's own way",
+    ),
+    Feature(
         "lookahead",
         ("storage", "restore", "lookahead"),
         "pages are prefetched and evicted SGLang's own way",

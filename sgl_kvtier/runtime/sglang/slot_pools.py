@@ -9,7 +9,9 @@ and counted as one. A server whose model has side pools of another kind does not
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from sgl_kvtier.runtime.sglang import windows
 
 if TYPE_CHECKING:
     import torch
@@ -18,19 +20,42 @@ if TYPE_CHECKING:
 def beside(controller: Any) -> list[Any]:
     """SGLang's entries of the pools beside the KV pages', of a server that restores."""
     group = controller.mem_pool_host
-    return [entry for entry in getattr(group, "entries", ()) if entry is not group.anchor_entry]
+    return [entry for entry in _entries(group) if entry is not group.anchor_entry]
+
+
+def others(controller: Any) -> list[str]:
+    """Names of all pools of a load but the KV pages', that of windows too."""
+    group = controller.mem_pool_host
+    entries = getattr(group, "entries", ())
+    return [str(entry.name) for entry in entries if entry is not group.anchor_entry]
+
+
+def _entries(group: Any) -> list[Any]:
+    """A group's entries, without the pool of windows, whose slots are its own."""
+    return [entry for entry in getattr(group, "entries", ()) if entry.name != windows.POOL]
 
 
 def token_bytes(group: Any) -> int:
-    """Bytes of one token in all layers of a host pool, or of all pools of a group."""
-    entries = getattr(group, "entries", None)
-    pools = [group] if entries is None else [entry.host_pool for entry in entries]
+    """Bytes of one token in all layers of a host pool, or of all pools of a group that have the KV
+    pages' slots.
+    """
+    whole = getattr(group, "entries", None) is None
+    pools = [group] if whole else [entry.host_pool for entry in _entries(group)]
     return sum(int(pool.size_per_token) for pool in pools)
 
 
-def transfers(controller: Any, host_slots: torch.Tensor, device_slots: torch.Tensor) -> list[Any]:
+Slots: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+"""Slots in host memory, and on the device."""
+
+
+def transfers(
+    controller: Any,
+    host_slots: torch.Tensor,
+    device_slots: torch.Tensor,
+    window: Slots | None = None,
+) -> list[Any]:
     """A load of these slots as SGLang describes it, one L2Transfer for each host pool and device
-    pool: KV pages, layers of a draft that lie in them, and the pools beside.
+    pool: KV pages, layers of a draft that lie in them, the pools beside, and window slots.
     """
     from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
@@ -38,6 +63,8 @@ def transfers(controller: Any, host_slots: torch.Tensor, device_slots: torch.Ten
         PoolTransfer(name=entry.name, host_indices=host_slots, device_indices=device_slots)
         for entry in beside(controller)
     ]
+    if window is not None:
+        sides.append(windows.transfer(*window))
     described: list[Any] = controller._l2_load_transfers(
         host_slots, device_slots, *([sides] if sides else [])
     )

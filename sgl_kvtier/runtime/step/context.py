@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from sgl_kvtier.policy.messages import Fact
-from sgl_kvtier.runtime.sglang import step
+from sgl_kvtier.runtime.sglang import step, windows
 from sgl_kvtier.runtime.sglang.device_slots import DeviceSlots
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
 from sgl_kvtier.runtime.sglang.tree_nodes import TreeNodes
@@ -32,7 +32,9 @@ class StepContext:
         """Whether a part of this process looks ahead."""
         self.device = DeviceSlots(tree)
         self.host = HostTier(tree)
-        self.slots = PrivateSlots(self.device, self.host)
+        self.windows = windows.of(tree)
+        """The pool of windows, of a model that has some."""
+        self.slots = PrivateSlots(self.device, self.host, self.windows)
         self.page = int(tree.page_size)
         self.page_bytes = self.host.token_bytes * self.page
         self.agreed_page_bytes = self.page_bytes
@@ -60,6 +62,11 @@ class StepContext:
     def names(self) -> PageNames:
         """How this tree's pages are named."""
         return PageNames(self.page, pairs=TreeNodes(self.tree).named_by_pairs)
+
+    def available(self) -> tuple[int, ...]:
+        """Device slots that hold nothing; of a model with windows, window slots too."""
+        own = self.device.available()
+        return (own,) if self.windows is None else (own, self.windows.available())
 
     def moment(self) -> float:
         """The time between two ticks in seconds: with several ranks the last one they agreed on."""

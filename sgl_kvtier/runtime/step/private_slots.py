@@ -7,19 +7,33 @@ to a row. Scheduler's thread only; every rank claims and frees in the same order
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from sgl_kvtier.runtime.sglang.device_slots import DeviceSlots
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
+from sgl_kvtier.runtime.sglang.windows import Windows
+
+
+class WindowSlots(NamedTuple):
+    """Equally many slots of windows."""
+
+    device: torch.Tensor
+    host: torch.Tensor
 
 
 class PrivateSlots:
     """Claims slots page by page from SGLang's pools and gives them back."""
 
-    def __init__(self, device: DeviceSlots, host: HostTier) -> None:
+    def __init__(self, device: DeviceSlots, host: HostTier, windows: Windows | None = None) -> None:
         self._device = device
         self._host = host
+        self._windows = windows
         self._returned: list[torch.Tensor] = []
+        self._returned_windows: list[torch.Tensor] = []
+        self.window_tokens = 0
+        """Device tokens of windows held or waiting to be freed."""
         self.tokens = 0
         """Device tokens held or waiting to be freed."""
         self.host_tokens = 0
@@ -29,7 +43,7 @@ class PrivateSlots:
     @property
     def waiting(self) -> bool:
         """Whether pages wait to be freed."""
-        return bool(self._returned)
+        return bool(self._returned or self._returned_windows)
 
     def claim_device(self, tokens: int) -> torch.Tensor | None:
         """Claims whole pages, evicting unused ones; None when there is no room."""
@@ -48,6 +62,40 @@ class PrivateSlots:
         if slots is not None:
             self.host_tokens += tokens
         return slots
+
+    def claim_windows(self, tokens: int) -> WindowSlots | None:
+        """Whole pages of windows on the device and in host memory, both or none."""
+        assert self._windows is not None, "of a model with windows"
+        self.claiming = True
+        try:
+            device = self._windows.claim(tokens)
+        finally:
+            self.claiming = False
+        if device is None:
+            return None
+        self.window_tokens += tokens
+        try:
+            host = self._windows.claim_host(tokens)
+        except Exception:
+            self.put_back_windows(device)
+            raise
+        if host is None:
+            self.put_back_windows(device)
+            return None
+        return WindowSlots(device, host)
+
+    def give_windows(self, tokens: int) -> None:
+        """This many device tokens of windows belong to a request's row from now on."""
+        self.window_tokens -= tokens
+
+    def put_back_windows(self, slots: torch.Tensor) -> None:
+        """Returns device slots of windows that no I/O touches; freed by the next `free`."""
+        self._returned_windows.append(slots)
+
+    def put_back_host_windows(self, slots: torch.Tensor) -> None:
+        """Frees host slots of windows that no I/O touches."""
+        assert self._windows is not None, "of a model with windows"
+        self._windows.free_host(slots)
 
     def give(self, tokens: int) -> None:
         """This many device tokens belong to a request's row from now on."""
@@ -72,3 +120,8 @@ class PrivateSlots:
         for slots in returned:
             self.tokens -= len(slots)
             self._device.free(slots)
+        windows, self._returned_windows = self._returned_windows, []
+        for slots in windows:
+            assert self._windows is not None, "of a model with windows"
+            self.window_tokens -= len(slots)
+            self._windows.free(slots)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,30 @@ from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.runtime.sglang.host_tier import Pin
 from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.runtime.step.polls import LANDED, Poll
+from sgl_kvtier.runtime.step.private_slots import WindowSlots
 from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+
+class Stored(NamedTuple):
+    """Pages of a prompt below host memory: from page `start` on those of `keys`. `sources` are
+    their tiers, ascending; what is in none of them is a hole.
+    """
+
+    start: int
+    keys: tuple[PageKey, ...]
+    sources: tuple[tuple[Span, Tier], ...]
+    ends: tuple[int, ...] = ()
+    """Of a model with windows: lower pages, ascending, at which storage has a window too."""
+
+    def up_to(self, end: int) -> Stored:
+        """The same of the pages below `end`."""
+        sources = tuple(
+            (Span(span.start, min(span.stop, end)), tier)
+            for span, tier in self.sources
+            if span.start < end
+        )
+        ends = tuple(other for other in self.ends if other < end)
+        return Stored(self.start, self.keys[: end - self.start], sources, ends)
 
 
 @dataclass(eq=False)
@@ -51,6 +74,8 @@ class Load:
     written_off: bool = False
     """It hung: its restoration goes on without it, and what it reports is of no interest any more.
     """
+    windows: WindowSlots | None = None
+    """Slots of the windows that come with its last pages, ascending."""
     unread: int = 0
     """Pages whose reading has not ended; the mover's."""
     held: bytearray = field(default_factory=bytearray)
@@ -75,6 +100,17 @@ class Load:
         """Device slots of the pages [first, stop) of the load, counted from its lowest."""
         return self.device_slots[first * page_tokens : stop * page_tokens]
 
+    def windows_of(self, first: int, stop: int, page_tokens: int) -> WindowSlots | None:
+        """Slots of the windows that come with these pages; None where none does."""
+        if self.windows is None:
+            return None
+        before = len(self.span) - len(self.windows.device) // page_tokens
+        low, high = max(first, before) - before, stop - before
+        if low >= high:
+            return None
+        tokens = slice(low * page_tokens, high * page_tokens)
+        return WindowSlots(self.windows.device[tokens], self.windows.host[tokens])
+
 
 @dataclass(eq=False)
 class Restoration:
@@ -92,6 +128,10 @@ class Restoration:
     """Keys of the last `len(keys)` pages, which are below host memory or in no tier."""
     host_slots: torch.Tensor
     """Token slots of the pages in host memory: those from `resident` on."""
+    anchor: Span = field(default_factory=lambda: Span(0, 0))
+    """The last pages, with which the windows at the end come; empty: the model has none."""
+    stored: Stored | None = None
+    """What storage has of the prompt, of a restoration with an anchor."""
     node_lock: Any = None
     host_pin: Pin | None = None
     mode: Mode | None = None
@@ -142,6 +182,29 @@ class Restoration:
         """Whether the page is in a device page of ours on every rank."""
         place = self.owner.get(page)
         return place is not None and place[0].poll.seen[place[1]] == LANDED
+
+    @property
+    def whole(self) -> bool:
+        """Whether landed pages can be attached up to the end only (`policy.messages`)."""
+        return self.front < self.anchor.start
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether pages that have landed at the front wait for others behind them."""
+        return (
+            self.whole
+            and self.is_landed(self.front)
+            and not all(self.is_landed(page) for page in range(self.front, self.pages))
+        )
+
+    def shorter(self, page: int) -> Stored | None:
+        """What storage has of the prompt up to its highest window at or below this page; None
+        where there is none.
+        """
+        if self.stored is None:
+            return None
+        ends = [end for end in self.stored.ends if self.front < end <= page]
+        return self.stored.up_to(ends[-1]) if ends else None
 
     def barrier(self, start: int) -> int:
         """The first page from `start` on that a load has taken or landed; `pages` if none."""

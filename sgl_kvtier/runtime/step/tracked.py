@@ -16,18 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req
-from sgl_kvtier.runtime.step.restoration import Restoration
-from sgl_kvtier.types import PageKey, Span, Tier
-
-
-class Stored(NamedTuple):
-    """Pages of a prompt below host memory: from page `start` on those of `keys`. `sources` are
-    their tiers, ascending; what is in none of them is a hole.
-    """
-
-    start: int
-    keys: tuple[PageKey, ...]
-    sources: tuple[tuple[Span, Tier], ...]
+from sgl_kvtier.runtime.step.restoration import Restoration, Stored
+from sgl_kvtier.types import PageKey
 
 
 class Waits(Enum):

@@ -46,6 +46,12 @@ DECLINED: Final = {
     "write-back": Reason(
         "SGLang may free the host pages meanwhile", "`--hicache-write-policy write_through`"
     ),
+    "window not stored": Reason(
+        "the prefix is shorter than the model's window, or storage has no window at its end", ""
+    ),
+    "window in host memory": Reason(
+        "the window at the end of the prefix is in host memory: SGLang copies it from there", ""
+    ),
     "host memory": Reason("it is in host memory, and computing part of it would not save time", ""),
     "loading is faster": Reason(
         "storage is so fast that all of it would be loaded: SGLang prefetches it into host memory",

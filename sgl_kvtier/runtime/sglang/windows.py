@@ -1,0 +1,150 @@
+"""Port to SGLang's pool of sliding windows: layers with a window keep rows of the last tokens only,
+in slots of their own.
+
+To go on from the end of a prefix a forward needs the window rows that stand there. They are the
+anchor of a restoration: they come with its last `pages` pages, and a request takes them over at the
+jump, as SGLang takes over what its external linker has loaded. Scheduler's thread; what a copy
+needs of it on any.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+POOL = "swa"
+"""SGLang's name for these pools, of host memory and in storage."""
+
+
+class Windows:
+    """The window slots of one tree, on the device and in host memory; whole pages."""
+
+    def __init__(self, tree: Any) -> None:
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+        self._tree = tree
+        self._kind = ComponentType.SWA
+        self._component = tree.components[self._kind]
+        self._slots = tree.token_to_kv_pool_allocator.swa_attn_allocator
+        self._host = tree.cache_controller.mem_pool_host.entry_map[POOL].host_pool
+        self.pages = int(self._component.full_window_pages)
+        """Pages of one window, rounded up."""
+        self.token_bytes = int(self._host.size_per_token)
+
+    def available(self) -> int:
+        """Device slots that hold nothing."""
+        return int(self._slots.available_size())
+
+    def claim(self, tokens: int) -> torch.Tensor | None:
+        """Device slots, evicting unused ones; None when there is no room."""
+        if (short := tokens - self.available()) > 0:
+            evict(self._tree, window_tokens=short)
+        slots: torch.Tensor | None = self._slots.alloc(tokens)
+        return slots
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Gives device slots back."""
+        self._slots.free(slots)
+
+    def claim_host(self, tokens: int) -> torch.Tensor | None:
+        """Host slots, evicting the least recently used; None when there is no room."""
+        slots: torch.Tensor | None = self._component.alloc_prefetch_staging(tokens)
+        return slots
+
+    def free_host(self, slots: torch.Tensor) -> None:
+        """Gives host slots back that no I/O touches."""
+        self._host.free(slots)
+
+    def take_over(
+        self, req: Any, slots: torch.Tensor, windows: torch.Tensor, front: int, stop: int
+    ) -> None:
+        """A request's row goes on behind token `front` with these KV slots, up to token `stop`;
+        `windows` are those of its last tokens. Window rows of its own that lie before the window at
+        `stop` are given back.
+        """
+        from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+        from sglang.srt.mem_cache.unified_cache.components.base import ExternalLinkerLoadPhase
+
+        page, kv = self._tree.page_size, req.kv
+        gone = max(kv.get_evicted_seqlen(self._kind), kv.swa_dead_lo(page))
+        end = min(front, max(0, stop - self.pages * page))
+        if gone < end:
+            row = self._tree.req_to_token_pool.req_to_token[kv.req_pool_idx]
+            allocator = self._tree.token_to_kv_pool_allocator
+            allocator.free_swa_segment(row[gone:end], start_pos=gone)
+        self._component.update_external_linker_load(
+            ExternalLinkerLoadPhase.PREPARE,
+            req,
+            PoolTransfer(name=PoolName.KV, device_indices=slots),
+            PoolTransfer(name=PoolName.SWA, device_indices=windows),
+            stop,
+        )
+        # A branch that the loaded part covers is none: the request inserts all of it.
+        if req.swa_branching_seqlen is not None and req.swa_branching_seqlen <= stop:
+            req.swa_branching_seqlen = None
+
+
+def of(tree: Any) -> Windows | None:
+    """The windows of a tree that has some."""
+    kinds = getattr(tree, "tree_components", ())
+    return Windows(tree) if any(kind.name == "SWA" for kind in kinds) else None
+
+
+def unknown(tree: Any) -> str | None:
+    """Why the windows of this tree are not restored, or None."""
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+
+    allocator = tree.token_to_kv_pool_allocator
+    # Others keep windows in the KV pages' memory, or in a ring of each request.
+    if type(allocator) is not SWATokenToKVPoolAllocator or allocator.swa_req_ring:
+        return f"windows in a {type(allocator).__name__}"
+    if POOL not in tree.cache_controller.mem_pool_host.entry_map:
+        return "windows without host memory"
+    return None
+
+
+def unused(tree: Any) -> int:
+    """KV slots of a tree with windows that no request uses."""
+    return int(tree.full_evictable_size())
+
+
+def evict(tree: Any, *, tokens: int = 0, window_tokens: int = 0) -> None:
+    """Has so many KV slots and window slots leave the device, as far as no request uses them."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    tree.evict_for_alloc(EvictParams(num_tokens=tokens, swa_num_tokens=window_tokens))
+
+
+def free_without(allocator: Any, slots: torch.Tensor) -> None:
+    """Gives whole pages of KV slots back that have no window slots."""
+    allocator.free_full_segment(slots, start_pos=0)
+
+
+def is_asked_for(operation: Any) -> bool:
+    """Whether storage was asked for the window at the end of this operation's hit."""
+    return any(str(one.name) == POOL for one in operation.pool_transfers or ())
+
+
+def shorter_ends(operation: Any) -> list[int]:
+    """Numbers of pages, fewer than its hit, at whose end this rank's storage has a window too."""
+    result = operation.pool_storage_result
+    return sorted(result.restorable_prefix_pages or ())
+
+
+def in_host(req: Any) -> int:
+    """Tokens of windows in host memory that the last match of this request found."""
+    return int(getattr(req, "swa_host_hit_length", 0))
+
+
+def set_in_host(req: Any, tokens: int) -> None:
+    """Has SGLang go on as if so many had been found."""
+    req.swa_host_hit_length = tokens
+
+
+def transfer(host_slots: torch.Tensor, device_slots: torch.Tensor) -> Any:
+    """A copy of window slots as SGLang describes it."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    return PoolTransfer(name=PoolName.SWA, host_indices=host_slots, device_indices=device_slots)
