@@ -23,6 +23,7 @@ class Budget:
     def __init__(self, free: int) -> None:
         self.free = free
         self.total_offset = 1000
+        self.current_offset = 0
 
     @property
     def remaining_total(self) -> int:
@@ -33,6 +34,20 @@ class Budget:
 
     def available_chunk_tokens(self, limit: int) -> int:
         return limit
+
+
+class Room:
+    """With write-back: so many slots are empty, and nothing more can leave."""
+
+    def __init__(self, free: int | None, transfers: int = 0) -> None:
+        self.matters = free is not None
+        self.transfers = transfers
+        self.asked: list[int] = []
+        self._free = free or 0
+
+    def free_up(self, tokens: int) -> int:
+        self.asked.append(tokens)
+        return self._free
 
 
 def adder_with(
@@ -50,6 +65,7 @@ def adder_with(
         ahead=object(),
         context=SimpleNamespace(device=SimpleNamespace(available=lambda: free // 2)),
     )
+    engine.context = getattr(engine, "context", None) or SimpleNamespace(room=Room(None))
     adder.tree_cache = SimpleNamespace(kvtier=parts)
     adder.page_size = PAGE
     adder.memory_budget = Budget(free)
@@ -335,3 +351,60 @@ def test_pages_that_were_spliced_in_a_pass_without_a_chunk_are_not_spliced_again
     done, req, spliced, _ = in_row(6, Span(2, 6))
     done.add_chunked_req(req)
     assert spliced == [] and done.can_run_list == [req]
+
+
+def writing_back(free: int, transfers: int = 0) -> tuple[KVTierPrefillAdder, Room]:
+    """An adder that SGLang tells of 4096 tokens, of which so many are empty slots."""
+    room = Room(free, transfers)
+    given: list[int] = []
+    engine = SimpleNamespace(
+        of=lambda rid: None,
+        holds_memory=False,
+        give_room=given.append,
+        context=SimpleNamespace(room=room, device=SimpleNamespace(tokens=4096)),
+    )
+    return adder_with(engine), room
+
+
+def test_with_write_back_a_request_is_admitted_into_empty_slots_alone(monkeypatch):
+    admission = SimpleNamespace(is_chunked=False)
+    monkeypatch.setattr(PrefillAdder, "_select_prefill_admission", lambda *a, **how: admission)
+    req = SimpleNamespace(rid="r", prefix_len=0, host_hit_length=0)
+
+    def admitted(free: int, transfers: int) -> Any:
+        adder, room = writing_back(free, transfers)
+        verdict = adder._select_prefill_admission(req, total_tokens=500)
+        assert room.asked == [1000 + 500], "what was promised to others is counted"
+        return verdict
+
+    assert admitted(1500, 1) is admission
+    assert admitted(1499, 1) is AddReqResult.OTHER, "it waits for what is in flight"
+    assert admitted(1499, 0) is AddReqResult.NO_TOKEN, "only restorations can give up slots"
+
+
+def test_with_write_back_pages_that_a_request_has_in_host_memory_do_not_leave_for_it(monkeypatch):
+    admission = SimpleNamespace(is_chunked=False)
+    monkeypatch.setattr(PrefillAdder, "_select_prefill_admission", lambda *a, **how: admission)
+    adder, room = writing_back(4096)
+    locked: list[Any] = []
+    held: list[Any] = []
+    host = SimpleNamespace(pin=lambda node: locked.append(node) or node, unpin=locked.remove)
+    adder.tree_cache.kvtier.engine.context.host = host
+    monkeypatch.setattr(room, "free_up", lambda tokens: held.extend(locked) or 4096)
+    req = SimpleNamespace(rid="r", prefix_len=0, host_hit_length=64, best_match_node=7)
+    assert adder._select_prefill_admission(req, total_tokens=500) is admission
+    assert (held, locked) == ([7], []), "until it is known"
+
+
+def test_with_write_back_a_chunk_is_as_long_as_slots_are_empty(monkeypatch):
+    limits: list[int | None] = []
+
+    def add(self: Any, req: Any) -> None:
+        limits.append(self.chunked_req_limit)
+
+    monkeypatch.setattr(PrefillAdder, "add_chunked_req", add)
+    req = SimpleNamespace(rid="r", prefix_len=0, full_untruncated_fill_ids=[0] * 300)
+    assert writing_back(256)[0].add_chunked_req(req) is None
+    assert writing_back(80)[0].add_chunked_req(req) is None
+    assert writing_back(0)[0].add_chunked_req(req) is req, "it waits although nothing else runs"
+    assert limits == [None, 80]

@@ -102,18 +102,21 @@ def read_first(
 
 def after_pass(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     """With nothing to run and pages in flight it waits until one lands, so that the threads that
-    land it get the interpreter. With a request that waits for a session it lets some time pass.
+    land it get the interpreter. With a request that waits for a session, or for room, it lets some
+    time pass.
     """
     del args, kwargs
     parts = parts_of(scheduler.tree_cache)
     if parts is None:
         return
     parts.turns.passed(result.batch_to_run is not None)
+    room = parts.context.room
+    short, room.is_short = room.is_short, False
     if result.batch_to_run is not None:
         return
     if parts.engine.loads:
         parts.engine.mover.wait_news(_NAP_S)
-    elif parts.queue is not None and parts.queue.holds:
+    elif short or (parts.queue is not None and parts.queue.holds):
         time.sleep(_NAP_S)
 
 

@@ -118,7 +118,8 @@ class KVTierPrefillAdder(PrefillAdder):
             if limit is not None
         ]
         room = self._room_for(min(limits))
-        if room < min(limits) and (engine.holds_memory or self.running_batch.reqs):
+        waits = engine.holds_memory or self.running_batch.reqs or engine.context.room.matters
+        if room < min(limits) and waits:
             room = room // self.page_size * self.page_size
             if room <= 0:
                 return req
@@ -127,11 +128,18 @@ class KVTierPrefillAdder(PrefillAdder):
 
     def _room_for(self, tokens: int) -> int:
         """How many of `tokens` can be allocated once waiting restorations gave up their slots."""
-        budget = self.memory_budget
+        budget, engine = self.memory_budget, self.tree_cache.kvtier.engine
         short = tokens + self.page_size - budget._available_and_evictable()
         if short > 0:
-            self.tree_cache.kvtier.engine.give_room(short)
-        return min(tokens, budget._available_and_evictable() - self.page_size)
+            engine.give_room(short)
+        room = engine.context.room
+        if not room.matters:
+            return min(tokens, budget._available_and_evictable() - self.page_size)
+        needed = tokens + int(budget.current_offset)
+        free = room.free_up(needed)
+        if free < needed and engine.give_room(needed - free):
+            free = room.free_up(needed)
+        return tokens - max(0, needed - free)
 
     def _whole_pages(self, tokens: int) -> int:
         """As much of a chunk as there is room for now, in whole pages. SGLang would cut it
@@ -330,17 +338,41 @@ class KVTierPrefillAdder(PrefillAdder):
         req._cache_breakdown_computed = True
 
     def _select_prefill_admission(
-        self, req: Req, *, has_chunked_req: bool = False, **how: Any
+        self, req: Req, *, total_tokens: int, has_chunked_req: bool = False, **how: Any
     ) -> Any:
         """One request can be mid-prefill. A chunk of SGLang's own leaves no tokens for a second one
         in its pass. Beside one of ours, or a parked request, some are left, and a second would take
         the first one's place.
         """
-        admission = super()._select_prefill_admission(req, has_chunked_req=has_chunked_req, **how)
+        admission = super()._select_prefill_admission(
+            req, total_tokens=total_tokens, has_chunked_req=has_chunked_req, **how
+        )
         taken = has_chunked_req or self.new_chunked_req is not None
-        if taken and not isinstance(admission, AddReqResult) and admission.is_chunked:
+        if isinstance(admission, AddReqResult):
+            return admission
+        if taken and admission.is_chunked:
             return self._passed_over() or AddReqResult.OTHER
-        return admission
+        return self._lacks_room(req, total_tokens) or admission
+
+    def _lacks_room(self, req: Req, tokens: int) -> AddReqResult | None:
+        """Why a request that needs `tokens` more is not admitted although SGLang counts enough that
+        can leave the device; None where there are as many empty slots. Its prefix on the device is
+        locked.
+        """
+        context = self.tree_cache.kvtier.engine.context
+        room = context.room
+        if not room.matters:
+            return None
+        needed = int(self.memory_budget.total_offset) + tokens
+        pin = context.host.pin(req.best_match_node) if requests.found(req).host else None
+        try:
+            if room.free_up(needed) >= needed:
+                return None
+        finally:
+            if pin is not None:
+                context.host.unpin(pin)
+        # What is in flight ends by itself. Otherwise only restorations can give up slots.
+        return AddReqResult.OTHER if room.transfers else AddReqResult.NO_TOKEN
 
 
 def _by_place(pages: Mapping[Tier, int]) -> tuple[int, int]:

@@ -41,16 +41,20 @@ class DeviceSlots:
 
     def claim(self, tokens: int) -> torch.Tensor | None:
         """Claims whole pages, evicting unused ones; None when there is no room."""
+        self.free_up(tokens)
+        slots: torch.Tensor | None = (self._full or self._allocator).alloc(tokens)
+        return slots
+
+    def free_up(self, tokens: int) -> int:
+        """Evicts unused pages until `tokens` slots hold nothing; returns how many do."""
         from sglang.srt.mem_cache.common import evict_from_tree_cache
 
-        if self._full is not None:
-            if (short := tokens - self.available()) > 0:
-                windows.evict(self._tree, tokens=short)
-            slots: torch.Tensor | None = self._full.alloc(tokens)
-            return slots
-        if self._allocator.available_size() < tokens:
+        short = tokens - self.available()
+        if short > 0 and self._full is not None:
+            windows.evict(self._tree, tokens=short)
+        elif short > 0:
             evict_from_tree_cache(self._tree, tokens)
-        return self._allocator.alloc(tokens)
+        return self.available()
 
     def free(self, slots: torch.Tensor) -> None:
         """Gives whole pages back. Not inside result processing, where SGLang groups frees."""

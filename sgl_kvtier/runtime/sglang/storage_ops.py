@@ -105,6 +105,11 @@ def watch_writes(tree: Tree, begun: Callable[[int, Sequence[str]], None]) -> Cal
     return end
 
 
+def reads_waiting(tree: Tree) -> int:
+    """Reads of waiting requests that were begun and have not ended."""
+    return len(tree.ongoing_prefetch)
+
+
 def writes_waiting(tree: Tree) -> int:
     """Writes of nodes that were begun and have not ended. Any thread."""
     return len(tree.ongoing_backup)

@@ -18,6 +18,7 @@ from sgl_kvtier.runtime.sglang.types import Handle, Req, Scheduler, Tree
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.page_names import PageNames
 from sgl_kvtier.runtime.step.private_slots import PrivateSlots
+from sgl_kvtier.runtime.step.real_room import RealRoom
 from sgl_kvtier.runtime.step.tracked import Requests
 
 
@@ -35,6 +36,7 @@ class StepContext:
         self.windows = windows.of(tree)
         """The pool of windows, of a model that has some."""
         self.slots = PrivateSlots(self.device, self.host, self.windows)
+        self.room = RealRoom(tree, self.slots)
         self.page = int(tree.page_size)
         self.page_bytes = self.host.token_bytes * self.page
         self.agreed_page_bytes = self.page_bytes

@@ -27,8 +27,8 @@ class PrivateSlots:
     """Claims slots page by page from SGLang's pools and gives them back."""
 
     def __init__(self, device: DeviceSlots, host: HostTier, windows: Windows | None = None) -> None:
-        self._device = device
-        self._host = host
+        self.device = device
+        self.host = host
         self._windows = windows
         self._returned: list[torch.Tensor] = []
         self._returned_windows: list[torch.Tensor] = []
@@ -45,11 +45,19 @@ class PrivateSlots:
         """Whether pages wait to be freed."""
         return bool(self._returned or self._returned_windows)
 
+    def free_up_device(self, tokens: int) -> int:
+        """Evicts unused pages until `tokens` slots are empty; returns how many are."""
+        self.claiming = True
+        try:
+            return self.device.free_up(tokens)
+        finally:
+            self.claiming = False
+
     def claim_device(self, tokens: int) -> torch.Tensor | None:
         """Claims whole pages, evicting unused ones; None when there is no room."""
         self.claiming = True
         try:
-            slots = self._device.claim(tokens)
+            slots = self.device.claim(tokens)
         finally:
             self.claiming = False
         if slots is not None:
@@ -58,7 +66,7 @@ class PrivateSlots:
 
     def claim_host(self, tokens: int) -> torch.Tensor | None:
         """Whole host pages, evicting the least recently used; None when there is no room."""
-        slots = self._host.claim(tokens)
+        slots = self.host.claim(tokens)
         if slots is not None:
             self.host_tokens += tokens
         return slots
@@ -112,14 +120,14 @@ class PrivateSlots:
     def put_back_host(self, slots: torch.Tensor) -> None:
         """Frees host pages that no I/O touches."""
         self.host_tokens -= len(slots)
-        self._host.free(slots)
+        self.host.free(slots)
 
     def free(self) -> None:
         """Frees what was put back. Not inside result processing, where SGLang groups frees."""
         returned, self._returned = self._returned, []
         for slots in returned:
             self.tokens -= len(slots)
-            self._device.free(slots)
+            self.device.free(slots)
         windows, self._returned_windows = self._returned_windows, []
         for slots in windows:
             assert self._windows is not None, "of a model with windows"
