@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.messages import Hint, RequestArrived, RequestFinished
+from sgl_kvtier.policy.messages import Hint, RequestArrived, RequestFinished, SessionsWith
 from sgl_kvtier.policy.planner import Planner, make_planner
+from sgl_kvtier.policy.sessions import Sessions
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.hints.actions import (
     ARRIVAL,
@@ -217,6 +220,66 @@ def test_an_action_is_carried_out_at_its_time_and_refusals_are_told_once() -> No
     many = [action("kv.evict")] * (MOST_ACTIONS + 3)
     assert results(planner, *many, when=ARRIVAL) == ["refused"]
     assert len(results(planner, *many)) == MOST_ACTIONS
+
+
+class OnlySessions:
+    """Of a planner what hints are for: when each session returns."""
+
+    def __init__(self) -> None:
+        self.sessions = Sessions(hint_limit_s=60.0)
+
+    def query(self, question: Any) -> Any:
+        if isinstance(question, SessionsWith):
+            return ()
+        return self.sessions.hint(question.session, question.hint, question.now)
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("kv.retain", {"priority": 101}, "1.0"),
+    ("kv.retain", {"priority": math.nan}, "1.0"),
+    ("kv.retain", {"ttl_seconds": 10**400}, "1.0"),
+    ("kv.retain", {"directives": [[]]}, "1.0"),
+    ("kv.retain", {}, "1.0"),
+    ("kv.retain", {"priority": 50}, "2.0"),
+    ("kv.demote", {"session_id": "nobody"}, "1.0"),
+    ("kv.demote", {"execute_at": "never"}, "1.0"),
+    ("kv.evict", {"block_hashes": ["12"]}, "1.0"),
+    ("kv.evict", {"block_hashes": ["ff" * 32]}, "1.0"),
+    ("kv.evict", {"include_current_request": False}, "1.0"),
+    ("kv.prefetch", {"expected_delay_s": -1}, "1.0"),
+]
+FOREIGN = [("kv.fetch", {}, "1.0"), ("", {"priority": 101}, "1.0"), ("kv.retain\0", {}, "1.0")]
+
+
+def test_of_a_thousand_envelopes_each_action_counts_once_and_each_lifetime_is_kept() -> None:
+    chance = random.Random(2)
+    planner: Any = OnlySessions()
+    counts: Counter[str] = Counter()
+    wanted: Counter[str] = Counter()
+    ends = {}
+    for number in range(1000):
+        own = f"session {number}"
+        planner.sessions.returned(own, 0.0)
+        planner.sessions.left(own, 1.0)
+        wrong, foreign = (chance.choices(rows, k=chance.randrange(9)) for rows in (WRONG, FOREIGN))
+        sent = [action(kind, payload, version) for kind, payload, version in [*wrong, *foreign]]
+        chance.shuffle(sent)
+        lifetime_s = chance.randrange(1, 160) / 2
+        retain = action("kv.retain", {"priority": 100, "ttl_seconds": lifetime_s})
+        sent.insert(chance.randrange(min(len(sent), MOST_ACTIONS - 1) + 1), retain)
+        left_out = sent[MOST_ACTIONS:]
+        for when in (ARRIVAL, COMPLETION):
+            answers = carry_out(planner, envelope(*sent), own, when, 2.0, others=True)
+            counts.update(map(result_of, answers))
+        lost = sum((one.action_type, one.payload, one.action_version) in WRONG for one in left_out)
+        wanted["refused"] += len(wrong) - lost + bool(left_out)
+        wanted["clipped" if lifetime_s > 60 else "accepted"] += 1
+        ends[own] = 2.0 + min(lifetime_s, 60.0)
+    assert counts == wanted and min(wanted.values()) > 100
+    for end in sorted(set(ends.values())):
+        for now in (end - 0.25, end):
+            kept = {one for one in ends if planner.sessions.expected(one, now).at < math.inf}
+            assert kept == {one for one, until in ends.items() if now < until}
 
 
 def test_ranks_with_the_same_facts_take_the_same_actions_alike() -> None:
