@@ -7,8 +7,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import stat
+import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ import pytest
 from store_pages import IDENTITY, content, key, open_at, put, read
 
 from sgl_kvtier.errors import StoreError
-from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.store.base import PutOutcome, ReadOutcome
 from sgl_kvtier.types import Lookup
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
@@ -131,6 +135,79 @@ def test_a_volume_with_an_fs_group_is_used_at_every_start_of_a_pod(
         assert said.startswith(f"returned {20 * bool(start)} found"), said
         assert said.count("could be written by other users") == bool(start)
         assert not loose(volume / path)
+
+
+@pytest.fixture
+def small_volume(volume: Path) -> Iterator[Path]:
+    """An emptyDir of 2 MiB in memory."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=777", "tmpfs", str(volume)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small filesystem is not allowed here")
+    yield volume
+    subprocess.run(["umount", "-l", str(volume)], check=True)
+
+
+def pod(path: Path, promised: Path, *, ends_after: int | None) -> Callable[[], str]:
+    """A container's life: counts the pages that earlier lives were promised, and stores new ones.
+    SIGTERM ends it amid a write after so many of them; None: when the volume is full.
+    """
+
+    def run() -> str:
+        store = open_at(path, capacity_bytes=64 << 20, segment_bytes=256 << 10)
+        before = [int(line) for line in promised.read_text().split()]
+        pages = {key(i): content(i, 5000) for i in before}
+        hits = store.lookup(list(pages)).count(Lookup.HIT)
+        outcomes = read(store, dict.fromkeys(pages, 5000))
+        right = sum(
+            outcome == (ReadOutcome.OK, data)
+            for outcome, data in zip(outcomes, pages.values(), strict=True)
+        )
+        (promised.parent / "found").write_text(f"{hits} {right} {len(before)}")
+        if ends_after is not None:
+            threading.Thread(target=term, args=(len(before) + ends_after,), daemon=True).start()
+        number = len(before)
+        with promised.open("ab", buffering=0) as file:
+            while True:
+                (outcome,) = put(store, {key(number): content(number, 5000)})
+                if outcome is not PutOutcome.STORED or store.stats().pages_evicted:
+                    break
+                file.write(b"%d\n" % number)
+                number += 1
+        assert read(store, {key(number - 1): 5000}) == [(ReadOutcome.OK, content(number - 1, 5000))]
+        store.close()
+        return "full"
+
+    def term(count: int) -> None:
+        while promised.read_text().count("\n") < count:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    return run
+
+
+@pytest.mark.parametrize("path", [".", "kvtier"])
+def test_a_pod_finds_its_pages_again_until_its_volume_is_full(
+    small_volume: Path, path: str
+) -> None:
+    """SIGTERM, another container, another pod with kubelet's modes, a full volume, and a last pod."""
+    promised, found = (small_volume.parent / name for name in ("promised", "found"))
+    for file in (promised, found):
+        file.touch()
+        os.chown(file, ME, GROUP)
+    store = small_volume / path
+    for ends_after, kubelets in ((30, True), (30, False), (30, True)):
+        before = promised.read_text().count("\n")
+        if kubelets:
+            kubelet(small_volume, GROUP)
+        assert as_user(ME, [GROUP], pod(store, promised, ends_after=ends_after)) == ""
+        assert found.read_text() == f"{before} {before} {before}"
+    said = as_user(ME, [GROUP], pod(store, promised, ends_after=None))
+    assert said.startswith("returned full") and said.count("no room for more pages") == 1
+    kubelet(small_volume, GROUP)
+    said = as_user(ME, [GROUP], pod(store, promised, ends_after=None))
+    assert said.startswith("returned full") and said.count("could be written by other users") == 1
+    hits, right, asked = map(int, found.read_text().split())
+    assert 0 < hits == right <= asked and not loose(store)
 
 
 def test_the_warning_counts_what_others_could_write(volume: Path) -> None:
