@@ -9,6 +9,8 @@ import yaml
 
 from sgl_kvtier import cli
 from sgl_kvtier.config import parse_config
+from sgl_kvtier.runtime import settings
+from sgl_kvtier.sizes import parse_bytes
 
 ROOT = Path(__file__).parents[2]
 OBJECTS = {
@@ -20,12 +22,12 @@ POD = OBJECTS["Deployment"]["spec"]["template"]["spec"]
 
 
 def test_the_container_serves_with_the_settings_of_the_config_map(capsys, tmp_path):
-    settings = OBJECTS["ConfigMap"]["data"]["kvtier.json"]
+    told = OBJECTS["ConfigMap"]["data"]["kvtier.json"]
     mounts = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
-    given = {**json.loads(settings)["store"]}
+    given = {**json.loads(told)["store"]}
     assert given["path"].startswith(mounts["cache"] + "/")
     file = tmp_path / "kvtier.json"
-    file.write_text(settings)
+    file.write_text(told)
     words = [*CONTAINER["command"], *CONTAINER["args"]]
     assert words[0] == "kvtier" and f"{mounts['settings']}/kvtier.json" in words
     words = [str(file) if word.endswith("kvtier.json") else word for word in words]
@@ -35,7 +37,7 @@ def test_the_container_serves_with_the_settings_of_the_config_map(capsys, tmp_pa
     port = command[command.index("--port") + 1]
     assert port == str(CONTAINER["ports"][0]["containerPort"])
     assert "--enable-metrics" in command
-    assert parse_config(json.loads(settings)).store.capacity_bytes > 1 << 30
+    assert parse_config(json.loads(told)).store.capacity_bytes > 1 << 30
 
 
 def test_volumes_ports_and_labels_fit_together():
@@ -50,6 +52,25 @@ def test_volumes_ports_and_labels_fit_together():
     assert OBJECTS["Service"]["spec"]["selector"] == labels
     assert OBJECTS["ServiceMonitor"]["spec"]["selector"]["matchLabels"] == labels
     assert OBJECTS["ServiceMonitor"]["spec"]["endpoints"][0]["path"] == "/metrics"
+
+
+def test_the_overlay_for_llm_d_turns_kvtier_on_and_stores_below_its_volume(monkeypatch):
+    file = ROOT / "examples" / "k8s" / "llm-d" / "kustomization.yaml"
+    overlay = yaml.safe_load(file.read_text())
+    (patch,) = overlay["patches"]
+    deployment = yaml.safe_load(patch["patch"])
+    assert deployment["kind"] == patch["target"]["kind"] == "Deployment"
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], variable["value"])
+    assert settings.wanted_by_environment()
+    store = parse_config({"store": settings.store_of_environment()}).store
+    (mount,), (volume,) = container["volumeMounts"], pod["volumes"]
+    assert mount["name"] == volume["name"] and store.path.startswith(mount["mountPath"] + "/")
+    assert parse_bytes(volume["emptyDir"]["sizeLimit"] + "B") > store.capacity_bytes >= 400 << 30
+    assert container["image"] == CONTAINER["image"]
+    assert pod["securityContext"].items() <= POD["securityContext"].items()
 
 
 def test_the_image_has_a_release_that_the_package_supports():
