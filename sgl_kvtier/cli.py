@@ -243,7 +243,7 @@ def _why_unknown(name: str, unknown: Sequence[str]) -> str:
     first = unknown[0]
     near = difflib.get_close_matches(f"{name} {first}", COMMANDS, n=1)
     if not first.startswith("-") and near and near[0] != name:
-        return f"no argument {first!r}. Did you mean kvtier {near[0]}?"
+        return f"no argument {first!r} (did you mean kvtier {near[0]}?)"
     return f"unrecognized arguments: {' '.join(unknown)}"
 
 

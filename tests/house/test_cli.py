@@ -51,6 +51,7 @@ def said(capsys, *words: str) -> str:
 def test_an_unknown_command_names_those_there_are_and_which_may_be_meant(words, meant, capsys):
     line = said(capsys, *words)
     assert f"kvtier {meant}" in line or f"say which: kvtier {meant}" in line
+    assert "?." not in line
 
 
 def test_an_unknown_word_that_is_like_no_command_only_names_those_there_are(capsys):
