@@ -264,7 +264,11 @@ def test_pages_that_the_tree_has_already_are_given_back_and_the_others_are_its_o
     one = fetch(11.0, ended=True)
     one.path.tokens = list(range(2 * PAGE))
     moves._host.pinned.append(one.pin)  # type: ignore[attr-defined]
+    counted = list[int]()
+    metrics = SimpleNamespace(log_prefetched_tokens=counted.append)
+    moves._context.tree.storage_metrics_collector = metrics
     moves._land(one, 2)
+    assert counted == [2 * PAGE], "SGLang's count of tokens read from storage"
     assert [slots.tolist() for slots in given_back] == [list(range(PAGE)), []]
     assert (given, brought) == ([PAGE], [KEYS[1:]])
 

@@ -376,9 +376,9 @@ def test_restored_tokens_are_counted_where_sglang_counts_and_as_it_counts() -> N
 
     device, storage = Counts(), Counts()
     both = SimpleNamespace(metrics_collector=device, storage_metrics_collector=storage)
-    storage_ops.count_restored(both, 32, 64)  # type: ignore[arg-type]
-    storage_ops.count_restored(both, 0, 0)  # type: ignore[arg-type]
+    storage_ops.count_loaded(both, 32, 64)  # type: ignore[arg-type]
+    storage_ops.count_loaded(both, 0, 0)  # type: ignore[arg-type]
     assert (device.told, storage.told) == ([(32, "kv")], [64])
     # Without --enable-metrics, and with a release that counts in another way.
-    storage_ops.count_restored(SimpleNamespace(storage_metrics_collector=None), 32, 64)  # type: ignore[arg-type]
-    storage_ops.count_restored(SimpleNamespace(metrics_collector=object()), 32, 64)  # type: ignore[arg-type]
+    storage_ops.count_loaded(SimpleNamespace(storage_metrics_collector=None), 32, 64)  # type: ignore[arg-type]
+    storage_ops.count_loaded(SimpleNamespace(metrics_collector=object()), 32, 64)  # type: ignore[arg-type]

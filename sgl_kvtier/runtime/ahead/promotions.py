@@ -27,6 +27,7 @@ from sgl_kvtier.policy.ahead.budget import FIRST_HOP
 from sgl_kvtier.policy.messages import Fact, Move, TransferDone
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
+from sgl_kvtier.runtime.sglang import storage_ops
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.host_tier import Pin
 from sgl_kvtier.runtime.sglang.tree_nodes import Found, TreeNodes
@@ -377,6 +378,7 @@ class Promotions:
         nbytes = pages * self._page_bytes
         link = FIRST_HOP[fetch.source]
         self._counters.moved_bytes[link] += nbytes
+        storage_ops.count_loaded(self._context.tree, 0, pages * page)
         seconds = max(0.0, fetch.poll.seen_at - fetch.begun_at)
         if fetch.begun_at > self._context.loaded_at:
             self._tell(TransferDone("", link, _NO_SPAN, nbytes, seconds, _LATER))

@@ -637,7 +637,7 @@ class RestoreEngine:
         self.counters.note_end(r, how)
         host = r.spliced.get(Tier.HOST, 0) * self.context.page
         attached = sum(r.spliced.values()) * self.context.page
-        storage_ops.count_restored(self.context.tree, host, attached - host)
+        storage_ops.count_loaded(self.context.tree, host, attached - host)
 
     def _unlock(self, r: Restoration) -> None:
         lock, r.node_lock = r.node_lock, None

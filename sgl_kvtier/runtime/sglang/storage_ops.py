@@ -65,9 +65,9 @@ def stop(tree: Tree, operation: Operation) -> None:
         backend.stop_reading(operation.hash_value)
 
 
-def count_restored(tree: Tree, host_tokens: int, storage_tokens: int) -> None:
-    """Adds tokens that a restoration attached to SGLang's own counts of its tiers, for dashboards
-    that know these: `sglang:load_back_tokens_total` from host memory, and
+def count_loaded(tree: Tree, host_tokens: int, storage_tokens: int) -> None:
+    """Adds tokens that a restoration attached, or lookahead read, to SGLang's own counts of its
+    tiers, for dashboards that know these: `sglang:load_back_tokens_total` from host memory, and
     `sglang:prefetched_tokens_total` from storage. Nothing where SGLang does not count, or counts in
     another way.
     """
@@ -79,7 +79,7 @@ def count_restored(tree: Tree, host_tokens: int, storage_tokens: int) -> None:
         if storage is not None and storage_tokens:
             storage.log_prefetched_tokens(storage_tokens)
     except (AttributeError, TypeError) as error:
-        logger.debug("kvtier: restored tokens are not in SGLang's metrics: %s", error)
+        logger.debug("kvtier: loaded tokens are not in SGLang's metrics: %s", error)
 
 
 def watch_writes(tree: Tree, begun: Callable[[int, Sequence[str]], None]) -> Callable[[], None]:
