@@ -66,7 +66,13 @@ class OpenAIClient(Client):
         the end.
         """
         assert not any(asked.values()), f"the route has none of {', '.join(asked)}"
-        body: dict[str, Any] = {
+        body = self.body(input_ids, max_new_tokens) | ({} if rid is None else {"rid": rid})
+        reading = Completed(time.monotonic(), max_new_tokens)
+        return await self.stream("/v1/completions", body, reading)
+
+    def body(self, input_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
+        """The body of such a request."""
+        return {
             "model": self._model,
             "prompt": list(input_ids),
             "max_tokens": max_new_tokens,
@@ -76,12 +82,9 @@ class OpenAIClient(Client):
             "ignore_eos": True,
             "return_cached_tokens_details": True,
         }
-        body |= {} if rid is None else {"rid": rid}
-        reading = _Completed(time.monotonic(), max_new_tokens)
-        return await self.stream("/v1/completions", body, reading)
 
 
-class _Completed(Reading):
+class Completed(Reading):
     """An answer of /v1/completions. Of a server that says how many tokens were cached and not
     where, the tiers are 0.
     """
