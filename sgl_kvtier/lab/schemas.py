@@ -196,6 +196,13 @@ summary: string; the result in one sentence, as on the page
 compared_with: string; configuration whose tokens all are compared with
 arms.<name>: figures; figures of a configuration over all its rounds
 ratios.<a>/<b>: ratios; ratios of two configurations, round by round
+harness: object; only with --harness: the client that the figures are of, beside our own client,
+    which sent the same load to the same servers before
+  name, version: string; the client and its release
+  agreement: list of objects; both, a figure of a configuration each
+    arm, figure: string; configuration, and name of the figure
+    harness, own: number or null; by that client, and by our own
+    ratio: number or null; the first over the second
 timeline: list of objects; the first complete round of each configuration over time; seconds since
     the round began
   arm: string; configuration
@@ -221,6 +228,9 @@ SWEEP = Schema(
     f"""{_COMPARED}
 settings.ttft_bound_ms: number; TTFT within which a request counts for goodput
 arms.<name>: figures; over all cells: requests, errors, equality, pace, and how the server started
+  sustained: list of objects; load that the configuration sustains
+    ttft_p95_ms: number; bound of the 95th percentile of the TTFT
+    load: number or null; the largest load within it, no request failed there or at a smaller load
 cells: list of objects; one for each value, in rising order
   concurrency: integer; sessions at a time
   rate: number; sessions that arrive per second on average

@@ -66,13 +66,15 @@ class FakeOpenAI:
             text = "".join(words[start:done])
             choice = {"text": text, "finish_reason": reason if done == len(words) else None}
             usage = {"prompt_tokens": len(prompt), "completion_tokens": done}
-            yield {"choices": [choice], **({"usage": usage} if self.usage == "every" else {})}
+            event = {"object": "text_completion", "choices": [choice]}
+            yield {**event, **({"usage": usage} if self.usage == "every" else {})}
         if self.tiers is not None:
             yield {"choices": [], "sglext": {"cached_tokens_details": self.tiers}}
         if self.usage != "none":
             details = None if self.cached is None else {"cached_tokens": self.cached}
             last = {"prompt_tokens": len(prompt), "completion_tokens": len(words)}
-            yield {"choices": [], "usage": {**last, "prompt_tokens_details": details}}
+            usage = {**last, "prompt_tokens_details": details}
+            yield {"object": "text_completion", "choices": [], "usage": usage}
 
     async def list_models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": self.models})

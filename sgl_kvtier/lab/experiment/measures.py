@@ -162,6 +162,29 @@ def within_bound(arm: str, rounds: Sequence[Round], bound_ms: float) -> float | 
     return in_time / wall_s if wall_s else None
 
 
+SUSTAINED_QUANTILE = 95.0
+
+
+def sustained(
+    loads: Sequence[tuple[float, Sequence[Mapping[str, Any]]]], arm: str, bounds_ms: Sequence[float]
+) -> list[dict[str, Any]]:
+    """For each bound the largest load that an arm sustains: at it, and at every smaller one, no
+    request failed and the 95th percentile of the time to first token is within the bound. None
+    where that is not so at the smallest. `loads` has each load with its rows, rising.
+    """
+    found = []
+    for bound_ms in bounds_ms:
+        most: float | None = None
+        for load, rows in loads:
+            own = [row for row in rows if row["arm"] == arm]
+            late_ms = percentile((row["ttft_ms"] for row in own), SUSTAINED_QUANTILE)
+            if late_ms is None or late_ms > bound_ms or any(row["error"] for row in own):
+                break
+            most = load
+        found.append({"ttft_p95_ms": bound_ms, "load": most})
+    return found
+
+
 def ratios(
     rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]], arms: Sequence[str]
 ) -> dict[str, Any]:

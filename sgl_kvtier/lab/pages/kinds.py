@@ -52,6 +52,31 @@ def _sweep_notes(result: dict) -> list[str]:
     return [about, *skipped_arms(result)]
 
 
+def _sustained(result: dict) -> Iterator[Row]:
+    for arm, figures in result["arms"].items():
+        loads = {f"{one['ttft_p95_ms']:g}": one["load"] for one in figures.get("sustained") or []}
+        if loads:
+            yield {"arm": arm, "loads": loads}
+
+
+def _sustained_columns(result: dict) -> Sequence[Column]:
+    first = next(_sustained(result))
+    what = _LOADS[load_of(result)]
+    return (
+        ARM,
+        *(
+            Column(f"loads.{bound}", f"TTFT p95 within {bound} ms", what, format="{:g}".format)
+            for bound in first["loads"]
+        ),
+    )
+
+
+_SUSTAINED = (
+    "The largest of the loads measured at which, and below which, no request failed and the 95th percentile of "
+    "the TTFT is within the bound; nothing where the smallest is too much."
+)
+
+
 def _over_stock(result: dict) -> Iterator[Statement]:
     for cell in result["cells"]:
         mine, theirs = (cell["arms"].get(arm) for arm in (OURS, STOCK))
@@ -91,7 +116,10 @@ SWEEP = Kind(
     "kvtier.sweep/1",
     "Throughput and time to first token",
     _load,
-    [Listing("Throughput and time to first token", _sweep_columns, notes=_sweep_notes)],
+    [
+        Listing("Throughput and time to first token", _sweep_columns, notes=_sweep_notes),
+        Listing("Sessions sustained", _sustained_columns, _sustained, [_SUSTAINED]),
+    ],
     _SWEPT,
     _sweep_plots,
     _over_stock,

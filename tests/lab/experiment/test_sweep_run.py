@@ -96,6 +96,17 @@ def test_goodput_counts_the_requests_whose_first_token_came_in_time(
     assert [a["goodput_requests_per_s"] for a in late["cells"][0]["arms"].values()] == [0.0, 0.0]
 
 
+def test_the_largest_load_within_a_bound_of_the_ttft_is_named(
+    sweep: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scenario, "SUSTAINED_MS", (0.001, 60_000.0))
+    done = sweep("--concurrency", "1,2", "--sessions", "2")
+    for arm in done.result["arms"].values():
+        assert [one["load"] for one in arm["sustained"]] == [None, 2]
+    assert "Sessions sustained" in done.out
+    assert "TTFT p95 within 60000 ms" in done.out
+
+
 def test_as_many_sessions_are_replayed_as_are_at_a_time(sweep: Command) -> None:
     assert sweep("--quick", "--concurrency", "5,7").result["workload"]["sessions"] == 7
     refused = sweep("--concurrency", "1,4", "--sessions", "3")

@@ -59,6 +59,14 @@ from sgl_kvtier.lab.experiment.comparison import (
     paced_notes,
 )
 from sgl_kvtier.lab.experiment.frame import check, work_folder
+from sgl_kvtier.lab.experiment.harness import (
+    AIPERF,
+    HARNESSES,
+    ROUTE,
+    AiperfReplaying,
+    agreement,
+    aiperf_command,
+)
 from sgl_kvtier.lab.experiment.load import (
     Load,
     LoadOptions,
@@ -72,6 +80,7 @@ from sgl_kvtier.lab.experiment.measures import (
     ratios,
     reference_outputs,
     sample_rows,
+    sustained,
     within_bound,
 )
 from sgl_kvtier.lab.experiment.options import Options
@@ -172,6 +181,9 @@ STANDING = (
 BOUND_MS = 2000.0
 """Goodput counts requests whose first token came within it, where the load rises."""
 
+SUSTAINED_MS = (1000.0, 2000.0)
+"""Bounds on the 95th percentile of the TTFT, at which the load that an arm sustains is named."""
+
 _concurrencies = each_once(
     "whole numbers of at least 1, each once, as 1,2,4", int, lambda value: is_whole(value, 1)
 )
@@ -194,6 +206,7 @@ class CompareOptions(Options):
     ablation: bool = False
     concurrencies: Sequence[int] | None = None
     rates: Sequence[float] | None = None
+    harness: str = "own"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -273,6 +286,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_session_arguments(replay, REPLAY, paused)
     replay.add_argument(
+        "--harness",
+        choices=HARNESSES,
+        default="own",
+        help=f"the client that sends the load. aiperf: NVIDIA's, {AIPERF} (installed once, 1.2 GB), by /v1/completions; with one "
+        "load our own client sends the same before, and a table says how far both agree (default %(default)s)",
+    )
+    replay.add_argument(
         "--returning",
         action="store_true",
         help="sessions come back after a restart: before a round each session's first prompt is served and stored, and "
@@ -286,6 +306,10 @@ def run(given: argparse.Namespace) -> int:
     """
     args = name_outputs(choose_device(CompareOptions.of(given)), "compare")
     check(args)
+    program = None
+    if args.harness == "aiperf":
+        args = _for_aiperf(args)
+        program = aiperf_command()
     axis, values = _loads(args)
     if axis:
         # one server for all loads, and so for the largest
@@ -319,15 +343,28 @@ def run(given: argparse.Namespace) -> int:
             kept = folder / where.replace(" ", "-") / "requests.jsonl"
             work = Replaying(chosen, one, setup, kept, watch)
             axes = {axis: value} if where else {}
+            if program is not None:
+                if not where:
+                    control = replace(plan, place=partial(same_place, "own"))
+                    cells.append(Cell({}, "own client", control, work, "our own client:"))
+                    kept = folder / "aiperf" / "requests.jsonl"
+                    where = "aiperf"
+                plan = replace(plan, place=partial(same_place, f"aiperf {where}"))
+                beside = args.json and Path(f"{Path(args.json).with_suffix('')}-aiperf")
+                work = AiperfReplaying(
+                    *(chosen, one, setup, kept, watch),
+                    program=program,
+                    kept=beside / where.replace(" ", "-") if beside else None,
+                )
             cell = Cell(axes, where, plan, work, where and f"{where}:")
             cells.append(replace(cell, choose=choose_best) if args.ablation else cell)
         shared = replaying if len(values) == 1 else replace(replaying, concurrency=None, rate=None)
         log = RoundLog.open(args.log, about(setup, chosen, shared))
         compared = Comparison(cells, log)
-        loads = f"{axis} {', '.join(f'{value:g}' for value in values)}; " if cells[1:] else ""
+        loads = f"{axis} {', '.join(f'{value:g}' for value in values)}; " if values[1:] else ""
         announce(chosen, "round and arm", cells[0].plan, f"{loads}{rounds} rounds of each")
         common = standing(setup, chosen, replaying)
-        if args.ablation or len(cells) > 1:
+        if args.ablation or len(values) > 1:
             kind = ABLATION if args.ablation else SWEEP
             found = (
                 partial(ablation_results, compared, chosen, replaying)
@@ -345,7 +382,7 @@ def run(given: argparse.Namespace) -> int:
         return compared.experiment(
             args,
             SCHEMA,
-            results=lambda: results(chosen, replaying, cells[0]),
+            results=lambda: results(chosen, replaying, cells[-1], *cells[:-1]),
             tables=main_tables,
             page=compare_page,
             standing=common,
@@ -363,6 +400,17 @@ def _loads(args: CompareOptions) -> tuple[str, Sequence[Any]]:
     if args.concurrencies is not None:
         return "concurrency", sorted(args.concurrencies)
     return "", [None]
+
+
+def _for_aiperf(args: CompareOptions) -> CompareOptions:
+    """The options of a run that aiperf sends. Raises BenchError where it cannot do what they say."""
+    for given, name in (
+        (args.ablation, "--ablation"),
+        (args.feedback == "server", "--feedback server"),
+    ):
+        if given:
+            raise BenchError(f"--harness aiperf has no {name}: leave one of them")
+    return replace(args, route=ROUTE)
 
 
 def _enough_sessions(args: CompareOptions, usual: int, most: int) -> int:
@@ -472,8 +520,12 @@ def about(setup: Setup, chosen: Load, replaying: ReplayOptions) -> dict[str, Any
     return {"workload": work, **servers, **asdict(replaying)}
 
 
-def results(chosen: Load, replaying: ReplayOptions, cell: Cell) -> dict[str, Any]:
-    """The result of the rounds, schema kvtier.compare/1 (docs/manual/json.md)."""
+def results(
+    chosen: Load, replaying: ReplayOptions, cell: Cell, control: Cell | None = None
+) -> dict[str, Any]:
+    """The result of the rounds, schema kvtier.compare/1 (docs/manual/json.md). With `control` those of
+    `cell` were measured by aiperf, and those of `control` by our own client.
+    """
     plan, outcome, setup = cell.plan, cell.outcome, cell.plan.setup
     computed = None if setup.paced is None else answers_of(chosen, replaying)
     rows = sample_rows(outcome.rounds, computed)
@@ -492,6 +544,15 @@ def results(chosen: Load, replaying: ReplayOptions, cell: Cell) -> dict[str, Any
         "timeline": timelines(outcome.rounds),
         "samples": rows,
     }
+    if control is not None:
+        own = control.outcome.rounds
+        own_rows = sample_rows(own, computed)
+        controls = {arm: arm_figures(arm, own, own_rows) for arm in plan.arms}
+        found["harness"] = {
+            "name": "aiperf",
+            "version": AIPERF,
+            "agreement": agreement(figures, controls),
+        }
     return {"summary": sentence(found)[0], **found}
 
 
@@ -529,6 +590,7 @@ def rising_results(
     for arm in plan.arms:
         figures = arm_figures(arm, rounds, every)
         own = {name: figures[name] for name in _OF_ARM if name in figures}
+        own["sustained"] = sustained(list(zip(values, rows, strict=True)), arm, SUSTAINED_MS)
         arms[arm] = {**own, **over_cells(cells, arm)}
     return {
         **device_of(plan.setup.paced),

@@ -41,8 +41,8 @@ _QUANTILES = ("p50", "p90", "p99")
 
 
 def main_tables(result: dict) -> list[Table]:
-    """The one table that a comparison prints."""
-    return OUTCOME.tables(result)
+    """What a comparison prints: one table, and with another client how far both agree."""
+    return [*OUTCOME.tables(result), *AGREEMENT.tables(result)]
 
 
 def detail_tables(result: dict) -> list[Table]:
@@ -88,6 +88,34 @@ OUTCOME = Listing(
     _outcome_columns,
     _outcome,
     lambda result: [_FIRST_TURNS, *skipped_arms(result)],
+)
+
+
+_AGREED = {
+    "ttft_ms.mean": ("TTFT mean", "ms"),
+    "ttft_ms.p50": ("TTFT p50", "ms"),
+    "ttft_ms.p99": ("TTFT p99", "ms"),
+    "e2e_ms.mean": ("end to end mean", "ms"),
+    "throughput_tokens_per_s": ("output", "tokens/s"),
+}
+
+
+def _agreement(result: dict) -> Iterator[Row]:
+    for row in (result.get("harness") or {}).get("agreement") or []:
+        name, unit = _AGREED[row["figure"]]
+        yield {**row, "name": f"{name} ({unit})"}
+
+
+AGREEMENT = Listing(
+    "The same load by aiperf and by our own client",
+    [
+        ARM,
+        Column("name", "Figure"),
+        Column("harness", "aiperf", decimals=1),
+        Column("own", "Own client", decimals=1),
+        Column("ratio", "aiperf / own", decimals=3),
+    ],
+    _agreement,
 )
 
 
