@@ -29,6 +29,7 @@ from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.lab.experiment.options import Options
+from sgl_kvtier.lab.outside import peers
 from sgl_kvtier.lab.outside.server import end_on_signals
 from sgl_kvtier.launch import missing_packages, paced_device
 
@@ -108,8 +109,10 @@ def check(args: Options, *, starts_servers: bool = True) -> None:
     """Checks a command before anything is done.
 
     Raises KVTierError where a result cannot be written, or a server cannot be started on this
-    device.
+    device. Libraries of SGLang's own backends that are in an environment of their own are found
+    from here on.
     """
+    peers.use_installed()
     paced = paced_device(args.device or "", args.dilation or 1.0)
     if paced is not None:
         paced.refuse_others(_server_words(args))

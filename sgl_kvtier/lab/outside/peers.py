@@ -1,12 +1,15 @@
-"""SGLang's own NIXL and Mooncake backends: what NIXL's POSIX plugin is started with, and whether
-both can be here.
+"""SGLang's own NIXL and Mooncake backends: what NIXL's POSIX plugin is started with, where their
+libraries are, and whether both can be here.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.extras import how_to_install
@@ -29,9 +32,22 @@ assert "POSIX" in plugins, f"NIXL has no POSIX plugin here, but {plugins}"
 """
 
 
+def use_installed() -> None:
+    """Has this process, and those that it starts, find what `scripts/install --with` put into
+    ENVIRONMENT/peers. Does nothing where that is not.
+    """
+    home = str(Path(sys.prefix, "peers"))
+    folder = sysconfig.get_path("purelib", vars={"base": home, "platbase": home})
+    if not Path(folder).is_dir() or folder in sys.path:
+        return
+    sys.path.append(folder)
+    known = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{known}{os.pathsep}{folder}" if known else folder
+
+
 def missing_nixl(python: str = sys.executable) -> str | None:
     """Why servers of this interpreter cannot have the backend; None where they can. Slow."""
-    return _cannot(_NIXL, "NIXL", "pip install nixl", python)
+    return _cannot(_NIXL, "NIXL", "scripts/compare --with nixl, or pip install nixl", python)
 
 
 def missing_mooncake(python: str = sys.executable) -> str | None:

@@ -1,13 +1,21 @@
-"""Whether SGLang's NIXL and Mooncake backends can be here, as an interpreter of its own says."""
+"""Whether SGLang's NIXL and Mooncake backends can be here, as an interpreter of its own says; and
+scripts/install --with, which installs them.
+"""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from sgl_kvtier.lab.outside import peers
+
+ROOT = Path(__file__).parents[3]
 
 _AGENT = """
 class nixl_agent:
@@ -44,7 +52,7 @@ def test_a_wheel_for_another_cuda_is_a_reason_in_its_own_words(wheel: Path) -> N
     )
     reason = str(peers.missing_nixl())
     assert "detected CUDA 13 but nixl-cu13 is not installed" in reason
-    assert reason.endswith("pip install nixl")
+    assert reason.endswith("scripts/compare --with nixl, or pip install nixl")
 
 
 def test_an_interpreter_that_is_not_there_is_a_reason() -> None:
@@ -72,3 +80,91 @@ def test_a_library_that_mooncake_lacks_is_the_reason(
 ) -> None:
     monkeypatch.setattr(peers, "missing_engine", lambda: "Mooncake needs libibverbs")
     assert peers.missing_mooncake() == "Mooncake needs libibverbs"
+
+
+def install(venv: Path, names: str, wheels: Path) -> subprocess.CompletedProcess[str]:
+    """scripts/install --with, which finds packages in the folder `wheels` alone."""
+    # An environment that scripts/install would not install again.
+    sums = "cat setup.cfg pyproject.toml | cksum | tr ' ' '-'"
+    stamp = subprocess.check_output(["bash", "-c", sums], cwd=ROOT, text=True).strip()
+    (venv / ".kvtier-installed").write_text(f"{stamp}-dev\n")
+    words = ["--venv", str(venv), "--extras", "dev", "--source", "--with", names]
+    return subprocess.run(
+        [ROOT / "scripts" / "install", *words],
+        env={**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def write_wheel(folder: Path, files: dict[str, str]) -> None:
+    """A wheel named nixl."""
+    about = "nixl-7.0.dist-info"
+    files = {
+        **files,
+        f"{about}/METADATA": "Metadata-Version: 2.1\nName: nixl\nVersion: 7.0\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{about}/RECORD": "",
+    }
+    with zipfile.ZipFile(folder / "nixl-7.0-py3-none-any.whl", "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """An environment that has the packages of this one."""
+    home = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+    (own,) = home.glob("lib/python3.*/site-packages")
+    beneath = sysconfig.get_path("purelib")
+    (own / "beneath.pth").write_text(f"import site; site.addsitedir({beneath!r})\n")
+    return home
+
+
+def test_what_the_script_installs_is_found_by_comparisons_and_leaves_the_environment_alone(
+    venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = _AGENT.format(plugins=["POSIX"])
+    write_wheel(tmp_path, {"nixl/__init__.py": "", "nixl/_api.py": agent})
+    done = install(venv, "nixl", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"Installing nixl into {venv}/peers" in done.stdout
+    assert not list(venv.glob("lib/python3.*/site-packages/nixl*"))
+    monkeypatch.setattr(sys, "prefix", str(venv))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    peers.use_installed()
+    peers.use_installed()
+    (added,) = os.environ["PYTHONPATH"].split(os.pathsep)[1:]
+    assert sys.path.count(added) == 1 and (Path(added) / "nixl").is_dir()
+    assert peers.missing_nixl() is None
+
+
+def test_without_such_an_environment_nothing_is_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [*sys.path]
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", "some")
+    peers.use_installed()
+    assert (sys.path, os.environ["PYTHONPATH"]) == (before, "some")
+
+
+def test_a_package_that_cannot_be_had_ends_the_script_with_what_pip_said(
+    venv: Path, tmp_path: Path
+) -> None:
+    done = install(venv, "nixl", tmp_path)
+    assert done.returncode == 1
+    assert "No matching distribution found for nixl" in done.stderr
+    assert f"the whole log is {venv}/peers/install.log" in done.stderr
+
+
+def test_an_unknown_backend_is_refused_before_anything_is_installed(
+    venv: Path, tmp_path: Path
+) -> None:
+    done = install(venv, "nixl,tape", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "scripts/install: --with tape: there are nixl and mooncake\n"
+    assert not (venv / "peers").exists()
