@@ -102,15 +102,20 @@ def test_a_log_that_breaks_off_is_compared_up_to_there(logs: dict[str, list[str]
 LOGS = sorted(Path(__file__).parents[1].glob("golden/decisions/*.jsonl.gz"))
 
 
-@pytest.mark.parametrize("log", LOGS, ids=lambda log: log.name.removesuffix(".jsonl.gz"))
+def named(log: Path) -> str:
+    return log.name.removesuffix(".jsonl.gz")
+
+
+@pytest.mark.parametrize("log", LOGS, ids=named)
 def test_a_recorded_run_is_decided_and_written_as_it_was(log: Path) -> None:
     lines = gzip.decompress(log.read_bytes()).decode().splitlines()
+    anew = f"where that is on purpose: python tests/golden/record.py {named(log)}"
     replayed = replay(lines)
-    assert replayed.difference is None
+    assert replayed.difference is None, anew
     assert replayed.steps > 100
     reader, writer = Reader(), Writer()
-    assert encode_header(decode_header(lines[0]), NUMBERED) == lines[0]
-    assert [writer.encode(reader.decode(line)) for line in lines[1:]] == lines[1:]
+    assert encode_header(decode_header(lines[0]), NUMBERED) == lines[0], anew
+    assert [writer.encode(reader.decode(line)) for line in lines[1:]] == lines[1:], anew
 
 
 def test_there_are_logs() -> None:
