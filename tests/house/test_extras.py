@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shlex
@@ -65,15 +64,6 @@ def test_the_command_names_something_that_pip_finds_here(extra):
     assert f"[{extra}]'" in words[-1] or "==" in words[-1] or ">=" in words[-1]
     if f"[{extra}]'" in words[-1]:
         assert Path(words[-1].strip("'").removesuffix(f"[{extra}]"), "setup.cfg").is_file()
-
-
-def test_no_message_names_the_package_as_if_it_were_on_an_index():
-    named = [
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "sgl_kvtier").rglob("*.py")
-        if "install 'sgl-kvtier[" in path.read_text("utf-8") and path.name != "extras.py"
-    ]
-    assert named == []
 
 
 OPTIONAL = (
@@ -139,21 +129,6 @@ def test_no_command_ends_in_a_traceback_where_no_extra_is_installed(tmp_path):
     for word in ("serve", "explain", "top", "bench copy-table"):
         assert any(text.startswith(word) and "[sglang]" in text for text in advised), word
     assert any(text.startswith("remote up") and "[remote]" in text for text in advised)
-
-
-def test_a_library_that_is_missed_only_while_a_command_runs_is_one_line_too(capsys, monkeypatch):
-    class Late:
-        add_arguments = staticmethod(lambda parser: None)
-
-        @staticmethod
-        def run(args):
-            importlib.import_module("simpy")
-
-    monkeypatch.setitem(sys.modules, "simpy", None)
-    monkeypatch.setattr(cli, "_load", lambda where: Late)
-    assert cli.main(["sim"]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "needs simpy. Install it with: pip install " in said
 
 
 def test_a_part_of_the_product_that_is_missing_is_no_advice(monkeypatch):

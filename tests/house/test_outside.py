@@ -5,7 +5,6 @@ file.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 
@@ -155,8 +154,3 @@ def test_arguments_in_their_range_are_numbers() -> None:
         arguments.port("65536")
     with pytest.raises(argparse.ArgumentTypeError, match="above 0"):
         arguments.above_nought("0")
-
-
-def test_what_is_shown_of_json_reads_as_it_was_sent() -> None:
-    sent = {"a": [1.5, "x", None, False]}
-    assert json.loads(outside.shown(sent)) == sent
