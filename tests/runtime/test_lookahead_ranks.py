@@ -4,7 +4,6 @@ what all ranks give.
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -303,25 +302,6 @@ def test_a_page_is_stored_when_every_rank_has_it_and_gone_when_one_has_lost_it()
     one.tree.cache_controller.write_storage(None, None, [keys[5].hex()])
     one.votes.forget()
     assert not one.votes.polls()
-
-
-def test_a_poll_takes_marks_from_any_thread_and_is_over_when_all_have_ended():
-    poll = Poll(1, 200)
-    halves = [
-        threading.Thread(
-            target=lambda first=first: [
-                poll.mark(page, LANDED, 1.0) for page in range(first, 200, 2)
-            ]
-        )
-        for first in (0, 1)
-    ]
-    for half in halves:
-        half.start()
-    for half in halves:
-        half.join()
-    assert not poll.over and poll.well == 0
-    poll.agreed(bytes(poll.local[:199]) + bytes([FAILED]), 1.0)
-    assert poll.over and poll.well == 199
 
 
 def test_a_rank_alone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

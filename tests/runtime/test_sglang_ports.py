@@ -9,7 +9,7 @@ import torch
 
 from sgl_kvtier.runtime.sglang import requests, step, storage_ops, tree_ranks
 from sgl_kvtier.runtime.sglang.device_slots import DeviceSlots
-from sgl_kvtier.runtime.sglang.host_tier import Grafted, HostTier, Pin
+from sgl_kvtier.runtime.sglang.host_tier import Grafted, HostTier
 from sgl_kvtier.runtime.sglang.tree_nodes import TreeNodes
 
 PAGE = 4
@@ -79,25 +79,6 @@ def test_what_the_tree_does_not_take_is_nothing_and_its_actions_are_done_all_the
     assert tree.applied == ["freed", "freed"]
 
 
-def test_a_pin_is_taken_back_with_what_the_tree_gave_for_it() -> None:
-    tree, let_go = tree_of(Core()), []
-    tree.inc_host_lock_ref = lambda node: SimpleNamespace(to_dec_params=lambda: f"of {node}")
-    tree.dec_host_lock_ref = lambda node, params: let_go.append((node, params))
-    host = HostTier(tree)
-    pin = host.pin(3)
-    assert pin == Pin(3, "of 3")
-    host.unpin(pin)
-    assert let_go == [(3, "of 3")]
-
-
-def test_a_write_policy_that_is_changed_while_the_server_runs_counts_at_once() -> None:
-    tree = tree_of(Core(), write_policy="write_through")
-    host = HostTier(tree)
-    assert not host.write_back
-    tree.cache_controller.write_policy = "write_back"
-    assert host.write_back
-
-
 def test_nodes_that_are_loaded_back_are_told_and_the_core_has_its_answer() -> None:
     core, loaded = Core(), []
     end = TreeNodes(tree_of(core)).watch(loaded.append)
@@ -147,28 +128,6 @@ def request_of(rid: str = "r", prompt: int = 100, **known: Any) -> Any:
         "session": None,
     }
     return SimpleNamespace(**{**fields, **known})
-
-
-def test_a_match_says_what_is_on_the_device_and_what_is_behind_it_in_host_memory() -> None:
-    req, asked = request_of(), []
-
-    def match(tree: str) -> None:
-        asked.append(tree)
-        req.prefix_len, req.host_hit_length = 32, 16
-
-    req.init_next_round_input = match
-    there = requests.match(req, "tree")  # type: ignore[arg-type]
-    assert (asked, there, there.tokens) == (["tree"], (32, 16), 48)
-    assert requests.missing_tokens(req) == 52
-    requests.set_found(req, requests.Found(64, 0))
-    assert requests.found(req) == (64, 0)
-
-
-def test_a_request_that_was_never_matched_has_the_tokens_it_came_with() -> None:
-    req = request_of(prompt=3, full_untruncated_fill_ids=[])
-    assert (requests.tokens_of(req), requests.prompt_tokens(req)) == ([0, 0, 0], 3)
-    req.full_untruncated_fill_ids = [0, 0, 0, 5]
-    assert requests.prompt_tokens(req) == 4
 
 
 def test_a_chunked_prompt_has_left_what_is_behind_its_chunk_and_before_it_what_is_behind_its_prefix() -> (
@@ -225,14 +184,6 @@ def scheduler_of(**known: Any) -> Any:
         "chunked_req": None,
     }
     return SimpleNamespace(**{**fields, **known})
-
-
-def test_waiting_requests_are_found_by_their_handle_and_none_waits_before_the_first_step() -> None:
-    a, b = request_of("a"), request_of("b")
-    scheduler = scheduler_of(waiting_queue=[a, b])
-    assert step.waiting_of(scheduler, "handle of b") is b  # type: ignore[arg-type]
-    assert step.waiting_of(scheduler, "handle of c") is None  # type: ignore[arg-type]
-    assert list(step.waiting(None)) == []
 
 
 def test_the_slot_is_open_when_nobody_has_it_the_batch_takes_more_and_a_row_is_free() -> None:
@@ -293,22 +244,6 @@ def test_an_answer_is_due_while_storage_has_not_said_how_much_it_has() -> None:
     assert not due(None, ended=True)
     assert not due(torch.arange(4), ended=False)
     assert not storage_ops.answer_is_due(asking(), "handle of r")  # type: ignore[arg-type]
-
-
-def test_sglang_says_what_is_worth_asking_for_and_whether_it_reads_enough() -> None:
-    tree = asking(limited=True)
-    assert storage_ops.worth_asking(tree, 256) and not storage_ops.worth_asking(tree, 255)
-    assert storage_ops.limited(tree) and not storage_ops.limited(asking())
-
-
-def test_asking_again_says_whether_sglang_did() -> None:
-    tree, req = asking(), request_of()
-    scheduler = scheduler_of(_prefetch_kvcache=lambda req: None)
-    assert not storage_ops.ask(scheduler, tree, req)
-    scheduler._prefetch_kvcache = lambda req: tree.ongoing_prefetch.update(
-        {req.cache_request_handle: None}
-    )
-    assert storage_ops.ask(scheduler, tree, req)
 
 
 def test_who_watches_writes_is_told_numbers_and_names_of_those_that_have_names_until_it_ends() -> (

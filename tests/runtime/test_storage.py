@@ -139,17 +139,6 @@ def test_existence_counts_from_the_front_and_stops_at_the_first_gap(make):
     assert backend.exists(d) and not backend.exists(c)
 
 
-def test_a_second_write_of_a_key_counts_as_stored_and_writes_nothing(make):
-    pool = host_pool()
-    backend = make(pool)
-    assert backend.batch_set_v1(keys("a"), slots([0])) == [True]
-    written = backend._store.stats().bytes_written
-    assert backend.batch_set_v1(keys("a"), slots([1])) == [True]
-    assert backend._store.stats().bytes_written == written
-    backend.batch_get_v1(keys("a"), slots([5]))
-    assert page_bytes(pool, 5) == page_bytes(pool, 0)
-
-
 def test_two_backends_of_one_rank_find_each_others_pages(make):
     pool, other = host_pool(), host_pool()
     first, second = make(pool), make(other)
@@ -161,20 +150,6 @@ def test_two_backends_of_one_rank_find_each_others_pages(make):
     assert page_bytes(other, 5) == page_bytes(pool, 1)
     assert second.batch_set_v1(keys("a"), slots([5])) == [True]
     assert second._store.stats().pages_written == 0
-
-
-def test_data_parallel_ranks_have_each_others_pages(make, monkeypatch):
-    pool, other = host_pool(), host_pool()
-    first = make(pool)
-    monkeypatch.setattr(
-        "sglang.srt.runtime_context.get_parallel",
-        lambda: SimpleNamespace(dp_rank=1, num_dp_ranks=2),
-    )
-    second = make(other, dp_rank=1)
-    first.batch_set_v1(keys("a"), slots([1]))
-    second._store.follow()
-    assert second.batch_get_v1(keys("a"), slots([5])) == [True]
-    assert page_bytes(other, 5) == page_bytes(pool, 1)
 
 
 @pytest.mark.parametrize(
