@@ -92,12 +92,6 @@ def test_a_kept_digest_is_used_and_nothing_is_read_again(store, file, read):
     assert (store / KEPT).stat().st_mode & 0o777 == 0o600
 
 
-def test_without_a_folder_every_call_reads(file, read):
-    for _ in range(2):
-        FileDigests(now=later).of([file])
-    assert read == {file.name: 2 * file.stat().st_size}
-
-
 def test_a_touched_file_is_read_again(store, file, read):
     first = digest(store, file)
     os.utime(file, (1, 1))
@@ -128,9 +122,6 @@ def test_a_file_that_was_changed_just_now_is_read_again_the_next_time(store, fil
     for _ in range(2):
         digest(store, file, now=time.time)
     assert read == {file.name: 2 * file.stat().st_size}
-
-
-ENTRY = [1, 2, 3, 4, 5, "a" * 64]
 
 
 @pytest.mark.parametrize(
@@ -233,19 +224,6 @@ def test_where_digests_cannot_be_kept_files_are_read_and_it_is_said(store, file,
     with caplog.at_level(logging.WARNING):
         assert digest(store, file) == FileDigests().of([file])[file]
     assert f"cannot be kept in {store}" in caplog.text
-
-
-def test_a_folder_that_cannot_be_made_is_no_trouble(file, tmp_path):
-    (tmp_path / "a-file").write_bytes(b"")
-    assert digest(tmp_path / "a-file" / "store", file) == FileDigests().of([file])[file]
-
-
-def test_long_reading_says_how_far_it_has_come(file, monkeypatch, caplog):
-    monkeypatch.setattr(file_digests, "_TELL_S", -1.0)
-    with caplog.at_level(logging.INFO):
-        FileDigests().of([file])
-    assert "reading the weights to identify their KV cache" in caplog.text
-    assert " of 1" in caplog.text
 
 
 READER = """

@@ -39,13 +39,6 @@ def test_a_home_in_the_stores_folder_is_this_users(
     assert f'"path": "{tmp_path}/pages"' in said
 
 
-def test_sglang_chooses_the_attention_backend_on_a_gpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = printed(capsys, "--store", str(tmp_path / "s"), "--device", "cuda")
-    assert "attention-backend" not in said and "sampling-backend" not in said
-
-
 def test_a_host_without_a_gpu_is_told_that_the_flags_are_a_cpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
