@@ -135,6 +135,16 @@ def _results_are_what_their_schemas_say() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    """As many threads of torch afterwards as before."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 def _group(item: pytest.Item) -> str:
     return _GROUPS.get(item.path.stem, item.path.stem)
 

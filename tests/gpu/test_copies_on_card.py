@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import device_pools
 import pytest
@@ -22,11 +21,7 @@ LONG_S = 0.1
 gpu = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def torch_threads() -> Any:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 @pytest.mark.parametrize("page", [16, 64])

@@ -28,11 +28,7 @@ gpu = pytest.mark.gpu
 SOURCE, TARGET = [3, 11, 4, 0, 7], [6, 2, 9, 1, 12]
 
 
-@pytest.fixture(autouse=True)
-def torch_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 class Scene:

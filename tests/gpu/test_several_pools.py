@@ -41,11 +41,7 @@ ON_GPU = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def torch_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 MADE: list[Any] = []

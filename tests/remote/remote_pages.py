@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sgl_kvtier.remote.page import Namespace
@@ -56,14 +55,6 @@ def outcomes(store: RemoteStore, pages: dict[PageKey, bytes]) -> list[ReadOutcom
     for (outcome, data), expected in zip(found, pages.values(), strict=True):
         assert outcome is not ReadOutcome.OK or data == expected
     return [outcome for outcome, _ in found]
-
-
-def until(true: Callable[[], object], seconds: float = STARTED_S) -> None:
-    """Waits until something is true; fails after a time that no machine needs."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not become true"
-        time.sleep(0.005)
 
 
 def alive(pid: int) -> bool:

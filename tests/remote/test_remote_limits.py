@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from remote_pages import IDENTITY, content, key, outcomes, put, stored, until
+from patience import until
+from remote_pages import IDENTITY, content, key, outcomes, put, stored
 
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.remote import breaker

@@ -12,18 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from remote_pages import (
-    IDENTITY,
-    STARTED_S,
-    alive,
-    content,
-    key,
-    outcomes,
-    put,
-    read,
-    stored,
-    until,
-)
+from patience import until
+from remote_pages import IDENTITY, STARTED_S, alive, content, key, outcomes, put, read, stored
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.remote.far import Far

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 from fake_child import Child, never, span
-from remote_pages import IDENTITY, NAMESPACE, content, key, until
+from patience import until
+from remote_pages import IDENTITY, NAMESPACE, content, key
 
 from sgl_kvtier.remote import breaker, link, removals
 from sgl_kvtier.remote.channel import NativeChannel

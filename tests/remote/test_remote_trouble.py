@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from remote_pages import alive, content, key, outcomes, put, stored, until
+from patience import until
+from remote_pages import alive, content, key, outcomes, put, stored
 
 from sgl_kvtier.remote import breaker
 from sgl_kvtier.remote.child.memory import set_faults

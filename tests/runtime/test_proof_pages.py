@@ -4,8 +4,7 @@ pools.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from device_pools import LAYOUTS, controller, latent_pools, slots
+from patience import until
 
 from sgl_kvtier.runtime.proof import pages, record
 from sgl_kvtier.runtime.proof.pages import ReadBack, Sampling, checks_of
@@ -44,11 +44,7 @@ each_pool = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def torch_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 def loaded(pair: tuple[Any, Any]) -> ReadBack:
@@ -261,13 +257,6 @@ def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
     made.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_pages_that_are_right_land_and_are_counted(scene: Scene) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import until
 from serving import ADMIN, TOKENS, Served, config_file, flags, prompts, serving
 
 from sgl_kvtier.remote.child.memory import set_faults
@@ -63,13 +64,6 @@ def shared(request, tmp_path_factory) -> Iterator[tuple[Engine, Served, Served]]
             for server in (a, b):
                 until(lambda server=server: server.metric("kvtier:remote_up") == 1)
             yield engine, a, b
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.3)
 
 
 def sent(server: Served, ask: Callable[[], Any]) -> Any:

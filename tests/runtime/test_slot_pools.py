@@ -37,11 +37,7 @@ EACH = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def torch_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
 def load(beside: Beside) -> None:

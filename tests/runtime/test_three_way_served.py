@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import until
 from restore_lab import CHUNK, LONG, counts
 from serving import Served, config_file, flags, prompts, serving
 
@@ -24,13 +25,6 @@ WHOLE, HALF = (LONG - 1) // PAGE, LONG // 2 // PAGE
 GBPS = 0.02
 """Of the disk and of the network."""
 CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
-
-
-def until(holds: Any) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.3)
 
 
 def settings(folder: Path, engine: Path, **more: Any) -> Path:
