@@ -69,7 +69,7 @@ def test_the_stand_in_does_what_it_says_and_planted_mistakes_are_found(tmp_path:
     pytest.importorskip("sglang")
     ran = run(tmp_path, str(HERE / "inside"))
     assert not ran.failed, ran.output
-    assert not ran.skipped and len(ran.passed) >= 90, ran.output
+    assert not ran.skipped and len(ran.passed) >= 70, ran.output
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -72,38 +72,3 @@ def test_flashinfers_append_puts_staged_pages_where_our_kernel_does(
         scatter.launch(room, slots)
         pools.append(torch.stack(pool).view(torch.uint8).cpu())
     assert pools[0].count_nonzero() and torch.equal(*pools)
-
-
-@pytest.mark.real_gpu("real attention kernels")
-@pytest.mark.parametrize(("prefix", "new"), [(1000, 96), (64, 1), (4096, 512)])
-def test_attention_behind_a_jump_is_attention_over_all_of_it(prefix: int, new: int) -> None:
-    """As SGLang asks for it: new tokens ragged, the restored prefix paged by token slots, merged."""
-    flashinfer = pytest.importorskip("flashinfer")
-    queries, total = 32, 8192
-    k, v = noise(total, HEADS, DIM), noise(total, HEADS, DIM)
-    rows = torch.randperm(total, device="cuda")[: prefix + new].to(torch.int32)
-    q = noise(new, queries, DIM)
-    space = [torch.empty(256 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(space[0], "NHD")
-    paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space[1], "NHD", backend="fa2")
-    bf16 = torch.bfloat16
-    ragged.begin_forward(ints(0, new), ints(0, new), queries, HEADS, DIM, q_data_type=bf16)
-    paged.begin_forward(
-        ints(0, new), ints(0, prefix), rows[:prefix].contiguous(), ints(1), queries, HEADS, DIM, 1,
-        q_data_type=bf16, kv_data_type=bf16,
-    )  # fmt: skip
-    scale, fresh = DIM**-0.5, rows[prefix:].long()
-    own = ragged.forward_return_lse(q, k[fresh], v[fresh], causal=True, sm_scale=scale)
-    caches = (k.view(-1, 1, HEADS, DIM), v.view(-1, 1, HEADS, DIM))
-    before = paged.forward_return_lse(q, caches, causal=False, sm_scale=scale)
-    got, _ = flashinfer.merge_state(*own, *before)
-
-    def wide(cache: torch.Tensor) -> torch.Tensor:
-        return cache[rows.long()].float().repeat_interleave(queries // HEADS, 1).transpose(0, 1)
-
-    places = torch.arange(prefix + new, device="cuda")
-    mask = places[None] <= places[prefix:, None]
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        q.float().transpose(0, 1), wide(k), wide(v), attn_mask=mask
-    ).transpose(0, 1)
-    assert (got.float() - wanted).abs().max() < 2e-2

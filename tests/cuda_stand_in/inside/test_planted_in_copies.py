@@ -18,7 +18,7 @@ from place import Place, wait
 from stand_in.control import Gate, pageable_copies
 from stand_in.kernels import bytes_now
 
-from sgl_kvtier.runtime.cuda import card_memory, staged_copies, staging
+from sgl_kvtier.runtime.cuda import staged_copies, staging
 from sgl_kvtier.runtime.cuda.page_shape import shape_of
 from sgl_kvtier.runtime.cuda.staged_copies import StagedCopies
 
@@ -204,34 +204,11 @@ def test_without_a_mistake_nothing_is_found(scene: Scene) -> None:
 # --- mistakes: each changes one thing of a scene
 
 
-def _layers_exchanged(scene: Scene) -> None:
-    tables = scene.copies._scatter._tables
-    tables.copy_(tables.view(2, -1).flip(1).flatten())
-
-
-def _halves_exchanged(scene: Scene) -> None:
-    tables = scene.copies._scatter._tables
-    tables.copy_(tables.view(2, -1).flip(0).flatten())
-
-
 def _constant(name: str, change: Callable[[int], int]) -> Callable[[Scene], None]:
     def plant(scene: Scene) -> None:
         kernel = scene.copies._scatter
         kernel._constants[name] = change(kernel._constants[name])
         kernel._compiled = None  # compiled anew, for that constant
-
-    return plant
-
-
-def _sent(change: Callable[..., Any]) -> Callable[[Scene], None]:
-    def plant(scene: Scene) -> None:
-        send = card_memory.send_pages
-
-        def changed(copy: Any, stream: Any, room: Any, host: Any, slots: Any, *rest: Any) -> None:
-            room, slots = change(room, slots, host)
-            send(copy, stream, room, host, slots, *rest)
-
-        scene.patch.setattr(staged_copies, "send_pages", changed)
 
     return plant
 
@@ -306,13 +283,8 @@ def _rooms_given_away_at_once(scene: Scene) -> None:
 
 
 MISTAKES: dict[str, Callable[[Scene], None]] = {
-    "layers exchanged": _layers_exchanged,
-    "K and V exchanged": _halves_exchanged,
-    "token step off": _constant("TOKEN_STEP", lambda step: step + 4),
     "page step off": _constant("PAGE_STEP", lambda step: step - 4),
     "half step off by a page": _constant("HALF_STEP", lambda step: step + 4),
-    "last page of a run not sent": _sent(lambda room, slots, host: (room, slots[:-PAGE])),
-    "pages shifted in the room": _sent(lambda room, slots, host: ((room[0] + 64, room[1]), slots)),
     "wrong span: pages of the prompt's next position": _begun(
         lambda host, device: (host + PAGE, device)
     ),
