@@ -298,6 +298,22 @@ def test_a_job_that_is_cancelled_keeps_its_memory_until_a_hung_read_ends(
         assert into[i] == (data if i in begun else b"\x5a" * ALONE)
 
 
+def test_an_urgent_read_goes_before_the_rest_of_a_long_one(store: DiskStore) -> None:
+    of = pages(ALONE, 41)
+    put(store, of)
+    *first, last = (PageRead(name, [aligned(ALONE)]) for name in of)
+    arm([Planned(call_of(store), 0, FOREVER, What.DELAY, 60_000_000)])
+    long = store.read(first, priority=5)
+    while not counts().faults[call_of(store)]:
+        pass
+    urgent = store.read([last], priority=0)
+    # A ring has 16 reads under way already; the urgent one is among the next 16.
+    arm([Planned(call_of(store), 32, FOREVER, What.DELAY, 60_000_000)])
+    assert urgent.wait(30) and urgent.outcomes == [OK] and not long.done
+    arm()
+    assert long.wait(60) and long.outcomes == [OK] * 40
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

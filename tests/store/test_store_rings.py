@@ -101,31 +101,6 @@ def test_a_job_that_is_dropped_ends_before_its_memory_does(tmp_path: Path) -> No
     store.close()
 
 
-def test_urgent_reads_go_before_the_rest_of_a_long_job(tmp_path: Path) -> None:
-    store = open_rings(tmp_path, io_threads=1)
-    pages = {key(i): content(i, NBYTES) for i in range(600)}
-    put(store, pages)
-    names = list(pages)
-    random.Random(2).shuffle(names)
-    order: list[str] = []
-    lock = threading.Lock()
-
-    def note(what: str) -> None:
-        with lock:
-            order.append(what)
-
-    long = store.read(
-        [PageRead(n, [aligned(NBYTES)]) for n in names],
-        priority=5,
-        on_page=lambda i, _: note("long"),
-    )
-    urgent = store.read([PageRead(names[0], [aligned(NBYTES)])], priority=0)
-    assert urgent.wait(60) and urgent.outcomes == [ReadOutcome.OK]
-    assert long.wait(60) and long.outcomes == [ReadOutcome.OK] * 600
-    assert len(order) == 600
-    store.close()
-
-
 def test_writes_go_on_beside_reads_without_end_and_reads_beside_writes(tmp_path: Path) -> None:
     store = open_rings(tmp_path, io_threads=2)
     pages = {key(i): content(i, 4096) for i in range(512)}
