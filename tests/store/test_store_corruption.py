@@ -59,7 +59,7 @@ def test_every_flipped_bit_of_a_header_or_payload_is_found(filled: DiskStore) ->
     chance = random.Random(7)
     (path,) = segments(filled)
     whole = path.read_bytes()
-    for _ in range(100):
+    for _ in range(50):
         at = place(filled, key(3)).start + chance.choice(
             [chance.randrange(176), chance.randrange(BLOCK + NBYTES)]
         )
@@ -70,7 +70,7 @@ def test_every_flipped_bit_of_a_header_or_payload_is_found(filled: DiskStore) ->
         path.write_bytes(whole)
         assert put(filled, {key(3): content(3, NBYTES)}) == [PutOutcome.STORED]
         whole = path.read_bytes()
-    assert filled.stats().pages_corrupt == 100
+    assert filled.stats().pages_corrupt == 50
 
 
 def test_swapped_slots_are_found(filled: DiskStore) -> None:
@@ -147,29 +147,6 @@ def test_without_verification_a_page_whose_payload_ends_early_is_found(
     put(store, PAGES)
     edit(store, lambda data: data.__delitem__(slice(slot(7).start + BLOCK + 1000, None)))
     assert outcomes(store) == [ReadOutcome.OK] * 7 + [ReadOutcome.CORRUPT] * 5
-
-
-@pytest.mark.parametrize("damage", ["remove", "empty", "garbage", "cut", "other head"])
-def test_a_lost_index_is_rebuilt_from_the_slots(
-    filled: DiskStore, opened: Callable[..., DiskStore], damage: str
-) -> None:
-    index = Path(filled.folder) / "index.log"
-    filled.close()
-    data = index.read_bytes()
-    if damage == "remove":
-        index.unlink()
-    else:
-        index.write_bytes(
-            {
-                "empty": b"",
-                "garbage": b"\x17" * 5000,
-                "cut": data[:-9],
-                "other head": b"\0" * 64 + data[64:],
-            }[damage]
-        )
-    again = opened()
-    assert again.stats().pages == 12
-    assert outcomes(again) == [ReadOutcome.OK] * 12
 
 
 def test_deleted_pages_do_not_come_back_with_a_rebuilt_index(
