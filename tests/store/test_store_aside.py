@@ -106,23 +106,6 @@ def test_pages_of_a_segment_that_could_not_be_opened_are_there_again_when_it_can
     again.close()
 
 
-def test_many_segments_that_cannot_be_opened_are_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = open_at(tmp_path, segment_bytes=64 << 10)
-    for i in range(40):
-        put(store, {key((i, n)): content(0, NBYTES) for n in range(5)})
-    count = len(segments(store))
-    store.close()
-    caplog.clear()
-    env = FailingOpen("seg-")
-    store = open_at(tmp_path, segment_bytes=64 << 10, env=env)
-    assert count > 20 and len(caplog.records) == 1 and f"{count} of {count}" in caplog.text
-    env.fails = ()
-    assert put(store, PAGES) == [PutOutcome.STORED] * 10
-    store.close()
-
-
 def test_a_clear_frees_the_room_of_segments_that_could_not_be_opened(tmp_path: Path) -> None:
     store = open_at(tmp_path)
     put(store, PAGES)

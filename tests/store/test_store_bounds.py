@@ -206,21 +206,6 @@ def test_pages_being_read_are_not_evicted(opened: Callable[..., DiskStore]) -> N
     assert [bytes(b) for b in into] == [content(i, 30_000) for i in range(10)]
 
 
-def test_an_error_while_writing_refuses_the_page_and_reads_go_on(
-    opened: Callable[..., DiskStore],
-) -> None:
-    env = FailingEnv()
-    store = opened(env=env)
-    put(store, {key(1): content(1, 5000)})
-    for kind in (errno.ENOSPC, errno.EIO, errno.EROFS):
-        env.arm(Fault(0, kind, forever=True))
-        assert put(store, {key(kind): content(kind, 5000)}) == [PutOutcome.REFUSED]
-        env.arm(None)
-        assert store.lookup([key(kind)]) == [Lookup.MISS]
-        assert read(store, {key(1): 5000}) == [(ReadOutcome.OK, content(1, 5000))]
-        assert put(store, {key(kind): content(kind, 5000)}) == [PutOutcome.STORED]
-
-
 def test_trouble_is_reported_once_with_what_to_do(
     opened: Callable[..., DiskStore], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -61,19 +60,6 @@ def test_a_callback_that_raises_leaves_no_page_without_an_answer(
     names = list(range(8))
     put(store, {key(name): content(name, 5000) for name in names})
     ends_well(store, begin(store, names, on_page=raising(error)), names)
-
-
-def test_a_callback_that_exits_is_called_for_every_page(store: DiskStore) -> None:
-    names = list(range(8))
-    put(store, {key(name): content(name, 5000) for name in names})
-    told = []
-
-    def on_page(index: int, outcome: ReadOutcome) -> None:
-        told.append(index)
-        sys.exit()
-
-    assert begin(store, names, on_page=on_page).wait(LONG_S)
-    assert sorted(told) == names
 
 
 def test_a_callback_may_delete_put_read_and_look_up(store: DiskStore) -> None:
@@ -148,19 +134,6 @@ def test_a_callback_that_waits_for_its_own_read_is_told_not_to(
     assert known[0].wait(LONG_S)
     assert known[0].outcomes == [ReadOutcome.OK]
     assert "must not wait for a read" in caplog.text
-
-
-def test_a_callback_may_wait_for_another_read_for_a_limited_time(store: DiskStore) -> None:
-    put(store, {key(1): content(1, 5000)})
-    ended = []
-
-    def on_page(index: int, outcome: ReadOutcome) -> None:
-        other = begin(store, [1], on_page=lambda index, outcome: None)
-        ended.append(other.wait(0.05))
-
-    job = begin(store, [1], on_page=on_page)
-    assert job.wait(LONG_S)
-    assert len(ended) == 1
 
 
 @pytest.mark.parametrize("error", [SystemExit, Stop])

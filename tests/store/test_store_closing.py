@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from store_pages import IDENTITY, IO_KINDS, aligned, content, io_settings, key, open_at, put, read
 
-from sgl_kvtier import open_store, page_key
+from sgl_kvtier import open_store
 from sgl_kvtier.errors import StoreBusyError
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
@@ -264,15 +264,6 @@ def test_a_dropped_store_can_be_opened_again_with_its_pages(
     assert caplog.text.count("was dropped without close()") == 3
 
 
-def test_a_dropped_mapping_can_be_opened_again(tmp_path: Path) -> None:
-    for _ in range(3):
-        store = open_store(tmp_path, identity={"m": 1}, capacity_bytes=8 << 20)
-        store.put({page_key("a"): b"x" * 100})
-        assert store.get(page_key("a")) == b"x" * 100
-        del store
-        gc.collect()
-
-
 def test_a_read_in_flight_keeps_a_dropped_store_open_until_it_has_ended(tmp_path: Path) -> None:
     store = open_at(tmp_path)
     put(store, {key(i): content(i, 5000) for i in range(100)})
@@ -303,12 +294,6 @@ def test_the_pages_beneath_stay_open_when_the_mapping_is_dropped(tmp_path: Path)
     pages.close()
 
 
-def test_a_store_that_is_still_open_here_is_named_as_such(opened: Callable[..., DiskStore]) -> None:
-    opened()
-    with pytest.raises(StoreBusyError, match=r"which is this one.*close\(\).*with"):
-        opened()
-
-
 def test_an_owner_in_another_container_with_the_same_process_id_is_not_taken_for_this_one(
     tmp_path: Path,
 ) -> None:
@@ -335,17 +320,3 @@ def test_a_store_dropped_at_the_end_of_a_process_ends_it_without_a_word(tmp_path
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_a_forked_child_that_drops_the_store_takes_nothing_from_its_parent(tmp_path: Path) -> None:
-    store = open_at(tmp_path)
-    put(store, {key(1): content(1, 5000)})
-    pid = os.fork()
-    if pid == 0:
-        del store
-        gc.collect()
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert read(store, {key(1): 5000}) == [(ReadOutcome.OK, content(1, 5000))]
-    put(store, {key(2): content(2, 5000)})
-    store.close()

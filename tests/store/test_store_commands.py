@@ -217,20 +217,6 @@ def test_purge_leaves_a_strangers_folder_and_says_what_to_do(root: Path) -> None
     } == mine
 
 
-def test_purge_removes_nothing_of_an_identity_with_a_strangers_file_in_it(root: Path) -> None:
-    notes = root / IDENTITY.directory_name / "tp0" / "notes.txt"
-    notes.write_text("mine")
-    before = {p: p.read_bytes() for p in notes.parent.parent.rglob("*") if p.is_file()}
-    for arguments in (("--dry-run",), ()):
-        status, data = result(commands.purge, root, "--match", "model=lab", *arguments)
-        assert status == 1
-        assert (
-            f"{notes} was not made by a page store. Move it away"
-            in data["namespaces"][0]["removed"]
-        )
-    assert {p: p.read_bytes() for p in notes.parent.parent.rglob("*") if p.is_file()} == before
-
-
 def test_stat_and_fsck_pass_a_strangers_folder_over_and_say_so(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

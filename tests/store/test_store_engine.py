@@ -62,14 +62,6 @@ def test_a_key_twice_in_one_batch_is_written_once(store: DiskStore) -> None:
     assert store.stats().pages == 1
 
 
-def test_pools_and_sizes_live_side_by_side(store: DiskStore) -> None:
-    put(store, {key(1): content("kv", 8192)}, pool="kv")
-    put(store, {key(1): content("swa", 100)}, pool="swa")
-    assert read(store, {key(1): 8192}, pool="kv") == [(ReadOutcome.OK, content("kv", 8192))]
-    assert read(store, {key(1): 100}, pool="swa") == [(ReadOutcome.OK, content("swa", 100))]
-    assert store.lookup([key(1)], "mamba") == [Lookup.MISS]
-
-
 def test_a_page_of_another_length_is_a_miss(store: DiskStore) -> None:
     put(store, {key(1): content(1, 4096)})
     assert [o for o, _ in read(store, {key(1): 4095})] == [ReadOutcome.MISS]

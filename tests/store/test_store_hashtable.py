@@ -27,14 +27,6 @@ def filled(pools: np.ndarray) -> HashTable:
     return table
 
 
-def test_a_key_is_not_found_in_a_pool_that_it_was_not_put_into() -> None:
-    pools = np.full(ROWS, 3, np.uint16)
-    table = filled(pools)
-    assert (table.find(WORDS, 3, WORDS, pools) == np.arange(ROWS)).all()
-    for pool in range(4, 64):
-        assert (table.find(WORDS, pool, WORDS, pools) == EMPTY).all()
-
-
 def test_a_key_of_two_pools_has_a_row_in_each() -> None:
     words = np.concatenate([WORDS[:250], WORDS[:250]])
     pools = np.repeat(np.array([0, 1], np.uint16), 250)

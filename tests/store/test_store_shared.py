@@ -19,7 +19,7 @@ from test_store_forks import in_child
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.siblings import following, sharing
+from sgl_kvtier.store.siblings import following
 from sgl_kvtier.types import Lookup
 
 NBYTES = 5000
@@ -64,22 +64,6 @@ def test_a_second_owner_finds_what_the_first_wrote_before_and_writes_later(owner
     put(second, {key("back"): b"x" * 100})
     first.follow()
     assert found(first, {key("back"): b"x" * 100}) == 1
-
-
-def test_what_others_wrote_is_found_without_being_asked_to_look(
-    owner: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sharing, "_TICK_S", 0.01)
-    first = owner()
-    put(first, PAGES)
-    second = owner()
-    put(first, MORE)
-    waited = threading.Event()
-    for _ in range(1000):
-        if second.lookup(list(MORE)) == [HIT] * 20:
-            break
-        waited.wait(0.01)
-    assert found(second, MORE) == 20
 
 
 def test_a_page_that_a_sibling_has_is_kept_and_not_written_again(owner: Open) -> None:

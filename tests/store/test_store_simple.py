@@ -44,20 +44,6 @@ def test_any_contiguous_buffer_can_be_a_page(path):
         assert np.frombuffer(store.get(page_key("array")), np.float32).tolist() == array.tolist()
 
 
-def test_a_key_that_is_there_is_not_rewritten(path):
-    with opened(path) as store:
-        store.put({page_key("a"): b"first"})
-        assert store.put({page_key("a"): b"second"}) == {page_key("a"): PutOutcome.KEPT}
-        assert store.get(page_key("a")) == b"first"
-
-
-def test_another_identity_finds_nothing(path):
-    with opened(path) as store:
-        store.put({page_key("a"): b"x"})
-    with opened(path, identity={"model": "other"}) as store:
-        assert store.get(page_key("a")) is None
-
-
 def test_a_deleted_page_is_gone(path):
     with opened(path) as store:
         store.put({page_key("a"): b"x", page_key("b"): b"y"})

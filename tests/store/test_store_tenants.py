@@ -86,15 +86,6 @@ def test_pages_of_several_tenants_and_pools_are_put_and_read_in_one_batch(tmp_pa
         store._core.table.check()
 
 
-def test_a_store_without_tenants_is_byte_for_byte_what_it_was(tmp_path: Path):
-    with open_at(tmp_path) as store:
-        put(store, pages("nobody", 5))
-        folder = Path(store.folder)
-        written = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
-    assert b"\x1f" not in (folder / "index.log").read_bytes()[64:][88 - 56 : 88]
-    assert written.count(b"kv\0\0") >= 5
-
-
 def test_neither_salt_nor_name_is_in_any_file(tmp_path: Path):
     salt = "salt of acme"
     named = f"acme={ACME}:20%"

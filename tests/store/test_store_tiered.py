@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import until
 from remote_double import RemoteDouble, Shared
 from store_pages import aligned, content, key, open_at, put, read
 
@@ -64,14 +64,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     yield started
     for server in servers:
         server.store.close()
-
-
-def test_a_page_written_by_one_server_is_found_and_read_by_another(start):
-    a, b = start(), start()
-    assert a.write(1, 2) == [PutOutcome.STORED] * 2
-    a.settled()
-    assert b.found(1, 2, 3) == [Lookup.HIT, Lookup.HIT, Lookup.MISS]
-    assert b.read(1, 2, 3) == [OK, OK, MISS]
 
 
 def test_what_was_read_from_the_remote_store_is_read_here_the_next_time(start):
@@ -506,22 +498,6 @@ def test_local_writes_go_first_for_a_while(start, writes, looks):
     assert uploader.sent == 1
 
 
-def test_a_write_is_seen_while_it_runs_and_a_moment_longer(start):
-    server = start()
-    during: list[bool] = []
-    put = server.local.put
-
-    def noting(pages):
-        during.append(server.store._writing())
-        return put(pages)
-
-    assert not server.store._writing()
-    server.local.put = noting
-    server.write(1)
-    assert during == [True]
-    until(lambda: not server.store._writing())
-
-
 def test_names_are_asked_for_in_batches_before_any_page_is_sent(start):
     server = start()
     server.remote.down = True
@@ -556,11 +532,3 @@ def test_it_closes_while_the_remote_store_hangs_in_the_middle_of_everything(star
     b.store.close()
     b.store.close()
     assert job.done and b.remote.closed
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Waits until a condition set by another thread holds."""
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        threading.Event().wait(0.002)

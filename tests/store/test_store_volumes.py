@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from store_pages import IDENTITY, content, key, open_at, put, read
 
-from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
 from sgl_kvtier.types import Lookup
 
@@ -270,11 +269,3 @@ def test_a_volume_of_a_third_user_that_all_may_write_is_refused_with_what_lasts(
 def test_a_folder_that_cannot_be_written_says_so(volume: Path) -> None:
     said = as_user(ME, [], serve(volume))
     assert said.startswith("StoreError") and "this user can write" in said
-
-
-def test_an_error_is_one_line(volume: Path) -> None:
-    os.chown(volume, NEIGHBOUR, GROUP)
-    volume.chmod(0o777)
-    with pytest.raises(StoreError) as found:
-        open_at(volume)
-    assert "\n" not in str(found.value)
