@@ -365,16 +365,6 @@ def test_a_shared_beginning_outlives_the_ends_of_whoever_shares_it():
     assert m.victims(Tier.DEVICE, 9) == (yours[1], yours[0], mine[1], mine[0], shared[1], shared[0])
 
 
-def test_only_pages_needed_later_are_victims_of_a_promotion():
-    m = TierMap(100, NextUse(), NextUse())
-    soon, late, never = many(1), many(1, 10), many(1, 20)
-    m.placed(soon + late + never, Tier.DEVICE, 0.0)
-    m.claim("soon", soon, 1.0)
-    m.claim("late", late, 8.0)
-    assert m.victims(Tier.DEVICE, 9, after=2.0) == never + late
-    assert [known[1:] for known in m.classes(Tier.DEVICE)] == [(math.inf, 1), (8.0, 1), (1.0, 1)]
-
-
 def test_victims_asked_for_aside_are_the_same_and_leave_no_trace():
     def run(ask: bool) -> tuple[tuple[PageKey, ...], ...]:
         known, seen = TierMap(100, NextUse(), NextUse()), []

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from remote_pages import IDENTITY, alive, content, key, outcomes, put, stored, until
+from patience import until
+from remote_pages import IDENTITY, alive, content, key, outcomes, put, stored
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.remote import breaker, removals
@@ -198,17 +199,6 @@ def test_what_a_closed_store_has_not_removed_the_next_one_of_this_process_remove
     set_faults(folder, {})
     until(lambda: again.removals_waiting == 0)
     assert len(list(folder.glob("kvt1*"))) == 2
-
-
-def test_a_removal_follows_writes_that_were_given_up(remote: RemoteStore, folder: Path) -> None:
-    """The engine may do them in another order than they were sent in."""
-    set_faults(folder, {"slow_s": 1.0})
-    assert put(remote, {key(0): content(0, 1000)}) == [REFUSED]
-    bounded(lambda: remote.delete([key(0)]))
-    set_faults(folder, {})
-    until(lambda: remote.removals_waiting == 0)
-    time.sleep(1.3)  # a write that was sent earlier would have been done
-    assert not list(folder.glob("kvt1*"))
 
 
 def test_a_put_beside_a_stopped_child_is_refused_in_time_and_counted(

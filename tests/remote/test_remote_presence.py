@@ -117,19 +117,6 @@ def closed() -> Breaker:
     return breaker
 
 
-def test_it_begins_open_with_a_probe_due() -> None:
-    breaker = Breaker()
-    assert not breaker.closed
-    assert breaker.due <= 0.0
-
-
-def test_a_trip_opens_it_for_a_second() -> None:
-    breaker = closed()
-    breaker.trip(10.0)
-    assert not breaker.closed
-    assert breaker.due == 11.0
-
-
 def test_probes_that_fail_come_less_and_less_often() -> None:
     breaker = closed()
     waits = []
