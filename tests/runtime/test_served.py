@@ -209,19 +209,6 @@ def test_the_event_loop_without_overlap_gives_the_same_answers(served: Served, t
 
 
 @pytest.mark.slow
-def test_stock_hicache_runs_here_with_its_file_backend(tmp_path):
-    ids = prompts(1, seed=13)[0]
-    config = tmp_path / "file.json"
-    config.write_text('{"prefetch_threshold": 64}')
-    folder = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "pages")}
-    with serving(tmp_path / "stock", flags(backend="file"), config, **folder) as server:
-        first = server.ask(ids)
-        server.flush()
-        again = server.ask(ids)
-    assert (again.storage, again.tokens) == (WHOLE, first.tokens)
-
-
-@pytest.mark.slow
 def test_stock_torch_native_attention_can_be_chosen_and_answers_the_same(served: Served, tmp_path):
     ids = prompts(1, 300, seed=11)[0]
     ours = served.ask(ids)
