@@ -173,6 +173,7 @@ def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result()
         ("returning, SSD of 3 GB/s", "emulated-h100-returning-ssd-3"),
         ("returning, other rates", "emulated-h100-returning-rates"),
         ("returning, other backends", "emulated-h100-other-backends"),
+        ("returning, recomputed", "emulated-h100-returning-recompute"),
         ("ablation", "emulated-h100-ablation-short"),
         ("ablation, 2 s pauses", "emulated-h100-ablation-pauses"),
     ],
