@@ -14,7 +14,7 @@ from serving import ADMIN, TOKENS, Served, config_file, flags, prompts, serving
 from sgl_kvtier.cli import main
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.runtime.tools.explain_command import document
-from sgl_kvtier.runtime.tools.miss_advice import advise
+from sgl_kvtier.runtime.tools.miss_advice import COMPARE, advise
 from sgl_kvtier.runtime.tools.server_figures import Reading, figures_of, read, server_of
 
 pytestmark = pytest.mark.server
@@ -29,9 +29,9 @@ def explained(server: Served, before: Reading) -> dict[str, Any]:
     return document(server_of(now), figures, advise(server_of(now), figures))
 
 
-def cause_of(server: Served, act: Callable[[], object], wanted: str) -> dict[str, Any]:
+def cause_of(server: Served, act: Callable[[], object], wanted: str, says: str) -> dict[str, Any]:
     """What is explained after something was done, once figures and writes have come to rest: they
-    are published twice a second.
+    are published twice a second. Its sentence has to name the remedy that `says` is.
     """
     before = read(server.server.url)
     act()
@@ -43,6 +43,7 @@ def cause_of(server: Served, act: Callable[[], object], wanted: str) -> dict[str
     time.sleep(1.0)  # what is published later does not change it
     found = explained(server, before)
     assert found["advice"]["cause"] == wanted, found
+    assert says in found["advice"]["text"], found
     return found
 
 
@@ -65,7 +66,7 @@ def test_a_timestamp_makes_a_new_prompt_and_the_two_prompts_show_it(
     texts = [f"It is 09:3{minute}. " + "Repair the parser, please. " * 20 for minute in (1, 2)]
     served.ask(list(texts[0].encode()))
     served.flush()
-    found = cause_of(served, lambda: served.ask(list(texts[1].encode())), "new prompts")
+    found = cause_of(served, lambda: served.ask(list(texts[1].encode())), "new prompts", COMPARE)
     assert found["prompts"]["computed"] == len(texts[1]) and not found["store"]["pages_kept"]
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for file, text in zip(files, texts, strict=True):
@@ -81,7 +82,7 @@ def test_another_salt_makes_new_pages_of_an_old_prompt(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = stored(served, 401)
-    cause_of(served, lambda: served.ask(ids, cache_salt="other"), "new prompts")
+    cause_of(served, lambda: served.ask(ids, cache_salt="other"), "new prompts", "cache salt")
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, more in zip(files, ({}, {"cache_salt": "other"}), strict=True):
         file.write_text(json.dumps({"input_ids": ids, **more}))
@@ -92,15 +93,43 @@ def test_another_salt_makes_new_pages_of_an_old_prompt(
     )  # fmt: skip
 
 
+def test_a_template_that_drops_reasoning_renders_the_same_turns_anew(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two turns of one conversation: the second one leaves out how the first answer was found."""
+    told = {"role": "user", "content": "Repair the parser, please. " * 4}
+    more = {"role": "user", "content": "And now its tests, please. " * 20}
+    answers = ["<think>It has a loop.</think>Done.", "Done."]
+    turns = [[told, {"role": "assistant", "content": text}, more] for text in answers]
+
+    def chat(messages: list[dict[str, str]]) -> None:
+        served.call("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+
+    chat(turns[0])
+    served.flush()
+    found = cause_of(served, lambda: chat(turns[1]), "new prompts", "a template")
+    assert found["prompts"]["computed"] > 500 and not found["store"]["pages_kept"]
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, messages in zip(files, turns, strict=True):
+        file.write_text(json.dumps({"messages": messages}))
+    words = ["--prompts", *map(str, files), "--model-path", found["server"]["model"]]
+    assert main(["explain", *words, "--page-size", str(PAGE), "--json", "-"]) == 0
+    parting = json.loads(capsys.readouterr().out)
+    assert (parting["kind"], parting["message"]) == ("template", 1)
+    assert parting["hit_tokens"] == found["prompts"]["storage"]
+
+
 def test_prompts_that_are_shorter_than_a_page_are_no_miss_of_the_store(served: Served) -> None:
     short = prompts(3, PAGE - 4, seed=402)
-    found = cause_of(served, lambda: [served.ask(ids, 2) for ids in short], "short prompts")
+    act = lambda: [served.ask(ids, 2) for ids in short]  # noqa: E731
+    found = cause_of(served, act, "short prompts", "a smaller --page-size")
     assert found["prompts"]["requests"] == 3 and not found["prompts"]["storage"]
 
 
 def test_a_stored_prompt_below_the_threshold_was_not_asked_for(served: Served) -> None:
     ids = stored(served, 403, 62)
-    found = cause_of(served, lambda: served.ask(ids), "prefetch threshold")
+    says = "at least 64 tokens: lower prefetch_threshold"
+    found = cause_of(served, lambda: served.ask(ids), "prefetch threshold", says)
     assert found["server"]["prefetch_threshold_tokens"] == 64 and found["store"]["pages_kept"] >= 3
 
 
@@ -113,18 +142,18 @@ def test_a_rejected_candidate_is_a_hit_that_a_setting_would_restore(served: Serv
 
     least(10_000)
     try:
-        found = cause_of(served, lambda: served.ask(ids), "rejected")
+        says = "lower policy.min_restore_tokens"
+        found = cause_of(served, lambda: served.ask(ids), "rejected", says)
     finally:
         least(PolicyConfig().min_restore_tokens)
     assert [row["reason"] for row in found["declined"]] == ["short"]
-    assert "min_restore_tokens" in found["advice"]["text"]
     assert found["prompts"]["storage"] == (TOKENS - 1) // PAGE * PAGE
 
 
 def test_a_prompt_that_the_device_has_hits(served: Served) -> None:
     (ids,) = prompts(1, seed=405)
     served.ask(ids)
-    found = cause_of(served, lambda: served.ask(ids), "hits")
+    found = cause_of(served, lambda: served.ask(ids), "hits", "no cache could have had")
     assert found["prompts"]["device"] == (TOKENS - 1) // PAGE * PAGE
 
 
@@ -174,7 +203,8 @@ def test_causes_that_lie_in_the_store(attached: Served) -> None:
     (ids,) = prompts(1, seed=411)
     attached.ask(ids)
     attached.flush()
-    cause_of(attached, lambda: attached.ask(ids), "write_through_selective")
+    says = "write_through stores it the first time"
+    cause_of(attached, lambda: attached.ask(ids), "write_through_selective", says)
 
     tiny = {"capacity_bytes": "2MiB", "segment_bytes": "512KiB"}
     attach(attached, folder="tiny", store=tiny)
@@ -182,20 +212,23 @@ def test_causes_that_lie_in_the_store(attached: Served) -> None:
     for one in asked:
         attached.ask(one)
     attached.flush()
-    found = cause_of(attached, lambda: attached.ask(asked[0]), "evicted")
-    assert found["store"]["pages_evicted"] and "capacity_bytes" in found["advice"]["text"]
+    says = "to make room: raise store.capacity_bytes (now "
+    found = cause_of(attached, lambda: attached.ask(asked[0]), "evicted", says)
+    assert found["store"]["pages_evicted"]
 
     attach(attached)
     ids = stored(attached, 413)
     model = attached.call("GET", "/server_info")["model_path"]
     attached.call("POST", "/update_weights_from_disk", {"model_path": model}, ADMIN)
     attach(attached)
-    found = cause_of(attached, lambda: attached.ask(ids), "empty store")
+    says = "made another fingerprint, and kvtier stat shows those"
+    found = cause_of(attached, lambda: attached.ask(ids), "empty store", says)
     assert found["store"]["pages"] >= TOKENS // PAGE and not found["prompts"]["storage"]
 
     attach(attached, folder="slow", throttle={"write_gbps": 0.0003})
     for one in prompts(25, seed=414):  # more than device and host memory hold
         attached.ask(one, 1)
     last = prompts(25, seed=414)[16:19]
-    found = cause_of(attached, lambda: [attached.ask(ids, 1) for ids in last], "write pending")
+    act = lambda: [attached.ask(ids, 1) for ids in last]  # noqa: E731
+    found = cause_of(attached, act, "write pending", "still wait to be written")
     assert found["store"]["writes_waiting"] > 0

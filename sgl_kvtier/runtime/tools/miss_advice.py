@@ -148,8 +148,8 @@ def _of_new(figures: Figures, tokens: int) -> Advice:
     return Advice(
         "new prompts",
         f"{_count(tokens, 'computed token')} were new to every cache: if you expected hits, a "
-        "timestamp, an id, another cache salt or a reordered tool list parts the prompts early, "
-        f"and {COMPARE} shows where.",
+        "timestamp, an id, a template that renders old turns anew, another cache salt or LoRA "
+        f"adapter, or a reordered tool list parts the prompts early, and {COMPARE} shows where.",
     )
 
 
