@@ -214,7 +214,9 @@ def request(device: int, host: int) -> Any:
     )
 
 
-def offers_for(req: Any, why_left: str | None = None, min_tokens: int = 0) -> tuple[Offers, Any]:
+def offers_for(
+    req: Any, why_left: str | None = None, min_tokens: int = 0, windows: Any = None
+) -> tuple[Offers, Any]:
     """The offers of a process in which this request waits, and what hangs on them."""
     restorations: dict[str, Restoration] = {}
     records = Requests()
@@ -225,6 +227,9 @@ def offers_for(req: Any, why_left: str | None = None, min_tokens: int = 0) -> tu
     backend = SimpleNamespace(_backend=SimpleNamespace(begin_read=None))
     context: Any = SimpleNamespace(
         page=PAGE,
+        alone=True,
+        windows=windows,
+        device=SimpleNamespace(claimable=lambda: 0),
         facts=[],
         requests=records,
         waiting=lambda handle: req,
@@ -319,3 +324,42 @@ def test_a_question_that_was_given_up_is_not_offered() -> None:
     offers.look_at(R, one)
     offers.make()
     assert there.facts == [] and there.counters.declined == {}
+
+
+# --- models with sliding windows --------------------------------------------------------------------------------------
+
+WINDOWS = SimpleNamespace(pages=2, token_bytes=4)
+
+
+def with_window(one: Any, ends: Sequence[int], name: str = "swa") -> Any:
+    """A lookup for which storage has windows at the ends of so many pages too."""
+    one.pool_transfers = [SimpleNamespace(name=name)]
+    one.pool_storage_result = SimpleNamespace(restorable_prefix_pages=[*ends])
+    return one
+
+
+def test_a_hit_that_ends_at_a_window_is_offered_with_it_and_its_lower_ends_are_kept() -> None:
+    offers, there = offers_for(request(1, 0), windows=WINDOWS)
+    assert offers.hit(with_window(looked_up(range(5), 5, start=1), [2, 4, 5]), 5 * PAGE)
+    (offer,) = there.facts
+    assert (offer.pages, offer.anchor_pages, offer.anchor_bytes) == (6, 2, 2 * PAGE * 4)
+    r = there.restorations["r"]
+    assert (r.anchor, r.stored.ends) == (Span(4, 6), (3, 5))
+    assert r.shorter(4).sources == ((Span(1, 3), Tier.STORAGE),)
+    assert r.shorter(2) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "hit", "pool", "why"),
+    [
+        (0, 0, 5, "kv draft", "window not stored"),
+        (0, 4, 5, "swa", "window in host memory"),
+        (0, 5, 0, "swa", "window in host memory"),
+    ],
+)
+def test_a_prefix_whose_window_cannot_come_with_it_is_left_to_sglang(
+    device: int, host: int, hit: int, pool: str, why: str
+) -> None:
+    offers, there = offers_for(request(device, host), windows=WINDOWS)
+    assert not offers.hit(with_window(looked_up(range(5), hit), [hit], pool), hit * PAGE)
+    assert there.facts == [] and there.counters.declined[why] == 1
