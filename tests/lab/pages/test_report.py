@@ -200,6 +200,23 @@ def test_the_published_rows_of_a_grid_follow_from_their_raw_result(grid: str, ra
         assert row["from storage (%)"] == round(100 * stored / prompts)
 
 
+def test_the_published_rows_of_the_other_client_follow_from_their_raw_result() -> None:
+    result = read_result(RAW / "harness.json.gz")
+    page = (DATA.parent / "harness.md").read_text(encoding="utf-8")
+    rows = result["harness"]["agreement"]
+    for row in rows:
+        shown = (f"{row['harness']:,.1f}", f"{row['own']:,.1f}", f"{row['ratio']:.3f}")
+        assert f"| {' | '.join(shown)} |" in page
+        assert row["ratio"] == pytest.approx(row["harness"] / row["own"])
+    for arm, figures in result["arms"].items():
+        ttft_ms = [one["ttft_ms"] for one in result["samples"] if one["arm"] == arm]
+        assert len(ttft_ms) == figures["requests"]
+        (mean,) = [
+            row["harness"] for row in rows if (row["arm"], row["figure"]) == (arm, "ttft_ms.mean")
+        ]
+        assert mean == pytest.approx(fmean(ttft_ms))
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in RAW.glob("*.json.gz")))
 def test_every_raw_result_can_be_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(RAW / name)]) == 0
