@@ -429,6 +429,34 @@ def test_a_page_is_read_in_all_pools_as_one(make):
         ]
 
 
+def test_windows_come_with_the_first_pages_of_a_read_and_into_slots_of_their_own(make):
+    kv, windows = host_pool(), host_pool(seed=1)
+    backend = make(kv, side_pools=[(PoolName.SWA, windows)])
+    backend.batch_set_v1(keys(*range(4)), slots([0, 1, 2, 3]))
+    stored = PoolTransfer(name=PoolName.SWA, host_indices=slots([3, 2]), keys=keys(3, 1))
+    assert backend.batch_set_v2([stored]) == {PoolName.SWA: [True] * 2}
+    ended: list[tuple[int, str]] = []
+    job = backend.begin_read(
+        [page_key(name) for name in keys(3, 2, 1, 0)],
+        slots([23, 22, 21, 20]),
+        on_page=lambda page, outcome: ended.append((page, outcome.name)),
+        windows=slots([8, 9]),
+    )
+    assert job.wait(15)
+    assert sorted(ended) == [(0, "OK"), (1, "MISS"), (2, "OK"), (3, "OK")], "2 has no window"
+    assert page_bytes(windows, 8) == page_bytes(windows, 3)
+    for page in (0, 1, 3):
+        assert page_bytes(kv, 20 + page) == page_bytes(kv, page)
+
+
+def test_of_pages_with_a_part_more_each_ends_once():
+    ended: list[int] = []
+    whole = _WholePages(3, 1, lambda page, outcome: ended.append(page), more=2)
+    for part in (4, 0, 3, 2, 1):
+        whole(part, ReadOutcome.OK)
+    assert ended == [2, 1, 0]
+
+
 def test_a_page_ends_with_its_last_part_and_the_first_that_failed():
     ended: list[tuple[int, ReadOutcome]] = []
     whole = _WholePages(2, 3, lambda page, outcome: ended.append((page, outcome)))
