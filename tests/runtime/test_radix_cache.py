@@ -83,7 +83,11 @@ def built(monkeypatch: pytest.MonkeyPatch, tree: Any) -> list[list[str]]:
 
     def build(tree: Any, server_args: Any) -> Any:
         seen.append([str(spec.pool_name) for spec in tree.sidecar_pool_specs])
-        return SimpleNamespace(agreement=SimpleNamespace(alone=True), close=seen.clear)
+        return SimpleNamespace(
+            agreement=SimpleNamespace(alone=True),
+            context=SimpleNamespace(windows=None),
+            close=seen.clear,
+        )
 
     monkeypatch.setattr(radix_cache.restore_setup, "build", build)
     monkeypatch.setattr(radix_cache.restore_setup, "lacks", lambda tree, server_args: None)
@@ -136,6 +140,7 @@ def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
 ) -> None:
     tree = without_pools(monkeypatch)
     tree.tree_components = (ComponentType.FULL, ComponentType.SWA)
+    tree.token_to_kv_pool_allocator = None
     with caplog.at_level(logging.WARNING):
         tree.init_hicache(SERVER, PARAMS)
     assert tree.kvtier is None
