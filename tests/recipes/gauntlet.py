@@ -28,6 +28,7 @@ from typing import Any
 import forking
 import shapes
 
+from sgl_kvtier.arguments import positive
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.outside.server import Launch, Server, end_on_signals
@@ -35,6 +36,7 @@ from sgl_kvtier.lab.outside.server import Launch, Server, end_on_signals
 HERE = Path(__file__).resolve().parent
 PAGE, CHUNK, PROMPT, TURN, ANSWER = 64, 2048, 5000, 300, 16
 DEVICE_TOKENS, RUNNING = 24576, 8
+PROFILE, ADMIN_KEY = "h100-llama8b", "recipes"
 DILATION = 4.0
 """Steps take as many times an H100's, so that this machine's own work is small beside them."""
 POLICY: dict[str, Any] = {
@@ -44,7 +46,7 @@ POLICY: dict[str, Any] = {
     "min_restore_tokens": 256,
 }
 """Of every server's kvtier.json."""
-START_S = 300.0
+START_S = 900.0
 """How long a server may take to start."""
 
 
@@ -105,7 +107,7 @@ def arguments(recipe: Recipe, dropped: dict[str, str], folder: Path) -> list[str
         "--hicache-storage-backend-extra-config": f"@{folder / 'kvtier.json'}",
         "--enable-metrics": None,
         "--enable-cache-report": None,
-        "--admin-api-key": "recipes",
+        "--admin-api-key": ADMIN_KEY,
     }
     if recipe.draft:
         own["--speculative-draft-model-path"] = shapes.write(recipe.draft, folder / "draft")
@@ -121,7 +123,7 @@ def arguments(recipe: Recipe, dropped: dict[str, str], folder: Path) -> list[str
 def environment(recipe: Recipe, folder: Path) -> dict[str, str]:
     """Variables of the server: the recipe's, and those of the device."""
     latent = "kv_lora_rank" in shapes.SHAPES[recipe.shape]
-    name = "h100x8-deepseek-v3" if latent else "h100-llama8b"
+    name = "h100x8-deepseek-v3" if latent else PROFILE
     known, own_bytes = profile.read(name), shapes.bytes_per_token(recipe.shape)
     told = {
         "profile": name,
@@ -186,7 +188,7 @@ class Asked:
 
     def call(self, method: str, path: str, body: Any = None) -> str:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", "Authorization": "Bearer recipes"}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
         request = urllib.request.Request(self.server.url + path, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=120) as answer:
             return str(answer.read().decode())
@@ -404,6 +406,13 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the recipes and their sources")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep servers' logs there")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print these results as a table")
+    parser.add_argument(
+        "--fuzz",
+        type=positive,
+        metavar="N",
+        help="send N random requests in trouble to each instead; exit status 1 with a finding",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is random (default 0)")
     args = parser.parse_args(given)
     if args.table:
         print(table(json.loads(args.table.read_text(encoding="utf-8"))["recipes"]))
@@ -429,6 +438,15 @@ def main(given: list[str] | None = None) -> int:
                     flush=True,
                 )
                 shutil.rmtree(scratch / one.name, ignore_errors=True)
+                if args.fuzz:
+                    import fuzz  # it knows this module
+
+                    rows.append(fuzz.run(one, dropped, scratch / one.name, args.fuzz, args.seed))
+                    said = [*rows[-1]["findings"], *map(str, rows[-1]["wrong_answers"])]
+                    print("sound" if fuzz.is_sound(rows[-1]) else "; ".join(said), file=sys.stderr)
+                    if args.json:
+                        args.json.write_text(json.dumps({"fuzz": rows}, indent=1) + "\n")
+                    continue
                 rows.append(run(one, dropped, scratch / one.name, fork=len(chosen) > 1))
                 said = ", ".join(name for name in COLUMNS if rows[-1][name]) or rows[-1]["reason"]
                 print(f"{rows[-1]['seconds']:.0f} s: {said}", file=sys.stderr)
@@ -439,6 +457,11 @@ def main(given: list[str] | None = None) -> int:
         forking.stop()
         if not args.keep:
             shutil.rmtree(scratch, ignore_errors=True)
+    if args.fuzz:
+        import fuzz
+
+        print(fuzz.table(rows))
+        return int(not all(map(fuzz.is_sound, rows)))
     print(table(rows))
     return int(any(row["equal"] is False for row in rows))
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import fuzz
 import gauntlet
 import pytest
 import shapes
@@ -121,3 +123,25 @@ def test_a_changed_row_of_any_kind_of_pool_is_seen(monkeypatch: pytest.MonkeyPat
     moved = latent.clone()
     latent[3] = moved[64]  # a page of another place
     assert not bool((buffers[0][0].read(slots) == chain[:, None]).all())
+
+
+def test_a_fuzzed_recipe_is_sound_when_something_was_compared_and_nothing_was_wrong() -> None:
+    log = fuzz.FuzzLog()
+    rows = {"kv": {"checked": 9, "wrong": 0}}
+    found = {**fuzz.counts(log), "rows": rows}
+    assert not fuzz.is_sound(found), "no answer was compared"
+    found["compared"] = 3
+    assert fuzz.is_sound(found)
+    assert not fuzz.is_sound({**found, "rows": {}}), "nor any row"
+    assert not fuzz.is_sound({**found, "leaks": 1})
+    assert not fuzz.is_sound({**found, "rows": {"kv": {"checked": 9, "wrong": 1}}})
+
+
+def test_fuzzed_sessions_go_on_from_the_answers_that_the_device_gives() -> None:
+    one, other = fuzz._sessions(3)[0], fuzz._sessions(3)[0]
+    assert one == other and len(one) > 1
+    for before, after in itertools.pairwise(one):
+        ids = [*before.ids, *fuzz.expected(before.ids, before.outputs)]
+        assert list(after.ids[: len(ids)]) == ids and len(after.ids) > len(ids)
+    longer = fuzz.expected(one[0].ids, 3)
+    assert fuzz.expected([*one[0].ids, *longer[:1]], 2) == longer[1:]

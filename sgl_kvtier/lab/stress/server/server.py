@@ -140,7 +140,7 @@ class FuzzServer:
         self._log = log
         extra = (*setup.extra, "--admin-api-key", self.admin_key)
         whole = Setup(**{**vars(setup), "extra": extra, "sections": {**setup.sections, **sections}})
-        launch = prepare(arm, whole, folder)
+        launch = self.prepared(arm, whole)
         self._launch = Launch(
             launch.arguments, {**launch.env, **STRICT, **_IDLE_CHECKS, **(env or {})}
         )
@@ -152,6 +152,10 @@ class FuzzServer:
         self._read = 0
         self._killing = False
         self._is_gone = False
+
+    def prepared(self, arm: str, setup: Setup) -> Launch:
+        """Its launch, in its folder."""
+        return prepare(arm, setup, self._folder)
 
     @property
     def url(self) -> str:
