@@ -97,7 +97,9 @@ def leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
         beside = staticmethod(copy_device.slot_pools.beside)
 
         @staticmethod
-        def transfers(controller: Any, host: torch.Tensor, device: torch.Tensor) -> list[Any]:
+        def transfers(
+            controller: Any, host: torch.Tensor, device: torch.Tensor, window: None = None
+        ) -> list[Any]:
             described: list[Any] = controller._l2_load_transfers(host, device)
             return described
 

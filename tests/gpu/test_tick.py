@@ -104,7 +104,10 @@ class Scene:
             page_size=self.place.page,
             token_to_kv_pool_allocator=self.allocator,
             cache_controller=SimpleNamespace(
-                mem_pool_host=host, storage_backend=self.store, **_copying(controller)
+                mem_pool_host=host,
+                storage_backend=self.store,
+                write_policy="write_through",
+                **_copying(controller),
             ),
             req_to_token_pool=SimpleNamespace(available_size=lambda: 4),
             evictable_size=lambda: 0,

@@ -74,11 +74,12 @@ def run(
         server.start()
         # A server that falls back keeps the mode that it has, and takes no word on sessions.
         reason = gauntlet.refusal(folder / "server.log")
-        ahead = "SGLang's own way" not in reason
+        restores = "SGLang's own way" not in reason
+        ahead = restores and "not looking ahead" not in reason
         chaos = Chaos(
-            (*_FAULTS, *_GIVEN_UP, *(("switch", "hint") if ahead else ())),
+            (*_FAULTS, *_GIVEN_UP, *(["switch"] * restores), *(["hint"] * ahead)),
             seed,
-            start=None if ahead else ("off", None),
+            start=None if restores else ("off", None),
         )
         options = FuzzOptions(
             f"{seed}", chaos, requests=requests, deadline_s=_DEADLINE_S,

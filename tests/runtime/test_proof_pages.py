@@ -277,8 +277,8 @@ def test_a_page_that_was_damaged_on_its_way_does_not_land(
     """The planted mistake: without the check it lands, and a forward reads it."""
     copy = scene.copies._copy
 
-    def damages(host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
-        copy(host_slots, device_slots)
+    def damages(host_slots: torch.Tensor, device_slots: torch.Tensor, *more: Any) -> None:
+        copy(host_slots, device_slots, *more)
         scene.spoil(TO[1])
 
     scene.copies._copy = damages  # type: ignore[method-assign]

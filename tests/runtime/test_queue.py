@@ -209,6 +209,7 @@ def test_a_pass_that_only_holds_back_lets_some_time_pass(monkeypatch) -> None:
         turns=SimpleNamespace(passed=lambda ran: None),
         engine=SimpleNamespace(loads=[]),
         queue=SimpleNamespace(holds=True),
+        context=SimpleNamespace(room=SimpleNamespace(is_short=False)),
     )
     scheduler = SimpleNamespace(tree_cache=SimpleNamespace(kvtier=parts))
     hooks.after_pass(SimpleNamespace(batch_to_run=object()), scheduler)
@@ -220,6 +221,10 @@ def test_a_pass_that_only_holds_back_lets_some_time_pass(monkeypatch) -> None:
     parts.queue = None
     hooks.after_pass(SimpleNamespace(batch_to_run=None), scheduler)
     assert slept == [0.001]
+    parts.context.room.is_short = True
+    hooks.after_pass(SimpleNamespace(batch_to_run=None), scheduler)
+    hooks.after_pass(SimpleNamespace(batch_to_run=None), scheduler)
+    assert slept == [0.001, 0.001], "it waits for room once, and looks again"
 
 
 # What the planner is shown of the queue: tokens that will be computed, not those that are loaded.

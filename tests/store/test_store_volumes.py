@@ -12,7 +12,6 @@ import stat
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -162,8 +161,6 @@ def pod(path: Path, promised: Path, *, ends_after: int | None) -> Callable[[], s
             for outcome, data in zip(outcomes, pages.values(), strict=True)
         )
         (promised.parent / "found").write_text(f"{hits} {right} {len(before)}")
-        if ends_after is not None:
-            threading.Thread(target=term, args=(len(before) + ends_after,), daemon=True).start()
         number = len(before)
         with promised.open("ab", buffering=0) as file:
             while True:
@@ -172,14 +169,11 @@ def pod(path: Path, promised: Path, *, ends_after: int | None) -> Callable[[], s
                     break
                 file.write(b"%d\n" % number)
                 number += 1
+                if number - len(before) == ends_after:
+                    threading.Thread(target=signal.raise_signal, args=(signal.SIGTERM,)).start()
         assert read(store, {key(number - 1): 5000}) == [(ReadOutcome.OK, content(number - 1, 5000))]
         store.close()
         return "full"
-
-    def term(count: int) -> None:
-        while promised.read_text().count("\n") < count:
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGTERM)
 
     return run
 

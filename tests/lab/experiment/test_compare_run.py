@@ -318,10 +318,6 @@ def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
     )
     assert "aiconfigurator" in device["source"]["database"]
     assert list(result["arms"]) == ["recompute", "hicache", "hicache-file", "kvtier", "oracle"]
-    ours, oracle = (result["arms"][arm]["bound"] for arm in ("kvtier", "oracle"))
-    assert oracle["ttft_later_ms"] == ours["ttft_later_ms"] > 0
-    assert oracle["missing_on_device_tokens"] == 0
-    assert ours["wall_s"] == result["arms"]["kvtier"]["rounds"][0]["wall_s"]
     assert result["arms"]["kvtier"]["ttft_later_ms"]["n"] == 2
     assert result["settings"]["page_size"] == 64
     assert result["settings"]["concurrency"] == len(result["workload"]["rows"]) == 2

@@ -100,7 +100,9 @@ class EngineLab:
         tree = SimpleNamespace(
             page_size=PAGE,
             token_to_kv_pool_allocator=self.device,
-            cache_controller=SimpleNamespace(mem_pool_host=self.host, storage_backend=self.store),
+            cache_controller=SimpleNamespace(
+                mem_pool_host=self.host, storage_backend=self.store, write_policy="write_through"
+            ),
             evict_host=None,
             unlock=lambda lock: None,
             is_chunk_cache=lambda: True,
