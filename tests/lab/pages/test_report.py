@@ -170,6 +170,7 @@ def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result()
     ("grid", "raw"),
     [
         ("returning, SSD of 1.5 GB/s", "emulated-h100-returning-ssd-1.5"),
+        ("returning, device memory of an H100", "emulated-h100-returning-393k"),
         ("returning, SSD of 3 GB/s", "emulated-h100-returning-ssd-3"),
         ("returning, other rates", "emulated-h100-returning-rates"),
         ("returning, other backends", "emulated-h100-other-backends"),
