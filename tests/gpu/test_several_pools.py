@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,17 +94,14 @@ def load(beside: Beside) -> tuple[bytes, Proof]:
 def leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies bring the KV pages alone."""
 
-    class Forgetful:
-        beside = staticmethod(copy_device.slot_pools.beside)
+    def kv_alone(
+        controller: Any, host: torch.Tensor, device: torch.Tensor, window: None = None
+    ) -> list[Any]:
+        described: list[Any] = controller._l2_load_transfers(host, device)
+        return described
 
-        @staticmethod
-        def transfers(
-            controller: Any, host: torch.Tensor, device: torch.Tensor, window: None = None
-        ) -> list[Any]:
-            described: list[Any] = controller._l2_load_transfers(host, device)
-            return described
-
-    monkeypatch.setattr(copy_device, "slot_pools", Forgetful)
+    names = {**vars(copy_device.slot_pools), "transfers": kv_alone}
+    monkeypatch.setattr(copy_device, "slot_pools", SimpleNamespace(**names))
 
 
 @WITH_MTP
