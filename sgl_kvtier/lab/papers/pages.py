@@ -20,6 +20,13 @@ from sgl_kvtier.console import Column, Table, progress, to_markdown, write_text
 from sgl_kvtier.console.table import Row
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.papers import batches, cacheflow, cake, tierkv
+from sgl_kvtier.lab.rules import (
+    KeptWhileExpected,
+    LeastBudget,
+    QuickDemotion,
+    SmallestHeld,
+    Unbounded,
+)
 from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.cells import agreement
 from sgl_kvtier.lab.sim.experiment import (
@@ -30,7 +37,7 @@ from sgl_kvtier.lab.sim.experiment import (
     over_draws,
     run_policy,
 )
-from sgl_kvtier.lab.sim.policies import AHEAD
+from sgl_kvtier.lab.sim.policies import AHEAD, named
 
 # --- the papers -----------------------------------------------------------------------------------
 
@@ -95,19 +102,14 @@ _POLICIES = {
 _BY_ARRIVAL = {"kvtier by arrival": ("kvtier", replace(AHEAD, queue="arrival"))}
 _STAYS = replace(AHEAD, prefetch="off")
 
-
-def _rule(name: str) -> str:
-    return f"sgl_kvtier.lab.rules:{name}"
-
-
 _RIVALS = {
     "restore": ("kvtier", _STAYS),
-    "order: Bidaw": ("kvtier", replace(_STAYS, rules=_rule("SmallestHeld"))),
-    "order: Cascade": ("kvtier", replace(_STAYS, rules=_rule("LeastBudget"))),
-    "order: unbounded": ("kvtier", replace(_STAYS, rules=_rule("Unbounded"))),
+    "order: Bidaw": ("kvtier", replace(_STAYS, rules=named(SmallestHeld))),
+    "order: Cascade": ("kvtier", replace(_STAYS, rules=named(LeastBudget))),
+    "order: unbounded": ("kvtier", replace(_STAYS, rules=named(Unbounded))),
     "eviction: LRU": ("kvtier", replace(_STAYS, eviction="lru")),
-    "eviction: quick demotion": ("kvtier", replace(_STAYS, eviction=_rule("QuickDemotion"))),
-    "eviction: kept": ("kvtier", replace(_STAYS, eviction=_rule("KeptWhileExpected"))),
+    "eviction: quick demotion": ("kvtier", replace(_STAYS, eviction=named(QuickDemotion))),
+    "eviction: kept": ("kvtier", replace(_STAYS, eviction=named(KeptWhileExpected))),
 }
 """Rules of others in the place of one of kvtier's, without prefetching."""
 

@@ -68,7 +68,7 @@ def policy(name: str) -> Policy:
     return POLICIES[name]
 
 
-def _named(rule: type) -> str:
+def named(rule: type) -> str:
     """A class as kvtier.json names it."""
     return f"{rule.__module__}:{rule.__qualname__}"
 
@@ -106,12 +106,12 @@ POLICIES: Mapping[str, Policy] = {
     ),
     "cake": Policy(
         "Cake's rule: split always, whole chunks, arrival order; no lookahead",
-        _rule(rules=_named(Cake), **_PAPER),
+        _rule(rules=named(Cake), **_PAPER),
         served=True,
     ),
     "cacheflow": Policy(
         "CacheFlow's rule: Cake's with I/O for the longest first",
-        _rule(rules=_named(CacheFlow), **_PAPER),
+        _rule(rules=named(CacheFlow), **_PAPER),
         served=True,
     ),
     "load": Policy("loads all there is, computes nothing of it", _rule(rules="", restore="load")),
