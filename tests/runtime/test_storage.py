@@ -451,7 +451,7 @@ def test_windows_come_with_the_first_pages_of_a_read_and_into_slots_of_their_own
 
 def test_of_pages_with_a_part_more_each_ends_once():
     ended: list[int] = []
-    whole = _WholePages(3, 1, lambda page, outcome: ended.append(page), more=2)
+    whole = _WholePages([2, 2, 1], lambda page, outcome: ended.append(page))
     for part in (4, 0, 3, 2, 1):
         whole(part, ReadOutcome.OK)
     assert ended == [2, 1, 0]
@@ -459,7 +459,7 @@ def test_of_pages_with_a_part_more_each_ends_once():
 
 def test_a_page_ends_with_its_last_part_and_the_first_that_failed():
     ended: list[tuple[int, ReadOutcome]] = []
-    whole = _WholePages(2, 3, lambda page, outcome: ended.append((page, outcome)))
+    whole = _WholePages([3, 3], lambda page, outcome: ended.append((page, outcome)))
     for part, outcome in ((4, "CORRUPT"), (0, "OK"), (3, "OK"), (1, "OK")):
         whole(part, ReadOutcome[outcome])
     assert ended == []

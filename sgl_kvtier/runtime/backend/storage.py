@@ -444,21 +444,17 @@ class KVTierStorage(HiCacheStorage):
         side pools; the job counts the parts of a page one by one.
         """
         pools = tuple(name for name in self.registered_pools if name != WINDOWS)
-        if windows is None:
-            if on_page is not None and len(pools) > 1:
-                on_page = _WholePages(len(keys), len(pools), on_page)
-            return self._begin_read(pools, keys, host_slots, deadline_s, on_page, urgency)
-        first = len(windows) // self.mem_pool_host.page_size
-        pages = self._page_reads(pools, keys, host_slots)
-        beside = self._page_reads((WINDOWS,), keys[:first], windows)
-        if self._store is None or pages is None or beside is None:
+        store, pages = self._store, self._page_reads(pools, keys, host_slots)
+        first = 0 if windows is None else len(windows) // self.mem_pool_host.page_size
+        beside = [] if windows is None else self._page_reads((WINDOWS,), keys[:first], windows)
+        if store is None or pages is None or beside is None:
             return None
         for parts, more in zip(pages, beside, strict=False):
             parts += more
-        if on_page is not None:
-            on_page = _WholePages(len(keys), len(pools), on_page, first)
+        if on_page is not None and len(pools) + first > 1:
+            on_page = _WholePages([len(parts) for parts in pages], on_page)
         reads = [read for parts in pages for read in parts]
-        return self._store.read(reads, priority=urgency, deadline_s=deadline_s, on_page=on_page)
+        return store.read(reads, priority=urgency, deadline_s=deadline_s, on_page=on_page)
 
     def _page_reads(
         self, pools: Sequence[str], keys: Sequence[PageKey], host_slots: torch.Tensor
@@ -472,24 +468,6 @@ class KVTierStorage(HiCacheStorage):
             for pool, host in zip(pools, hosts, strict=True)
         ]
         return [list(page) for page in zip(*by_pool, strict=True)]
-
-    def _begin_read(
-        self,
-        pools: Sequence[str],
-        keys: Sequence[PageKey],
-        host_slots: torch.Tensor,
-        deadline_s: float | None,
-        on_page: Callable[[int, ReadOutcome], None] | None,
-        urgency: Urgency,
-    ) -> ReadJob | None:
-        """The same of these pools alone, with an `on_page` for every part: those of a page follow
-        one another.
-        """
-        store, pages = self._store, self._page_reads(pools, keys, host_slots)
-        if store is None or pages is None:
-            return None
-        reads = [read for page in pages for read in page]
-        return store.read(reads, priority=urgency, deadline_s=deadline_s, on_page=on_page)
 
     def begin_read_into(
         self, keys: Sequence[PageKey], parts: Sequence[Sequence[memoryview]]
@@ -631,10 +609,11 @@ class KVTierStorage(HiCacheStorage):
     def _begin(self, keys: Sequence[str], host_indices: torch.Tensor) -> ReadJob:
         """A part of SGLang's own read, which asks for side pools itself and counts the worst."""
         names = [page_key(key) for key in keys]
-        job = self._begin_read((KV,), names, host_indices, None, None, Urgency.SOON)
-        if job is None:
-            job = OrderedJob(len(keys), None, None)
-            job.end_rest(ReadOutcome.MISS)
+        store, pages = self._store, self._page_reads((KV,), names, host_indices)
+        if store is not None and pages is not None:
+            return store.read([read for (read,) in pages], priority=Urgency.SOON)
+        job = OrderedJob(len(keys), None, None)
+        job.end_rest(ReadOutcome.MISS)
         return job
 
     def _write(
@@ -698,23 +677,19 @@ def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore
 
 class _WholePages:
     """Told of the ends of parts, tells of the ends of pages: `on_page` is called once for each of
-    `pages`, when its last part has ended. The parts of a page follow one another; the first `more`
-    pages have one part more. Any thread.
+    them, when its last part has ended. `parts`: how many each page has; they follow one another.
+    Any thread.
     """
 
-    def __init__(
-        self, pages: int, parts: int, on_page: Callable[[int, ReadOutcome], None], more: int = 0
-    ) -> None:
-        self._parts, self._more, self._on_page = parts, more, on_page
-        self._left = [parts + (page < more) for page in range(pages)]
-        self._outcomes = [ReadOutcome.OK] * pages
+    def __init__(self, parts: Sequence[int], on_page: Callable[[int, ReadOutcome], None]) -> None:
+        self._on_page = on_page
+        self._left = list(parts)
+        self._page_of = [page for page, count in enumerate(parts) for _ in range(count)]
+        self._outcomes = [ReadOutcome.OK] * len(parts)
         self._lock = threading.Lock()
 
     def __call__(self, part: int, outcome: ReadOutcome) -> None:
-        long = self._more * (self._parts + 1)
-        page = (
-            part // (self._parts + 1) if part < long else self._more + (part - long) // self._parts
-        )
+        page = self._page_of[part]
         with self._lock:
             self._left[page] -= 1
             if self._outcomes[page] is ReadOutcome.OK:
