@@ -21,26 +21,39 @@ def test_a_recipe_is_stored_restored_and_looked_ahead_with_equal_answers(tmp_pat
     assert row["rows"]["kv"]["checked"] > gauntlet.PROMPT and row["rows"]["kv"]["wrong"] == 0
 
 
-def test_windows_are_restored_with_what_the_front_computed(tmp_path: Path) -> None:
+ANCHORS = [
+    ("gpt-oss-120b", "window", "pages of windows do not follow"),
+    ("qwen3-next-80b-a3b", "state", "states do not follow"),
+]
+"""Models that need more than KV pages at the end of a prefix, and what that is."""
+
+
+@pytest.mark.parametrize(("name", "kind", "reason"), ANCHORS)
+def test_windows_and_states_are_restored_with_what_the_front_computed(
+    tmp_path: Path, name: str, kind: str, reason: str
+) -> None:
     recipes, dropped = gauntlet.load()
-    recipe = next(one for one in recipes if one.name == "gpt-oss-120b")
+    recipe = next(one for one in recipes if one.name == name)
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
     assert row["restores"] and row["equal"], row
     assert row["computed_tokens"] > 0 and row["loaded_tokens"] > 0, "from both ends"
-    assert "pages of windows do not follow" in row["reason"] and not row["looks_ahead"]
-    assert row["rows"]["window"]["checked"] > 0
-    assert [kind["wrong"] for kind in row["rows"].values()] == [0] * len(row["rows"])
+    assert reason in row["reason"] and not row["looks_ahead"]
+    assert row["rows"][kind]["checked"] > 0
+    assert [one["wrong"] for one in row["rows"].values()] == [0] * len(row["rows"])
 
 
 @pytest.mark.slow
-def test_windows_that_do_not_come_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "kind", "reason"), ANCHORS)
+def test_windows_and_states_that_do_not_come_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, reason: str
+) -> None:
     """Loads leave them out while the file of $DRAFTS is there (`tests/runtime/changed_site`)."""
     recipes, dropped = gauntlet.load()
-    recipe = next(one for one in recipes if one.name == "gpt-oss-120b")
+    recipe = next(one for one in recipes if one.name == name)
     leave_out(monkeypatch)
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
     assert row["restores"] and row["rows"]["kv"]["wrong"] == 0, row
-    assert row["rows"]["window"]["wrong"] > 0
+    assert row["rows"][kind]["wrong"] > 0
 
 
 def leave_out(monkeypatch: pytest.MonkeyPatch) -> None:

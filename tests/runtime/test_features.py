@@ -73,8 +73,9 @@ def test_every_group_of_symbols_is_of_a_feature_and_every_hook_too():
     ("group", "lost"),
     [
         ("lookahead", {"lookahead"}),
-        ("restore", {"restore", "windows", "lookahead"}),
+        ("restore", {"restore", "windows", "states", "lookahead"}),
         ("windows", {"windows"}),
+        ("states", {"states"}),
         ("zero-copy", {"zero-copy"}),
         ("hints", {"hints"}),
         ("weights", {"weights"}),
@@ -154,7 +155,9 @@ def test_what_is_left_at_auto_is_left_to_sglang(launch, without, checked, caplog
         checked(args, AUTO)
     said = [record.getMessage() for record in caplog.records if "is off" in record.getMessage()]
     assert [line.split()[1] for line in said] == ["hints", "control"]
-    line = restore_setup.own_way(args, SimpleNamespace(), AUTO)
+    line = restore_setup.own_way(
+        args, SimpleNamespace(is_hybrid_swa=False, is_hybrid_ssm=False), AUTO
+    )
     assert line is not None and "restore is off" in line and "Thing.gone: missing" in line
 
 

@@ -85,7 +85,7 @@ def built(monkeypatch: pytest.MonkeyPatch, tree: Any) -> list[list[str]]:
         seen.append([str(spec.pool_name) for spec in tree.sidecar_pool_specs])
         return SimpleNamespace(
             agreement=SimpleNamespace(alone=True),
-            context=SimpleNamespace(windows=None),
+            context=SimpleNamespace(anchors=None),
             close=seen.clear,
         )
 
@@ -145,7 +145,7 @@ def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
         tree.init_hicache(SERVER, PARAMS)
     assert tree.kvtier is None
     assert (
-        "prefixes are restored and pages are prefetched and evicted SGLang's own way: swa"
+        "prefixes are restored and pages are prefetched and evicted SGLang's own way: windows in a "
         in caplog.text
     )
 

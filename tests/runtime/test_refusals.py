@@ -26,13 +26,14 @@ from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.scheduler import refusals
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.refusals import (
+    NOT_AHEAD,
     OF_ARGUMENTS,
     OF_MODEL,
+    OF_STATES,
     OF_WINDOWS,
     SIDE_PAGES,
     STAGES,
     UNPROVEN,
-    WINDOWS,
 )
 from sgl_kvtier.runtime.settings import looks_ahead
 
@@ -64,7 +65,11 @@ BY_FLAGS = [
 
 BY_MODEL = [
     ("radix cache is off", "--model-impl sglang", {"disable_radix_cache": True}),
-    ("state pages", 'policy.restore = "off"', {"is_hybrid_ssm": True}),
+    (
+        "states and window pages",
+        'policy.restore = "off"',
+        {"is_hybrid_ssm": True, "is_hybrid_swa": True},
+    ),
 ]
 """What the line names, what mends it, and what SGLang has found out about the model when it builds
 its cache.
@@ -79,6 +84,9 @@ BY_WINDOWS = [
     ),
 ]
 """The same of models with sliding windows, by flags."""
+
+BY_STATES = [("states on an accelerator", 'policy.restore = "off"', "--device cuda")]
+"""The same of models with linear layers."""
 
 BY_PROOF = [
     ("more than one rank", 'policy.restore = "fastest"', "--tp 2"),
@@ -140,10 +148,10 @@ def test_a_plain_server_is_refused_nothing(launch):
 
 
 def test_every_refusal_has_a_case():
-    cases = [what for what, _, _ in (*BY_FLAGS, *BY_MODEL, *BY_WINDOWS)]
+    cases = [what for what, _, _ in (*BY_FLAGS, *BY_MODEL, *BY_WINDOWS, *BY_STATES)]
     assert [
         refusal.what
-        for refusal in (*OF_MODEL, *OF_WINDOWS, *OF_ARGUMENTS)
+        for refusal in (*OF_MODEL, *OF_WINDOWS, *OF_STATES, *OF_ARGUMENTS)
         if not any(what in refusal.what for what in cases)
     ] == []
     assert [
@@ -174,20 +182,29 @@ def test_models_that_restoring_does_not_know_are_refused_each_by_its_own_reason(
     assert [other for other, _, _ in BY_MODEL if other in line] == [what]
 
 
-@pytest.mark.parametrize(("what", "mend", "flags"), BY_WINDOWS)
-def test_models_with_windows_restore_where_they_were_seen_to(launch, drafts, what, mend, flags):
-    windows = context(is_hybrid_swa=True)
-    line = str(restore_setup.own_way(launch(flags), windows, BOTH))
+@pytest.mark.parametrize(
+    ("kind", "what", "mend", "flags"),
+    [("is_hybrid_swa", *case) for case in BY_WINDOWS]
+    + [("is_hybrid_ssm", *case) for case in BY_STATES],
+)
+def test_models_with_anchors_restore_where_they_were_seen_to(
+    launch, drafts, kind, what, mend, flags
+):
+    anchored = context(**{kind: True})
+    line = str(restore_setup.own_way(launch(flags), anchored, BOTH))
     assert what in line and mend in line
     assert what not in str(restore_setup.own_way(launch(flags), context(), BOTH))
-    assert restore_setup.own_way(launch(""), windows, BOTH) is None
+    assert restore_setup.own_way(launch(""), anchored, BOTH) is None
 
 
-def test_models_with_windows_are_not_looked_ahead_for(launch):
-    windows = context(is_hybrid_swa=True)
-    assert restore_setup.own_way(launch(""), windows, AHEAD) is None
+@pytest.mark.parametrize(
+    ("kind", "name"), [("is_hybrid_swa", "windows"), ("is_hybrid_ssm", "states")]
+)
+def test_models_with_anchors_are_not_looked_ahead_for(launch, kind, name):
+    anchored = context(**{kind: True})
+    assert restore_setup.own_way(launch(""), anchored, AHEAD) is None
     only_ahead = PolicyConfig(restore="off", prefetch="on", eviction="next-use")
-    assert str(WINDOWS) in str(restore_setup.own_way(launch(""), windows, only_ahead))
+    assert str(NOT_AHEAD[name]) in str(restore_setup.own_way(launch(""), anchored, only_ahead))
 
 
 @pytest.mark.parametrize(
@@ -222,10 +239,10 @@ def test_one_nvidia_gpu_restores_and_looks_ahead_by_default(launch):
 def test_all_reasons_are_said_at_once(launch):
     line = str(
         restore_setup.own_way(
-            launch("--page-size 1 --enable-mixed-chunk"), context(is_hybrid_ssm=True), BOTH
+            launch("--page-size 1 --enable-mixed-chunk"), context(disable_radix_cache=True), BOTH
         )
     )
-    assert all(what in line for what in ("state pages", "--page-size 64", "mixed chunks"))
+    assert all(what in line for what in ("radix cache is off", "--page-size 64", "mixed chunks"))
 
 
 @pytest.mark.parametrize(

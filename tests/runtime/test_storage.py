@@ -440,7 +440,7 @@ def test_windows_come_with_the_first_pages_of_a_read_and_into_slots_of_their_own
         [page_key(name) for name in keys(3, 2, 1, 0)],
         slots([23, 22, 21, 20]),
         on_page=lambda page, outcome: ended.append((page, outcome.name)),
-        windows=slots([8, 9]),
+        anchor=slots([8, 9]),
     )
     assert job.wait(15)
     assert sorted(ended) == [(0, "OK"), (1, "MISS"), (2, "OK"), (3, "OK")], "2 has no window"

@@ -206,7 +206,7 @@ def request(device: int, host: int) -> Any:
         cache_request_handle=R,
         prefix_len=device * PAGE,
         host_hit_length=host * PAGE,
-        init_next_round_input=lambda tree: None,
+        init_next_round_input=lambda tree, cow_mamba: None,
         full_untruncated_fill_ids=range(len(NAMES) * PAGE + 3),
         best_match_node=1,
         last_node=1,
@@ -215,7 +215,7 @@ def request(device: int, host: int) -> Any:
 
 
 def offers_for(
-    req: Any, why_left: str | None = None, min_tokens: int = 0, windows: Any = None
+    req: Any, why_left: str | None = None, min_tokens: int = 0, anchors: Any = None
 ) -> tuple[Offers, Any]:
     """The offers of a process in which this request waits, and what hangs on them."""
     restorations: dict[str, Restoration] = {}
@@ -228,7 +228,7 @@ def offers_for(
     context: Any = SimpleNamespace(
         page=PAGE,
         alone=True,
-        windows=windows,
+        anchors=anchors,
         device=SimpleNamespace(claimable=lambda: 0),
         facts=[],
         requests=records,
@@ -328,7 +328,7 @@ def test_a_question_that_was_given_up_is_not_offered() -> None:
 
 # --- models with sliding windows --------------------------------------------------------------------------------------
 
-WINDOWS = SimpleNamespace(pages=2, token_bytes=4)
+WINDOWS = SimpleNamespace(one="window", pages=2, page_slots=PAGE, slot_bytes=4)
 
 
 def with_window(one: Any, ends: Sequence[int], name: str = "swa") -> Any:
@@ -339,7 +339,7 @@ def with_window(one: Any, ends: Sequence[int], name: str = "swa") -> Any:
 
 
 def test_a_hit_that_ends_at_a_window_is_offered_with_it_and_its_lower_ends_are_kept() -> None:
-    offers, there = offers_for(request(1, 0), windows=WINDOWS)
+    offers, there = offers_for(request(1, 0), anchors=WINDOWS)
     assert offers.hit(with_window(looked_up(range(5), 5, start=1), [2, 4, 5]), 5 * PAGE)
     (offer,) = there.facts
     assert (offer.pages, offer.anchor_pages, offer.anchor_bytes) == (6, 2, 2 * PAGE * 4)
@@ -360,6 +360,6 @@ def test_a_hit_that_ends_at_a_window_is_offered_with_it_and_its_lower_ends_are_k
 def test_a_prefix_whose_window_cannot_come_with_it_is_left_to_sglang(
     device: int, host: int, hit: int, pool: str, why: str
 ) -> None:
-    offers, there = offers_for(request(device, host), windows=WINDOWS)
+    offers, there = offers_for(request(device, host), anchors=WINDOWS)
     assert not offers.hit(with_window(looked_up(range(5), hit), [hit], pool), hit * PAGE)
     assert there.facts == [] and there.counters.declined[why] == 1

@@ -75,7 +75,7 @@ class Lab:
         req = SimpleNamespace(
             rid=rid, cache_request_handle=handle, prefix_len=0, host_hit_length=0, best_match_node=7
         )
-        req.init_next_round_input = lambda tree: None
+        req.init_next_round_input = lambda tree, cow_mamba: None
         self.queue.append(req)
         return self.turns.hit(SimpleNamespace(handle=handle, storage_start=0), stored)
 

@@ -130,17 +130,17 @@ class Lab:
     def held(self) -> tuple[int, int]:
         """What SGLang's memory checks are told of."""
         slots = self.engine.context.slots
-        return slots.tokens, slots.window_tokens
+        return slots.tokens, slots.anchor_slots
 
 
 def test_windows_are_claimed_with_the_last_pages_alone() -> None:
     lab = Lab()
     load = lab.load(8, 12)
     assert lab.held == (4 * PAGE, WINDOW * PAGE)
-    assert len(load.windows.device) == len(load.windows.host) == WINDOW * PAGE
-    assert lab.load(4, 8).windows is None
-    assert load.windows_of(0, 2, PAGE) is None
-    assert torch.equal(load.windows_of(1, 3, PAGE).device, load.windows.device[:PAGE])
+    assert len(load.anchor.device) == len(load.anchor.host) == WINDOW * PAGE
+    assert lab.load(4, 8).anchor is None
+    assert load.anchor_of(0, 2) is None
+    assert torch.equal(load.anchor_of(1, 3).device, load.anchor.device[:PAGE])
 
 
 def test_a_load_that_finds_no_room_for_windows_claims_nothing() -> None:
@@ -165,7 +165,7 @@ def test_a_jump_from_before_the_window_takes_it_over_and_frees_what_the_front_ha
     lab = Lab()
     own = lab.compute(4, inserted=False)
     load = lab.end(lab.load(4, 12), LANDED) and lab.r.loads[0]
-    windows_there = load.windows.device.clone()
+    windows_there = load.anchor.device.clone()
     swa = lab.pools.swa_available_size()
     slots = lab.engine.splice(lab.r, Span(4, 12))
     mapping = lab.pools.full_to_swa_index_mapping

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
     LogicalHostPool,
 )
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvtier.runtime.backend.page_shape import PageShape, RankShare
@@ -39,8 +40,15 @@ is named by a data-parallel rank.
 
 
 def is_page_contiguous(pool: Any) -> bool:
-    """Whether a page of this host pool lies in few pieces (K and V) that can be read in place."""
-    return pool.layout in CONTIGUOUS and buffer_of(pool) is not None
+    """Whether a page of this host pool lies in few pieces (K and V, or the tensors of a state) that
+    can be read in place.
+    """
+    return pool.layout in CONTIGUOUS and (has_states(pool) or buffer_of(pool) is not None)
+
+
+def has_states(pool: Any) -> bool:
+    """Whether this host pool's pages are states, each of tensors that lie apart."""
+    return isinstance(pool, MambaPoolHost)
 
 
 def buffer_of(pool: Any) -> torch.Tensor | None:
@@ -147,8 +155,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def parts_of(pool: Any, pages: int, host_indices: torch.Tensor) -> list[list[memoryview]]:
     """Each page's pieces in a page-contiguous host pool, as views of the pool's memory.
-    `host_indices`: a slot per token.
+    `host_indices`: a slot per token, or per state.
     """
+    if has_states(pool):
+        states = [pool._iter_page_tensors(slot) for slot in host_indices.tolist()]
+        return [[bytes_of(part) for part in state if part.numel()] for state in states]
     addresses, sizes = pool.get_page_buffer_meta(host_indices)
     buffer = buffer_of(pool)
     assert buffer is not None, "a page-contiguous pool has one"

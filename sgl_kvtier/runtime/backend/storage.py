@@ -50,8 +50,7 @@ from sgl_kvtier.runtime.metrics import (
     store_samples,
     tenant_samples,
 )
-from sgl_kvtier.runtime.sglang import features, hooks, page_hash, seams
-from sgl_kvtier.runtime.sglang.windows import POOL as WINDOWS
+from sgl_kvtier.runtime.sglang import anchors, features, hooks, page_hash, seams
 from sgl_kvtier.runtime.step.page_names import page_key
 from sgl_kvtier.store.base import (
     KV,
@@ -434,19 +433,23 @@ class KVTierStorage(HiCacheStorage):
         deadline_s: float | None = None,
         on_page: Callable[[int, ReadOutcome], None] | None = None,
         urgency: Urgency = Urgency.NOW,
-        windows: torch.Tensor | None = None,
+        anchor: torch.Tensor | None = None,
     ) -> ReadJob | None:
         """Begins reading pages, in this order, into host slots: each in all pools, which have the
         same slots. None while no store is open, or where a page's layout in a host pool differs
         from the store's. The slots belong to the store until each page's `on_page`, which an I/O
         thread calls when its last part has ended, with the first outcome that is not OK. With the
-        first pages come their windows, into the slots `windows`. Only for servers without other
-        side pools; the job counts the parts of a page one by one.
+        first pages comes their anchor (a window or a state), into the slots `anchor`. Only for
+        servers without other side pools; the job counts the parts of a page one by one.
         """
-        pools = tuple(name for name in self.registered_pools if name != WINDOWS)
+        own = anchors.pool_in(self.registered_pools)
+        pools = tuple(name for name in self.registered_pools if name != own)
         store, pages = self._store, self._page_reads(pools, keys, host_slots)
-        first = 0 if windows is None else len(windows) // self.mem_pool_host.page_size
-        beside = [] if windows is None else self._page_reads((WINDOWS,), keys[:first], windows)
+        first = 0
+        beside: list[list[PageRead]] | None = [] if anchor is None else None
+        if anchor is not None and own is not None:
+            first = len(anchor) // self.registered_pools[own].page_size
+            beside = self._page_reads((own,), keys[:first], anchor)
         if store is None or pages is None or beside is None:
             return None
         for parts, more in zip(pages, beside, strict=False):

@@ -52,7 +52,7 @@ from sgl_kvtier.runtime.step.polls import (
     fresh_runs,
     runs_of,
 )
-from sgl_kvtier.runtime.step.private_slots import WindowSlots
+from sgl_kvtier.runtime.step.private_slots import AnchorSlots
 from sgl_kvtier.runtime.step.restoration import Load, Restoration
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, Span, Tier
@@ -307,7 +307,7 @@ class RestoreEngine:
             else:
                 self._lose(r, span, _NO_ROOM, span.stop)
             return
-        device, host, windows = slots
+        device, host, anchor = slots
         due = self.context.now + 2 * command.deadline_s
         load = Load(
             r,
@@ -319,7 +319,7 @@ class RestoreEngine:
             self.context.now,
             due,
             Poll(self.context.next_number(), len(span)),
-            windows=windows,
+            anchor=anchor,
         )
         r.loads.append(load)
         r.moved_at = self.context.now
@@ -332,30 +332,30 @@ class RestoreEngine:
 
     def _claim(
         self, r: Restoration, span: Span, owns_host: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, WindowSlots | None] | None:
-        """Device and host slots of these pages and of the windows that come with them, all or none.
+    ) -> tuple[torch.Tensor, torch.Tensor, AnchorSlots | None] | None:
+        """Device and host slots of these pages and of the anchor that comes with them, all or none.
         A pool that fails where it should hand out pages, or say that it has none, costs this
         restoration; it is computed instead.
         """
         page, slots = self.context.page, self.context.slots
         anchored = max(0, span.stop - max(span.start, r.anchor.start)) if r.anchor else 0
-        device = host = windows = None
+        device = host = anchor = None
         try:
             device = slots.claim_device(len(span) * page)
             if device is not None and anchored:
-                windows = slots.claim_windows(anchored * page)
-            if device is not None and (windows is not None or not anchored):
+                anchor = slots.claim_anchors(anchored)
+            if device is not None and (anchor is not None or not anchored):
                 host = self._host_slots(r, span, owns_host)
         except Exception:
             logger.exception("kvtier: %s: no pages could be claimed; it is computed instead", r.rid)
             self.abandon(r, "failed")
         if device is not None and host is not None:
-            return device, host, windows
+            return device, host, anchor
         if device is not None:
             slots.put_back(device)
-        if windows is not None:
-            slots.put_back_windows(windows.device)
-            slots.put_back_host_windows(windows.host)
+        if anchor is not None:
+            slots.put_back_anchors(anchor.device)
+            slots.put_back_host_anchors(anchor.host)
         return None
 
     def cancel(self, command: messages.Cancel) -> None:
@@ -372,7 +372,7 @@ class RestoreEngine:
     def splice(self, r: Restoration, span: Span) -> torch.Tensor:
         """Passes the landed pages of a span to the caller, which owns their slots from now on."""
         pieces = []
-        windows, front = list[torch.Tensor](), r.front
+        anchor, front = list[torch.Tensor](), r.front
         kept = r.to_look_at_again
         if self.second_look is not None and kept is not None and kept.page in span:
             load, offset = r.owner[kept.page]
@@ -381,9 +381,9 @@ class RestoreEngine:
         for load, first, stop in r.landed_runs(span):
             load.held[first:stop] = bytes(stop - first)
             pieces.append(load.device_pages(first, stop, self.context.page))
-            beside = load.windows_of(first, stop, self.context.page)
+            beside = load.anchor_of(first, stop)
             if beside is not None:
-                windows.append(beside.device)
+                anchor.append(beside.device)
         for page in range(span.start, span.stop):
             tier = r.tier_of(page)
             r.spliced[tier] = r.spliced.get(tier, 0) + 1
@@ -393,7 +393,7 @@ class RestoreEngine:
         r.jumps += 1
         slots = torch.cat(pieces)
         if r.anchor:
-            self._take_over(r, slots, torch.cat(windows), Span(front, span.stop))
+            self._take_over(r, slots, torch.cat(anchor), Span(front, span.stop))
         if self.attach is not None:
             self.attach.attached(r, span)
         if self.audit is not None:
@@ -401,13 +401,13 @@ class RestoreEngine:
         return slots
 
     def _take_over(
-        self, r: Restoration, slots: torch.Tensor, windows: torch.Tensor, span: Span
+        self, r: Restoration, slots: torch.Tensor, anchor: torch.Tensor, span: Span
     ) -> None:
-        """The windows at the end of the jump are the request's from now on."""
+        """The window or state at the end of the jump is the request's from now on."""
         page = self.context.page
-        assert self.context.windows is not None, "of a model with windows"
-        self.context.slots.give_windows(len(windows))
-        self.context.windows.take_over(r.req, slots, windows, span.start * page, span.stop * page)
+        assert self.context.anchors is not None, "of a model with anchors"
+        self.context.slots.give_anchors(len(anchor))
+        self.context.anchors.take_over(r.req, slots, anchor, span.start * page, span.stop * page)
 
     def trusted(self, r: Restoration, span: Span) -> bool:
         """Whether these pages have landed, and can be attached. If not, plan and executor disagree,
@@ -488,7 +488,7 @@ class RestoreEngine:
             if not r.closed:
                 for low, high in self._given_up(load, first, stop):
                     self._drop(load, low, high)
-            beside = self._window_bytes(load, first, stop)
+            beside = self._anchor_bytes(load, first, stop)
             nbytes = len(span) * self.context.page_bytes + beside
             self.counters.bytes_loaded[load.link] += nbytes
             agreed = len(span) * self.context.agreed_page_bytes + beside
@@ -505,12 +505,12 @@ class RestoreEngine:
         mine = bytearray(owner.get(start + at) == (load, at) for at in range(first, stop))
         return [(first + low, first + high) for low, high in runs_of(mine, 0, 0, len(mine))]
 
-    def _window_bytes(self, load: Load, first: int, stop: int) -> int:
-        """Bytes of windows that have come with these pages."""
-        windows = load.windows_of(first, stop, self.context.page)
-        if windows is None or self.context.windows is None:
+    def _anchor_bytes(self, load: Load, first: int, stop: int) -> int:
+        """Bytes of an anchor that have come with these pages."""
+        anchor = load.anchor_of(first, stop)
+        if anchor is None or self.context.anchors is None:
             return 0
-        return len(windows.device) * self.context.windows.token_bytes
+        return len(anchor.device) * self.context.anchors.slot_bytes
 
     def _disown(self, load: Load, span: Span) -> int:
         """These pages of a load will not come. Returns the end of those that were waited for; 0
@@ -548,8 +548,8 @@ class RestoreEngine:
         self.proof.note_load(load.poll.seen.count(LANDED) * self.context.agreed_page_bytes)
         if load.owns_host:
             self._leave_host(load)
-        if load.windows is not None:
-            self.context.slots.put_back_host_windows(load.windows.host)
+        if load.anchor is not None:
+            self.context.slots.put_back_host_anchors(load.anchor.host)
         if r.closed:
             self._unpin(r)
 
@@ -576,12 +576,12 @@ class RestoreEngine:
 
     def _give_up_to(self, r: Restoration, end: int, retry: bool) -> None:
         """Pages below `end` cannot be attached any more, so they are computed. Of a request that
-        waits, a shorter prefix that ends at a window is restored instead, where there is one.
+        waits, a shorter prefix that ends at an anchor is restored instead, where there is one.
         """
         if retry and end > r.anchor.start and not r.admitted:
-            shorter = r.shorter(end - 1)
-            if shorter is not None:
-                self.abandon(r, "window lost")
+            shorter, anchored = r.shorter(end - 1), self.context.anchors
+            if shorter is not None and anchored is not None:
+                self.abandon(r, f"{anchored.one} lost")
                 self.offers.instead(r, shorter)
                 return
         for page in range(r.front, end):
@@ -597,9 +597,9 @@ class RestoreEngine:
         for low, high in runs_of(load.held, 1, first, stop):
             load.held[low:high] = bytes(high - low)
             self.context.slots.put_back(load.device_pages(low, high, self.context.page))
-            windows = load.windows_of(low, high, self.context.page)
-            if windows is not None:
-                self.context.slots.put_back_windows(windows.device)
+            anchor = load.anchor_of(low, high)
+            if anchor is not None:
+                self.context.slots.put_back_anchors(anchor.device)
             if load.poll.seen[low] == LANDED:
                 self.counters.unused_pages += high - low
 

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from sgl_kvtier.policy.messages import RestoreOffered
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
-from sgl_kvtier.runtime.sglang import requests, storage_ops, stored_pages, windows
+from sgl_kvtier.runtime.sglang import anchors, requests, storage_ops, stored_pages
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req
 from sgl_kvtier.runtime.step.context import StepContext
@@ -115,11 +115,11 @@ class Offers:
         if req is None:
             return False
         stored = stored_of(operation, hit_tokens, self._context.page)
-        if self._context.windows is not None:
-            if not windows.is_asked_for(operation):
-                return self._fall_back("window not stored")
+        if (anchored := self._context.anchors) is not None:
+            if not anchors.is_asked_for(operation):
+                return self._fall_back(f"{anchored.one} not stored")
             if self._context.alone:  # ranks have agreed on the longest end alone
-                shorter = windows.shorter_ends(operation)
+                shorter = anchors.shorter_ends(operation)
                 ends = [stored.start + pages for pages in shorter if pages < len(stored.keys)]
                 stored = stored._replace(ends=tuple(ends))
         offered = self._offer(req, stored)
@@ -186,7 +186,7 @@ class Offers:
             or self._requests.restoration(req.rid) is not None
             or operation.is_terminated()
             or context.host.write_back  # what was read could not be restored
-            or context.windows is not None  # nor without its window
+            or context.anchors is not None  # nor without its anchor
         ):
             return None
         stored = stored_of(operation, operation.storage_hit_count, page)
@@ -218,7 +218,7 @@ class Offers:
         """A waiting request for which SGLang reads nothing. Pages that storage has behind a missing
         one, by this operation, may be offered next tick, else its host pages.
         """
-        if not self.taking or self._context.windows is not None:
+        if not self.taking or self._context.anchors is not None:
             return
         stored = None
         if operation is not None and not operation.is_terminated():
@@ -332,10 +332,10 @@ def _waits(record: Tracked, waits: Waits) -> bool:
 
 def _offer_of(context: StepContext, r: Restoration) -> RestoreOffered:
     offer = RestoreOffered(r.rid, LATER, r.prompt_tokens, r.resident, r.pages, r.sources)
-    if context.windows is None:
+    if context.anchors is None:
         return offer
     pages = len(r.anchor)
-    nbytes = pages * context.page * context.windows.token_bytes
+    nbytes = pages * context.anchors.page_slots * context.anchors.slot_bytes
     return replace(offer, anchor_pages=pages, anchor_bytes=nbytes)
 
 
@@ -393,10 +393,10 @@ def find(context: StepContext, req: Req, stored: Stored | None) -> Restoration |
     )
     sources = ((Span(resident, in_tree), Tier.HOST), *below)
     anchor = Span(0, 0)
-    if context.windows is not None:
-        anchor = Span(max(resident, end - context.windows.pages), end)
+    if context.anchors is not None:
+        anchor = Span(max(resident, end - context.anchors.pages), end)
         if anchor.start < in_tree and (resident < in_tree or end == in_tree):
-            return "window in host memory"
+            return f"{context.anchors.one} in host memory"
     return Restoration(
         rid=req.rid,
         req=req,

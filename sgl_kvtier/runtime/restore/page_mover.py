@@ -169,8 +169,8 @@ class PageMover:
 
         order = load.host_slots.view(pages, self._page).flip(0).flatten()
         how: dict[str, Any] = {}
-        if load.windows is not None:
-            how["windows"] = load.windows.host.view(-1, self._page).flip(0).flatten()
+        if (anchor := load.anchor) is not None:
+            how["anchor"] = anchor.host.view(-1, anchor.page).flip(0).flatten()
         keys = load.restoration.keys_of(load.span)
         job = storage.begin_read(keys, order, deadline_s, on_page, **how) if storage else None
         load.job = job
@@ -320,10 +320,10 @@ class PageMover:
             slots[piece.first * self._page : piece.stop * self._page]
             for slots in (piece.load.host_slots, piece.load.device_slots)
         )
-        windows = piece.load.windows_of(piece.first, piece.stop, self._page)
-        if windows is None:
+        anchor = piece.load.anchor_of(piece.first, piece.stop)
+        if anchor is None:
             return self._device.begin(host, device, piece.fence)
-        return self._device.begin(host, device, piece.fence, (windows.host, windows.device))
+        return self._device.begin(host, device, piece.fence, (anchor.host, anchor.device))
 
     def _reap(self, piece: _Piece, copy: Copy) -> None:
         """Copies' thread, or the mover's: a copy has ended."""

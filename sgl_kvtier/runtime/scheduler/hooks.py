@@ -180,4 +180,4 @@ def count_private(
     if parts is None:
         return None
     slots = parts.context.slots
-    return result[0] + slots.tokens, result[1] + slots.window_tokens
+    return result[0] + slots.tokens, result[1] + slots.anchor_slots

@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from sgl_kvtier.runtime.sglang import requests, step, windows
+from sgl_kvtier.runtime.sglang import anchors, requests, step
 from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.types import Span, Tier
@@ -282,14 +282,14 @@ class KVTierPrefillAdder(PrefillAdder):
         held = (len(r.owner) - len(compute.splice)) * self.page_size
         self.memory_budget.total_offset -= held
         requests.set_found(req, requests.Found(compute.splice.stop * self.page_size, 0))
-        window = windows.in_host(req)
-        windows.set_in_host(req, 0)
+        anchor = anchors.in_host(req)
+        anchors.set_in_host(req)
         read = requests.read_from_storage(req)
         requests.set_read_from_storage(req, Span(0, 0))  # SGLang would count it a second time
         verdict = self._add_with_limit(req, has_chunked_req, align, compute.tokens)
         if not (self.can_run_list and self.can_run_list[-1] is req):
             requests.set_found(req, found)
-            windows.set_in_host(req, window)
+            anchors.set_in_host(req, anchor)
             requests.set_read_from_storage(req, read)
             self.memory_budget.total_offset += held
             return verdict
@@ -360,7 +360,9 @@ class KVTierPrefillAdder(PrefillAdder):
         locked.
         """
         context = self.tree_cache.kvtier.engine.context
-        room = context.room
+        anchored, room = context.anchors, context.room
+        if anchored is not None and context.slots.anchor_slots and anchored.is_short():
+            return AddReqResult.OTHER  # those that restorations hold are soon a request's, or free
         if not room.matters:
             return None
         needed = int(self.memory_budget.total_offset) + tokens

@@ -76,8 +76,8 @@ class KVTierRadixCache(UnifiedRadixCache):
         self._allocate = self.cache_controller.allocate_storage_hit
         self.cache_controller.allocate_storage_hit = self._offer_or_allocate
         self.kvtier = restore_setup.build(self, self._built_for)
-        # With several stages SGLang looks on the first one alone. Behind a gap no window is of use.
-        if tree_ranks.stages(self) == 1 and self.kvtier.context.windows is None:
+        # With several stages SGLang looks on the first one alone. Behind a gap no anchor is of use.
+        if tree_ranks.stages(self) == 1 and self.kvtier.context.anchors is None:
             StoredPages(self.cache_controller, self.kvtier.agreement.alone)
 
     def check_hicache_events(self) -> None:
@@ -206,7 +206,8 @@ class KVTierRadixCache(UnifiedRadixCache):
         context = self.kvtier.context
         before = context.available()
         result = super().evict_for_alloc(params, **how)
-        asked = (params.num_tokens, params.swa_num_tokens)
+        anchors = context.anchors
+        asked = (params.num_tokens, 0 if anchors is None else anchors.evicted_with(params))
         short = max(
             had + tokens - has
             for had, tokens, has in zip(before, asked, context.available(), strict=False)

@@ -16,7 +16,7 @@ import torch
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.runtime.backend.host_pages import CONTIGUOUS
 from sgl_kvtier.runtime.cpu.platform import works_at_once
-from sgl_kvtier.runtime.sglang import slot_pools, windows
+from sgl_kvtier.runtime.sglang import anchors, slot_pools
 
 _ANYWAY = 'policy.restore = "fastest" in kvtier.json asks for it anyway'
 _WHOLE = "--disable-hybrid-swa-memory keeps whole sequences in all layers, in more device memory"
@@ -65,9 +65,9 @@ OF_MODEL = (
         lambda ctx: ctx.disable_radix_cache,
     ),
     Refusal(
-        "state pages: linear layers keep states beside the KV pages",
+        "states and window pages in one model: nobody has restored both together",
         _NO_FLAG,
-        lambda ctx: ctx.is_hybrid_ssm,
+        lambda ctx: ctx.is_hybrid_ssm and ctx.is_hybrid_swa,
     ),
 )
 """Asked with the context that SGLang builds its cache in."""
@@ -87,6 +87,15 @@ OF_WINDOWS = (
 """Of models whose layers with a sliding window keep pages of their own. Asked with the resolved
 arguments.
 """
+
+OF_STATES = (
+    Refusal(
+        "states on an accelerator: nobody has seen them copied there",
+        _NO_FLAG,
+        lambda args: args.device != "cpu",
+    ),
+)
+"""Of models whose linear layers keep states. Asked with the resolved arguments."""
 
 OF_ARGUMENTS = (
     Refusal(
@@ -177,7 +186,11 @@ UNPROVEN = (
 SIDE_PAGES = Refusal("the model keeps other pages beside its KV pages", _NO_FLAG)
 """Of what was built for the model, where its settings did not tell."""
 
-WINDOWS = Refusal("not looking ahead: pages of windows do not follow the KV pages", _WHOLE)
+NOT_AHEAD = {
+    "windows": Refusal("not looking ahead: pages of windows do not follow the KV pages", _WHOLE),
+    "states": Refusal("not looking ahead: states do not follow the KV pages", _NO_FLAG),
+}
+"""By what stands at the end of a prefix (`anchors`)."""
 STAGES = Refusal("not looking ahead: more than one pipeline stage", "--pp-size 1")
 UNEVEN = Refusal(
     "not looking ahead: host memory does not hold equally many pages on all ranks",
@@ -191,10 +204,17 @@ WRITE_BACK = Refusal(
 
 def unsupported(args: Any, ctx: Any) -> str | None:
     """Why this server restores SGLang's own way and does not look ahead, or None."""
-    windows = OF_WINDOWS if ctx.is_hybrid_swa else ()
+    of_anchors = {"windows": OF_WINDOWS, "states": OF_STATES}.get(anchors_of(ctx) or "", ())
     return _told(
-        [*_holding(OF_MODEL, ctx), *_holding(windows, args), *_holding(OF_ARGUMENTS, args)]
+        [*_holding(OF_MODEL, ctx), *_holding(of_anchors, args), *_holding(OF_ARGUMENTS, args)]
     )
+
+
+def anchors_of(ctx: Any) -> str | None:
+    """What stands at the end of a prefix in the model that SGLang builds its cache for in this
+    context: windows or states (`anchors`); None where the KV pages are enough.
+    """
+    return "windows" if ctx.is_hybrid_swa else "states" if ctx.is_hybrid_ssm else None
 
 
 def unproven(args: Any, policy: PolicyConfig) -> str | None:
@@ -217,10 +237,10 @@ def lacking(tree: Any) -> str | None:
     """The same, by the pools that were built for the model: beside the KV pages there may be those
     that lie at the same slots (`slot_pools`).
     """
-    from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE, ComponentType
+    from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 
-    known = [BASE_COMPONENT_TYPE, *(ComponentType.SWA,) * (windows.unknown(tree) is None)]
-    kinds = [kind.name.lower() for kind in tree.tree_components if kind not in known]
+    beside = [kind.name for kind in tree.tree_components if kind != BASE_COMPONENT_TYPE]
+    kinds = anchors.unknown(tree, beside)
     pools = slot_pools.foreign(tree)
     return f"{', '.join([*kinds, *pools])}: {SIDE_PAGES}" if kinds or pools else None
 

@@ -35,20 +35,20 @@ from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.scheduler.refusals import (
+    NOT_AHEAD,
     STAGES,
     UNEVEN,
-    WINDOWS,
     WRITE_BACK,
+    anchors_of,
     lacking,
     looks_ahead_by_default,
     unproven,
     unsupported,
 )
 from sgl_kvtier.runtime.settings import looks_ahead
-from sgl_kvtier.runtime.sglang import features, tree_ranks
+from sgl_kvtier.runtime.sglang import anchors, features, tree_ranks
 from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.runtime.sglang.types import Tree
-from sgl_kvtier.runtime.sglang.windows import of as windows_of
 from sgl_kvtier.runtime.step.context import StepContext
 
 logger = logging.getLogger(__name__)
@@ -67,13 +67,14 @@ def own_way(args: Any, ctx: Any, policy: PolicyConfig) -> str | None:
     for more, or None.
     """
     line = features.line("restore")
-    if line is None and ctx.is_hybrid_swa:
-        line = features.line("windows")
+    kind = anchors_of(ctx)
+    if line is None and kind is not None:
+        line = features.line(kind)
     if line is not None:
         return f"kvtier: {line}"
     reason = unsupported(args, ctx) or nothing_to_do(args, policy)
-    if reason is None and ctx.is_hybrid_swa and in_force(args, policy).restore == "off":
-        reason = str(WINDOWS)
+    if reason is None and kind is not None and in_force(args, policy).restore == "off":
+        reason = str(NOT_AHEAD[kind])
     return None if reason is None else _told(policy, reason)
 
 
@@ -150,8 +151,8 @@ def build(tree: Tree, server_args: Any) -> Parts:
     args = resolving_view(server_args)
     config = settings.of_server(args)
     policy = in_force(args, config.policy)
-    windows = windows_of(tree)
-    if windows is not None:
+    anchored = anchors.of(tree)
+    if anchored is not None:
         policy = replace(policy, prefetch="off", eviction="lru")
     elif looks_ahead(policy):
         features.require("lookahead")
@@ -237,8 +238,9 @@ def build(tree: Tree, server_args: Any) -> Parts:
         parts.publish(replica)
     if unlike:
         logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", UNEVEN)
-    if windows is not None and looks_ahead(in_force(args, config.policy)):
-        logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", WINDOWS)
+    if anchored is not None and looks_ahead(in_force(args, config.policy)):
+        reason = NOT_AHEAD[anchored.what]
+        logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", reason)
     for line in not_followed(args, config.policy):
         logger.warning("%s", line)
     logger.info(
@@ -273,8 +275,8 @@ def _watch(engine: RestoreEngine, controller: Any, policy: PolicyConfig, at_once
     if not at_once:
         engine.guard = DecodeGuard(engine.context.next_number(), lambda: bool(engine.loads))
     pools = attach.comparable(controller, engine.context.page)
-    if engine.context.windows is not None:
-        pools = "a prefix with windows is restored up to its end only"
+    if (anchored := engine.context.anchors) is not None:
+        pools = f"a prefix with {anchored.what} is restored up to its end only"
     if isinstance(pools, str):
         logger.warning("kvtier: KV computed after restored pages is not compared: %s", pools)
         return

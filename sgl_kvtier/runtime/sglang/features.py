@@ -54,6 +54,11 @@ FEATURES = (
         "stored prefixes of models with sliding windows are loaded SGLang's own way",
     ),
     Feature(
+        "states",
+        ("storage", "restore", "states"),
+        "stored prefixes of models with linear layers are loaded SGLang's own way",
+    ),
+    Feature(
         "lookahead",
         ("storage", "restore", "lookahead"),
         "pages are prefetched and evicted SGLang's own way",

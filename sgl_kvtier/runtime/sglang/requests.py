@@ -27,8 +27,8 @@ class Found(NamedTuple):
 
 
 def match(req: Req, tree: Tree) -> Found:
-    """Looks the prompt up in the tree anew."""
-    req.init_next_round_input(tree)
+    """Looks the prompt up in the tree anew, without a slot for the state of its linear layers."""
+    req.init_next_round_input(tree, cow_mamba=False)
     return found(req)
 
 

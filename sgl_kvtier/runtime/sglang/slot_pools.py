@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sgl_kvtier.runtime.sglang import windows
+from sgl_kvtier.runtime.sglang import anchors
 
 if TYPE_CHECKING:
     import torch
@@ -24,15 +24,15 @@ def beside(controller: Any) -> list[Any]:
 
 
 def others(controller: Any) -> list[str]:
-    """Names of all pools of a load but the KV pages', that of windows too."""
+    """Names of all pools of a load but the KV pages', that of windows or states too."""
     group = controller.mem_pool_host
     entries = getattr(group, "entries", ())
     return [str(entry.name) for entry in entries if entry is not group.anchor_entry]
 
 
 def _entries(group: Any) -> list[Any]:
-    """A group's entries, without the pool of windows, whose slots are its own."""
-    return [entry for entry in getattr(group, "entries", ()) if entry.name != windows.POOL]
+    """A group's entries, without the pool of windows or states, whose slots are its own."""
+    return [entry for entry in getattr(group, "entries", ()) if entry.name not in anchors.POOLS]
 
 
 def token_bytes(group: Any) -> int:
@@ -55,7 +55,8 @@ def transfers(
     window: Slots | None = None,
 ) -> list[Any]:
     """A load of these slots as SGLang describes it, one L2Transfer for each host pool and device
-    pool: KV pages, layers of a draft that lie in them, the pools beside, and window slots.
+    pool: KV pages, layers of a draft that lie in them, the pools beside, and the slots of windows
+    or states.
     """
     from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
@@ -64,7 +65,9 @@ def transfers(
         for entry in beside(controller)
     ]
     if window is not None:
-        sides.append(windows.transfer(*window))
+        pool = anchors.pool_in(others(controller))
+        assert pool is not None, "of a model with anchors"
+        sides.append(anchors.transfer(pool, *window))
     described: list[Any] = controller._l2_load_transfers(
         host_slots, device_slots, *([sides] if sides else [])
     )

@@ -205,7 +205,7 @@ class Req(Protocol):
     is_prefill_only: bool
     beam_group: Any
 
-    def init_next_round_input(self, tree_cache: Any) -> None:
+    def init_next_round_input(self, tree_cache: Any, cow_mamba: bool | None = None) -> None:
         """Matches its prefix anew."""
 
     def finished(self) -> bool:

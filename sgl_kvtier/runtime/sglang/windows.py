@@ -21,6 +21,8 @@ POOL = "swa"
 class Windows:
     """The window slots of one tree, on the device and in host memory; whole pages."""
 
+    name, what, one = POOL, "windows", "window"
+
     def __init__(self, tree: Any) -> None:
         from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
@@ -31,27 +33,32 @@ class Windows:
         self._host = tree.cache_controller.mem_pool_host.entry_map[POOL].host_pool
         self.pages = int(self._component.full_window_pages)
         """Pages of one window, rounded up."""
-        self.token_bytes = int(self._host.size_per_token)
+        self.page_slots = int(tree.page_size)
+        self.slot_bytes = int(self._host.size_per_token)
 
     def available(self) -> int:
         """Device slots that hold nothing."""
         return int(self._slots.available_size())
 
-    def claim(self, tokens: int) -> torch.Tensor | None:
+    def claim(self, slots: int) -> torch.Tensor | None:
         """Device slots, evicting unused ones; None when there is no room."""
-        if (short := tokens - self.available()) > 0:
+        if (short := slots - self.available()) > 0:
             evict(self._tree, window_tokens=short)
-        slots: torch.Tensor | None = self._slots.alloc(tokens)
-        return slots
+        claimed: torch.Tensor | None = self._slots.alloc(slots)
+        return claimed
+
+    def is_short(self) -> bool:
+        """Never: SGLang counts these slots before it admits a request."""
+        return False
 
     def free(self, slots: torch.Tensor) -> None:
         """Gives device slots back."""
         self._slots.free(slots)
 
-    def claim_host(self, tokens: int) -> torch.Tensor | None:
+    def claim_host(self, slots: int) -> torch.Tensor | None:
         """Host slots, evicting the least recently used; None when there is no room."""
-        slots: torch.Tensor | None = self._component.alloc_prefetch_staging(tokens)
-        return slots
+        claimed: torch.Tensor | None = self._component.alloc_prefetch_staging(slots)
+        return claimed
 
     def free_host(self, slots: torch.Tensor) -> None:
         """Gives host slots back that no I/O touches."""
@@ -85,11 +92,10 @@ class Windows:
         if req.swa_branching_seqlen is not None and req.swa_branching_seqlen <= stop:
             req.swa_branching_seqlen = None
 
-
-def of(tree: Any) -> Windows | None:
-    """The windows of a tree that has some."""
-    kinds = getattr(tree, "tree_components", ())
-    return Windows(tree) if any(kind.name == "SWA" for kind in kinds) else None
+    @staticmethod
+    def evicted_with(params: Any) -> int:
+        """How many device slots of these an eviction is asked for."""
+        return int(params.swa_num_tokens)
 
 
 def unknown(tree: Any) -> str | None:
@@ -120,31 +126,3 @@ def evict(tree: Any, *, tokens: int = 0, window_tokens: int = 0) -> None:
 def free_without(allocator: Any, slots: torch.Tensor) -> None:
     """Gives whole pages of KV slots back that have no window slots."""
     allocator.free_full_segment(slots, start_pos=0)
-
-
-def is_asked_for(operation: Any) -> bool:
-    """Whether storage was asked for the window at the end of this operation's hit."""
-    return any(str(one.name) == POOL for one in operation.pool_transfers or ())
-
-
-def shorter_ends(operation: Any) -> list[int]:
-    """Numbers of pages, fewer than its hit, at whose end this rank's storage has a window too."""
-    result = operation.pool_storage_result
-    return sorted(result.restorable_prefix_pages or ())
-
-
-def in_host(req: Any) -> int:
-    """Tokens of windows in host memory that the last match of this request found."""
-    return int(getattr(req, "swa_host_hit_length", 0))
-
-
-def set_in_host(req: Any, tokens: int) -> None:
-    """Has SGLang go on as if so many had been found."""
-    req.swa_host_hit_length = tokens
-
-
-def transfer(host_slots: torch.Tensor, device_slots: torch.Tensor) -> Any:
-    """A copy of window slots as SGLang describes it."""
-    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-
-    return PoolTransfer(name=PoolName.SWA, host_indices=host_slots, device_indices=device_slots)

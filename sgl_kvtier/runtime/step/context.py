@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from sgl_kvtier.policy.messages import Fact
-from sgl_kvtier.runtime.sglang import step, windows
+from sgl_kvtier.runtime.sglang import anchors, step
 from sgl_kvtier.runtime.sglang.device_slots import DeviceSlots
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
 from sgl_kvtier.runtime.sglang.tree_nodes import TreeNodes
@@ -33,9 +33,9 @@ class StepContext:
         """Whether a part of this process looks ahead."""
         self.device = DeviceSlots(tree)
         self.host = HostTier(tree)
-        self.windows = windows.of(tree)
-        """The pool of windows, of a model that has some."""
-        self.slots = PrivateSlots(self.device, self.host, self.windows)
+        self.anchors = anchors.of(tree)
+        """Windows or states, of a model that has some."""
+        self.slots = PrivateSlots(self.device, self.host, self.anchors)
         self.room = RealRoom(tree, self.slots)
         self.page = int(tree.page_size)
         self.page_bytes = self.host.token_bytes * self.page
@@ -66,9 +66,9 @@ class StepContext:
         return PageNames(self.page, pairs=TreeNodes(self.tree).named_by_pairs)
 
     def available(self) -> tuple[int, ...]:
-        """Device slots that hold nothing; of a model with windows, window slots too."""
+        """Device slots that hold nothing; of a model with anchors, slots of those too."""
         own = self.device.available()
-        return (own,) if self.windows is None else (own, self.windows.available())
+        return (own,) if self.anchors is None else (own, self.anchors.available())
 
     def moment(self) -> float:
         """The time between two ticks in seconds: with several ranks the last one they agreed on."""

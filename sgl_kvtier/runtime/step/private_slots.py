@@ -11,29 +11,35 @@ from typing import NamedTuple
 
 import torch
 
+from sgl_kvtier.runtime.sglang.anchors import Anchors
 from sgl_kvtier.runtime.sglang.device_slots import DeviceSlots
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
-from sgl_kvtier.runtime.sglang.windows import Windows
 
 
-class WindowSlots(NamedTuple):
-    """Equally many slots of windows."""
+class AnchorSlots(NamedTuple):
+    """Equally many slots of anchors, `page` of them to a page."""
 
     device: torch.Tensor
     host: torch.Tensor
+    page: int
+
+    def pages(self, first: int, stop: int) -> AnchorSlots:
+        """Those of the pages [first, stop) of it."""
+        some = slice(first * self.page, stop * self.page)
+        return AnchorSlots(self.device[some], self.host[some], self.page)
 
 
 class PrivateSlots:
     """Claims slots page by page from SGLang's pools and gives them back."""
 
-    def __init__(self, device: DeviceSlots, host: HostTier, windows: Windows | None = None) -> None:
+    def __init__(self, device: DeviceSlots, host: HostTier, anchors: Anchors | None = None) -> None:
         self.device = device
         self.host = host
-        self._windows = windows
+        self._anchors = anchors
         self._returned: list[torch.Tensor] = []
-        self._returned_windows: list[torch.Tensor] = []
-        self.window_tokens = 0
-        """Device tokens of windows held or waiting to be freed."""
+        self._returned_anchors: list[torch.Tensor] = []
+        self.anchor_slots = 0
+        """Device slots of anchors held or waiting to be freed."""
         self.tokens = 0
         """Device tokens held or waiting to be freed."""
         self.host_tokens = 0
@@ -43,7 +49,7 @@ class PrivateSlots:
     @property
     def waiting(self) -> bool:
         """Whether pages wait to be freed."""
-        return bool(self._returned or self._returned_windows)
+        return bool(self._returned or self._returned_anchors)
 
     def free_up_device(self, tokens: int) -> int:
         """Evicts unused pages until `tokens` slots are empty; returns how many are."""
@@ -71,39 +77,40 @@ class PrivateSlots:
             self.host_tokens += tokens
         return slots
 
-    def claim_windows(self, tokens: int) -> WindowSlots | None:
-        """Whole pages of windows on the device and in host memory, both or none."""
-        assert self._windows is not None, "of a model with windows"
+    def claim_anchors(self, pages: int) -> AnchorSlots | None:
+        """What comes with so many pages, on the device and in host memory, both or none."""
+        assert self._anchors is not None, "of a model with anchors"
+        slots = pages * self._anchors.page_slots
         self.claiming = True
         try:
-            device = self._windows.claim(tokens)
+            device = self._anchors.claim(slots)
         finally:
             self.claiming = False
         if device is None:
             return None
-        self.window_tokens += tokens
+        self.anchor_slots += slots
         try:
-            host = self._windows.claim_host(tokens)
+            host = self._anchors.claim_host(slots)
         except Exception:
-            self.put_back_windows(device)
+            self.put_back_anchors(device)
             raise
         if host is None:
-            self.put_back_windows(device)
+            self.put_back_anchors(device)
             return None
-        return WindowSlots(device, host)
+        return AnchorSlots(device, host, self._anchors.page_slots)
 
-    def give_windows(self, tokens: int) -> None:
-        """This many device tokens of windows belong to a request's row from now on."""
-        self.window_tokens -= tokens
+    def give_anchors(self, slots: int) -> None:
+        """This many device slots of anchors belong to a request from now on."""
+        self.anchor_slots -= slots
 
-    def put_back_windows(self, slots: torch.Tensor) -> None:
-        """Returns device slots of windows that no I/O touches; freed by the next `free`."""
-        self._returned_windows.append(slots)
+    def put_back_anchors(self, slots: torch.Tensor) -> None:
+        """Returns device slots of anchors that no I/O touches; freed by the next `free`."""
+        self._returned_anchors.append(slots)
 
-    def put_back_host_windows(self, slots: torch.Tensor) -> None:
-        """Frees host slots of windows that no I/O touches."""
-        assert self._windows is not None, "of a model with windows"
-        self._windows.free_host(slots)
+    def put_back_host_anchors(self, slots: torch.Tensor) -> None:
+        """Frees host slots of anchors that no I/O touches."""
+        assert self._anchors is not None, "of a model with anchors"
+        self._anchors.free_host(slots)
 
     def give(self, tokens: int) -> None:
         """This many device tokens belong to a request's row from now on."""
@@ -128,8 +135,8 @@ class PrivateSlots:
         for slots in returned:
             self.tokens -= len(slots)
             self.device.free(slots)
-        windows, self._returned_windows = self._returned_windows, []
-        for slots in windows:
-            assert self._windows is not None, "of a model with windows"
-            self.window_tokens -= len(slots)
-            self._windows.free(slots)
+        anchors, self._returned_anchors = self._returned_anchors, []
+        for slots in anchors:
+            assert self._anchors is not None, "of a model with anchors"
+            self.anchor_slots -= len(slots)
+            self._anchors.free(slots)

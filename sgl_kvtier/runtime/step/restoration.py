@@ -23,7 +23,7 @@ from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.runtime.sglang.host_tier import Pin
 from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.runtime.step.polls import LANDED, Poll
-from sgl_kvtier.runtime.step.private_slots import WindowSlots
+from sgl_kvtier.runtime.step.private_slots import AnchorSlots
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
     keys: tuple[PageKey, ...]
     sources: tuple[tuple[Span, Tier], ...]
     ends: tuple[int, ...] = ()
-    """Of a model with windows: lower pages, ascending, at which storage has a window too."""
+    """Of a model with anchors: lower pages, ascending, at which storage has an anchor too."""
 
     def up_to(self, end: int) -> Stored:
         """The same of the pages below `end`."""
@@ -74,8 +74,8 @@ class Load:
     written_off: bool = False
     """It hung: its restoration goes on without it, and what it reports is of no interest any more.
     """
-    windows: WindowSlots | None = None
-    """Slots of the windows that come with its last pages, ascending."""
+    anchor: AnchorSlots | None = None
+    """Slots of the anchor that come with its last pages, ascending."""
     unread: int = 0
     """Pages whose reading has not ended; the mover's."""
     held: bytearray = field(default_factory=bytearray)
@@ -100,16 +100,13 @@ class Load:
         """Device slots of the pages [first, stop) of the load, counted from its lowest."""
         return self.device_slots[first * page_tokens : stop * page_tokens]
 
-    def windows_of(self, first: int, stop: int, page_tokens: int) -> WindowSlots | None:
-        """Slots of the windows that come with these pages; None where none does."""
-        if self.windows is None:
+    def anchor_of(self, first: int, stop: int) -> AnchorSlots | None:
+        """Slots of the anchor that come with these pages; None where none does."""
+        if self.anchor is None:
             return None
-        before = len(self.span) - len(self.windows.device) // page_tokens
+        before = len(self.span) - len(self.anchor.device) // self.anchor.page
         low, high = max(first, before) - before, stop - before
-        if low >= high:
-            return None
-        tokens = slice(low * page_tokens, high * page_tokens)
-        return WindowSlots(self.windows.device[tokens], self.windows.host[tokens])
+        return self.anchor.pages(low, high) if low < high else None
 
 
 @dataclass(eq=False)
@@ -129,7 +126,9 @@ class Restoration:
     host_slots: torch.Tensor
     """Token slots of the pages in host memory: those from `resident` on."""
     anchor: Span = field(default_factory=lambda: Span(0, 0))
-    """The last pages, with which the windows at the end come; empty: the model has none."""
+    """The last pages, with which the window or the state at the end comes; empty: the model has
+    none.
+    """
     stored: Stored | None = None
     """What storage has of the prompt, of a restoration with an anchor."""
     node_lock: Any = None
@@ -198,7 +197,7 @@ class Restoration:
         )
 
     def shorter(self, page: int) -> Stored | None:
-        """What storage has of the prompt up to its highest window at or below this page; None
+        """What storage has of the prompt up to its highest anchor at or below this page; None
         where there is none.
         """
         if self.stored is None:

@@ -52,6 +52,12 @@ DECLINED: Final = {
     "window in host memory": Reason(
         "the window at the end of the prefix is in host memory: SGLang copies it from there", ""
     ),
+    "state not stored": Reason(
+        "storage was asked for no state of the linear layers at the end of the prefix", ""
+    ),
+    "state in host memory": Reason(
+        "the state at the end of the prefix is in host memory: SGLang copies it from there", ""
+    ),
     "host memory": Reason("it is in host memory, and computing part of it would not save time", ""),
     "loading is faster": Reason(
         "storage is so fast that all of it would be loaded: SGLang prefetches it into host memory",

@@ -1,0 +1,127 @@
+"""Port to SGLang's pool of states: linear layers (Mamba, gated delta nets) keep one state a
+request, and SGLang keeps the states behind some pages, in slots of their own.
+
+To go on from the end of a prefix a forward needs the state that stands there. It comes with the
+last page of a restoration, and a request takes it over at the jump in place of its own, as SGLang
+takes over what its external linker has loaded. Scheduler's thread; what a copy needs of it on any.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+POOL = "mamba"
+"""SGLang's name for these pools, of host memory and in storage."""
+
+_A_REQUEST = 4
+"""Slots that SGLang takes for a request that it admits: of its own state, of two that are kept on
+the way, and of the one in the tree that it begins with and that cannot be evicted meanwhile.
+"""
+
+
+class States:
+    """The slots of states of one tree, on the device and in host memory."""
+
+    name, what, one = POOL, "states", "state"
+    pages = 1
+    page_slots = 1
+
+    def __init__(self, tree: Any) -> None:
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+        self._tree = tree
+        self._component = tree.components[ComponentType.MAMBA]
+        self._slots = tree.req_to_token_pool.mamba_allocator
+        self._size = int(tree.req_to_token_pool.mamba_pool.size)
+        self._host = tree.cache_controller.mem_pool_host.entry_map[POOL].host_pool
+        self.slot_bytes = int(self._host.size_per_token)
+
+    def available(self) -> int:
+        """Device slots that hold nothing."""
+        return int(self._slots.available_size())
+
+    def _claimable(self) -> int:
+        return self.available() + int(self._tree.mamba_evictable_size())
+
+    def claim(self, slots: int) -> torch.Tensor | None:
+        """Device slots, evicting unused ones; None when there is no room. SGLang ends when it finds
+        no slot for a request that it runs, so some are left: one for each of those, and what one
+        more takes.
+        """
+        claimable = self._claimable()
+        if claimable - slots < (self._size - claimable) // 2 + _A_REQUEST:
+            return None
+        if (short := slots - self.available()) > 0:
+            self._evict(short)
+        claimed: torch.Tensor | None = self._slots.alloc(slots)
+        return claimed
+
+    def _evict(self, slots: int) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self._tree.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=slots))
+
+    def is_short(self) -> bool:
+        """Whether SGLang would find too few slots for one more request beside those held here."""
+        return self._claimable() < 2 * _A_REQUEST
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Gives device slots back."""
+        self._slots.free(slots)
+
+    def claim_host(self, slots: int) -> torch.Tensor | None:
+        """Host slots, evicting the least recently used; None when there is no room."""
+        claimed: torch.Tensor | None = self._component.alloc_prefetch_staging(slots)
+        return claimed
+
+    def free_host(self, slots: torch.Tensor) -> None:
+        """Gives host slots back that no I/O touches."""
+        self._host.free(slots)
+
+    def take_over(
+        self, req: Any, slots: torch.Tensor, states: torch.Tensor, front: int, stop: int
+    ) -> None:
+        """A request goes on behind token `stop` with this state; its own slot is given back. Its
+        next forward writes the slot's number into the request's row.
+        """
+        from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+        from sglang.srt.mem_cache.unified_cache.components.base import ExternalLinkerLoadPhase
+
+        del front
+        self._component.update_external_linker_load(
+            ExternalLinkerLoadPhase.PREPARE,
+            req,
+            PoolTransfer(name=PoolName.KV, device_indices=slots),
+            PoolTransfer(name=PoolName.MAMBA, device_indices=states),
+            stop,
+        )
+        # A branch that the loaded part covers is none: the request inserts all of it.
+        if req.mamba_branching_seqlen is not None and req.mamba_branching_seqlen <= stop:
+            req.mamba_branching_seqlen = None
+
+    @staticmethod
+    def evicted_with(params: Any) -> int:
+        """How many device slots of these an eviction is asked for."""
+        return int(params.mamba_num)
+
+
+def unknown(tree: Any) -> str | None:
+    """Why the states of this tree are not restored, or None."""
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+
+    pool = tree.req_to_token_pool
+    # Others number states virtually, or keep those of the tree in numbers of eight bits.
+    if type(pool) is not HybridReqToTokenPool or pool.mamba_ckpt_pool is not None:
+        return f"states in a {type(pool).__name__}"
+    if pool.mamba_pool.replayssm_write_pos is not None or getattr(
+        pool.mamba_pool, "replayssm_spec_write_pos", None
+    ):
+        return "states that lag behind (ReplaySSM)"
+    entry = tree.cache_controller.mem_pool_host.entry_map.get(POOL)
+    if entry is None or type(entry.host_pool) is not MambaPoolHost:
+        return "states without host memory"
+    return None
