@@ -65,7 +65,9 @@ def adder_with(
         ahead=object(),
         context=SimpleNamespace(device=SimpleNamespace(available=lambda: free // 2)),
     )
-    engine.context = getattr(engine, "context", None) or SimpleNamespace(room=Room(None))
+    engine.context = getattr(engine, "context", None) or SimpleNamespace(
+        room=Room(None), anchors=None
+    )
     adder.tree_cache = SimpleNamespace(kvtier=parts)
     adder.page_size = PAGE
     adder.memory_budget = Budget(free)
@@ -361,7 +363,7 @@ def writing_back(free: int, transfers: int = 0) -> tuple[KVTierPrefillAdder, Roo
         of=lambda rid: None,
         holds_memory=False,
         give_room=given.append,
-        context=SimpleNamespace(room=room, device=SimpleNamespace(tokens=4096)),
+        context=SimpleNamespace(room=room, anchors=None, device=SimpleNamespace(tokens=4096)),
     )
     return adder_with(engine), room
 
@@ -380,6 +382,39 @@ def test_with_write_back_a_request_is_admitted_into_empty_slots_alone(monkeypatc
     assert admitted(1500, 1) is admission
     assert admitted(1499, 1) is AddReqResult.OTHER, "it waits for what is in flight"
     assert admitted(1499, 0) is AddReqResult.NO_TOKEN, "only restorations can give up slots"
+
+
+def test_a_request_waits_while_restorations_hold_the_last_slots_of_states(monkeypatch):
+    admission = SimpleNamespace(is_chunked=False)
+    monkeypatch.setattr(PrefillAdder, "_select_prefill_admission", lambda *a, **how: admission)
+    req = SimpleNamespace(rid="r", prefix_len=0, host_hit_length=0)
+
+    def admitted(held: int, short: bool) -> Any:
+        adder, room = writing_back(4096)
+        room.matters = False
+        context = adder.tree_cache.kvtier.engine.context
+        context.anchors = SimpleNamespace(is_short=lambda: short)
+        context.slots = SimpleNamespace(anchor_slots=held)
+        return adder._select_prefill_admission(req, total_tokens=500)
+
+    assert admitted(1, False) is admission
+    assert admitted(1, True) is AddReqResult.OTHER, "their slots are soon a request's, or free"
+    assert admitted(0, True) is admission, "SGLang's own affair"
+
+
+def test_a_front_that_would_begin_without_its_state_is_offered_again(monkeypatch):
+    r = SimpleNamespace(resident=2, front=2, owner={})
+    again: list[Any] = []
+    engine = SimpleNamespace(
+        of=lambda rid: r,
+        computes={"r": Compute("r", Span(2, 2), None)},
+        offer_again=again.append,
+        context=SimpleNamespace(anchors=object(), room=Room(None)),
+    )
+    adder = adder_with(engine)
+    hit = {"prefix_len": 2 * PAGE, "host_hit_length": 0, "mamba_host_hit_length": 1}
+    adder.add_one_req(SimpleNamespace(rid="r", **hit), False, None)
+    assert again == [r]
 
 
 def test_with_write_back_pages_that_a_request_has_in_host_memory_do_not_leave_for_it(monkeypatch):

@@ -350,16 +350,29 @@ def test_a_hit_that_ends_at_a_window_is_offered_with_it_and_its_lower_ends_are_k
 
 
 @pytest.mark.parametrize(
-    ("device", "host", "hit", "pool", "why"),
+    ("device", "host", "in_host", "hit", "pool", "why"),
     [
-        (0, 0, 5, "kv draft", "window not stored"),
-        (0, 4, 5, "swa", "window in host memory"),
-        (0, 5, 0, "swa", "window in host memory"),
+        (0, 0, 0, 5, "kv draft", "window not stored"),
+        (0, 4, 4, 5, "swa", "window in host memory"),
+        (0, 5, 4, 0, "swa", "window in host memory"),
+        (1, 0, 4, 5, "swa", "window in host memory"),  # the front would begin without it
+        (1, 1, 0, 5, "swa", "window in host memory"),
     ],
 )
 def test_a_prefix_whose_window_cannot_come_with_it_is_left_to_sglang(
-    device: int, host: int, hit: int, pool: str, why: str
+    device: int, host: int, in_host: int, hit: int, pool: str, why: str
 ) -> None:
-    offers, there = offers_for(request(device, host), anchors=WINDOWS)
-    assert not offers.hit(with_window(looked_up(range(5), hit), [hit], pool), hit * PAGE)
+    req = request(device, host)
+    req.swa_host_hit_length = in_host
+    offers, there = offers_for(req, anchors=WINDOWS)
+    looked = looked_up(range(5), hit, start=device)
+    assert not offers.hit(with_window(looked, [hit], pool), hit * PAGE)
     assert there.facts == [] and there.counters.declined[why] == 1
+
+
+def test_a_front_that_begins_with_the_prompt_needs_no_window() -> None:
+    req = request(0, 1)
+    req.swa_host_hit_length = 1
+    offers, there = offers_for(req, anchors=WINDOWS)
+    assert offers.hit(with_window(looked_up(range(1, 6), 5, start=1), [5]), 5 * PAGE)
+    assert there.facts[0].sources[0] == (Span(0, 1), Tier.HOST)

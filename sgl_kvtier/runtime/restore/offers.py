@@ -395,7 +395,8 @@ def find(context: StepContext, req: Req, stored: Stored | None) -> Restoration |
     anchor = Span(0, 0)
     if context.anchors is not None:
         anchor = Span(max(resident, end - context.anchors.pages), end)
-        if anchor.start < in_tree and (resident < in_tree or end == in_tree):
+        lies_in_host = anchor.start < in_tree and (resident < in_tree or end == in_tree)
+        if lies_in_host or anchors.front_lacks(req):
             return f"{context.anchors.one} in host memory"
     return Restoration(
         rid=req.rid,

@@ -264,7 +264,8 @@ class KVTierPrefillAdder(PrefillAdder):
             self.tree_cache.kvtier.engine,
             self.tree_cache.kvtier.engine.computes[req.rid],
         )
-        if req.prefix_len != r.resident * self.page_size:
+        anchored = engine.context.anchors is not None
+        if req.prefix_len != r.resident * self.page_size or (anchored and anchors.front_lacks(req)):
             engine.offer_again(r)
             return AddReqResult.CONTINUE
         if compute.splice.start != r.front:

@@ -108,6 +108,13 @@ def in_host(req: Any) -> tuple[int, ...]:
     return tuple(int(getattr(req, name, 0)) for name in _IN_HOST)
 
 
+def front_lacks(req: Any) -> bool:
+    """Whether a request cannot begin behind its pages on the device: as far as the last match
+    knows, the window or state that it needs there is in host memory, or nowhere.
+    """
+    return req.prefix_len > 0 and (req.host_hit_length > 0 or any(in_host(req)))
+
+
 def set_in_host(req: Any, found: tuple[int, ...] = (0, 0)) -> None:
     """Has SGLang go on as if so much had been found."""
     for name, count in zip(_IN_HOST, found, strict=True):
