@@ -412,6 +412,12 @@ def main(given: list[str] | None = None) -> int:
         metavar="N",
         help="send N random requests in trouble to each instead; exit status 1 with a finding",
     )
+    parser.add_argument(
+        "--speed",
+        action="store_true",
+        help="time a stored prefix of 16k tokens instead, restored by loading and from both ends, "
+        "against the best split",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is random (default 0)")
     args = parser.parse_args(given)
     if args.table:
@@ -447,6 +453,15 @@ def main(given: list[str] | None = None) -> int:
                     if args.json:
                         args.json.write_text(json.dumps({"fuzz": rows}, indent=1) + "\n")
                     continue
+                if args.speed:
+                    import speed  # it knows this module
+
+                    rows.append(speed.run(one, dropped, scratch / one.name))
+                    shares = [f"{cell['share']:.2f}" for cell in rows[-1]["cells"]]
+                    print(f"{', '.join(shares)} of the best split", file=sys.stderr)
+                    if args.json:
+                        args.json.write_text(json.dumps({"speed": rows}, indent=1) + "\n")
+                    continue
                 rows.append(run(one, dropped, scratch / one.name, fork=len(chosen) > 1))
                 said = ", ".join(name for name in COLUMNS if rows[-1][name]) or rows[-1]["reason"]
                 print(f"{rows[-1]['seconds']:.0f} s: {said}", file=sys.stderr)
@@ -462,6 +477,11 @@ def main(given: list[str] | None = None) -> int:
 
         print(fuzz.table(rows))
         return int(not all(map(fuzz.is_sound, rows)))
+    if args.speed:
+        import speed
+
+        print(speed.table(rows))
+        return 0
     print(table(rows))
     return int(any(row["equal"] is False for row in rows))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import gauntlet
 import pytest
+import speed
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -81,3 +82,18 @@ def test_a_draft_whose_rows_do_not_come_is_seen(
     assert row["restores"] and row["rows"]["kv"]["wrong"] == 0, row
     assert row["rows"]["draft kv"]["wrong"] > 0
     assert row["equal"] is False and row["accept_length"][1] < row["accept_length"][0]
+
+
+@pytest.mark.slow
+def test_a_recipe_is_timed_against_the_best_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "RATIOS", (1.0,))
+    monkeypatch.setattr(speed, "ROUNDS", 1)
+    recipes, dropped = gauntlet.load()
+    recipe = next(one for one in recipes if one.name == "qwen3-next-80b-a3b")
+    row = speed.run(recipe, dropped, tmp_path / "server")
+    (cell,) = row["cells"]
+    assert 0 < cell["loaded_tokens"] < 2 * speed.PREFIX, "both ends, twice"
+    assert 0 < cell["best_ms"] < min(cell["computing_ms"], cell["loading_ms"])
+    assert "qwen3-next-80b-a3b | 1 |" in speed.table([row])
