@@ -409,12 +409,16 @@ def test_a_front_that_would_begin_without_its_state_is_offered_again(monkeypatch
         of=lambda rid: r,
         computes={"r": Compute("r", Span(2, 2), None)},
         offer_again=again.append,
-        context=SimpleNamespace(anchors=object(), room=Room(None)),
+        context=SimpleNamespace(room=Room(None)),
+    )
+    over: list[Any] = []
+    engine.context.anchors = SimpleNamespace(
+        drop_old_copy=lambda req: None, not_admitted=lambda req: over.append(req.rid)
     )
     adder = adder_with(engine)
     hit = {"prefix_len": 2 * PAGE, "host_hit_length": 0, "mamba_host_hit_length": 1}
-    adder.add_one_req(SimpleNamespace(rid="r", **hit), False, None)
-    assert again == [r]
+    assert adder.add_one_req(SimpleNamespace(rid="r", **hit), False, None) is AddReqResult.CONTINUE
+    assert again == [r] and over == ["r"], "SGLang goes on with others and leaves it as it is"
 
 
 def test_with_write_back_pages_that_a_request_has_in_host_memory_do_not_leave_for_it(monkeypatch):

@@ -196,6 +196,26 @@ def test_a_lost_state_moves_the_end_to_the_next_lower_one() -> None:
     assert (len(stored.keys), stored.ends) == (5, (2,))
 
 
+def test_a_request_that_is_passed_over_gives_back_what_it_took_at_the_match() -> None:
+    lab = Lab()
+    own = lab.runs(2)
+    lab.req.kv.mamba_cow_src_index, lab.req.session = torch.tensor([9]), None
+    lab.engine.context.anchors.not_admitted(lab.req)
+    assert not lab.req.kv.holds_mamba and lab.req.kv.mamba_cow_src_index is None
+    assert own in lab.slots.free_slots.tolist()
+
+
+@pytest.mark.parametrize(("in_host", "planned"), [(1, None), (0, 9)])
+def test_a_state_that_comes_from_host_memory_is_not_overwritten_by_an_older_plan(
+    in_host: int, planned: int | None
+) -> None:
+    lab = Lab()
+    lab.req.kv.mamba_cow_src_index, lab.req.mamba_host_hit_length = torch.tensor(9), in_host
+    lab.engine.context.anchors.drop_old_copy(lab.req)
+    source = lab.req.kv.mamba_cow_src_index
+    assert (None if source is None else int(source)) == planned
+
+
 def test_slots_are_left_for_the_requests_that_run_and_one_more() -> None:
     lab = Lab()
     held = lab.slots.alloc(STATES - 6)

@@ -204,7 +204,9 @@ class KVTierPrefillAdder(PrefillAdder):
         landed as its prefix.
         """
         engine = self.tree_cache.kvtier.engine
-        r = engine.of(req.rid)
+        anchored, r = engine.context.anchors, engine.of(req.rid)
+        if anchored is not None:
+            anchored.drop_old_copy(req)
         if r is None:
             verdict = self._add_plain(req, has_chunked_req, truncation_align_size)
         else:
@@ -217,6 +219,9 @@ class KVTierPrefillAdder(PrefillAdder):
         ):
             # Nothing runs that could free room: only restorations behind it can, which wait for it.
             engine.give_room(engine.context.device.tokens, to=req.rid)
+        added = self.can_run_list and self.can_run_list[-1] is req
+        if anchored is not None and verdict is AddReqResult.CONTINUE and not added:
+            anchored.not_admitted(req)
         return verdict
 
     def _add_plain(self, req: Req, has_chunked_req: bool, align: int | None) -> Any:

@@ -60,6 +60,16 @@ class Anchors(Protocol):
         for the tokens from `front` on; what it had in its place is given back.
         """
 
+    def drop_old_copy(self, req: Any) -> None:
+        """A waiting request was matched anew: it does not begin with what an earlier match found,
+        if this one has found another.
+        """
+
+    def not_admitted(self, req: Any) -> None:
+        """A waiting request that was matched is passed over: it gives back what SGLang took for it
+        at the match.
+        """
+
     @staticmethod
     def evicted_with(params: Any) -> int:
         """How many device slots of these an eviction is asked for."""

@@ -102,6 +102,21 @@ class States:
         if req.mamba_branching_seqlen is not None and req.mamba_branching_seqlen <= stop:
             req.mamba_branching_seqlen = None
 
+    def drop_old_copy(self, req: Any) -> None:
+        """SGLang plans at a match to copy the device's state at its end into the request's slot,
+        just before the forward. It keeps that plan where it passes the request over, and where the
+        next match ends at a state in host memory, whose load the old copy would then overwrite.
+        """
+        if req.mamba_host_hit_length > 0:
+            req.kv.mamba_cow_src_index = None
+
+    def not_admitted(self, req: Any) -> None:
+        """As SGLang does where it stops admitting: its slot is free again, nothing is planned."""
+        req.kv.mamba_cow_src_index, req.kv.mamba_needs_clear = None, False
+        if req.kv.holds_mamba and not getattr(req, "session", None):
+            self._slots.free(req.kv.mamba_pool_idx.unsqueeze(-1))
+            req.kv.mamba_pool_idx = None
+
     @staticmethod
     def evicted_with(params: Any) -> int:
         """How many device slots of these an eviction is asked for."""

@@ -92,6 +92,12 @@ class Windows:
         if req.swa_branching_seqlen is not None and req.swa_branching_seqlen <= stop:
             req.swa_branching_seqlen = None
 
+    def drop_old_copy(self, req: Any) -> None:
+        """Windows are not copied for a request."""
+
+    def not_admitted(self, req: Any) -> None:
+        """Nothing is taken for a request at its match."""
+
     @staticmethod
     def evicted_with(params: Any) -> int:
         """How many device slots of these an eviction is asked for."""
