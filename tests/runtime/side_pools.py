@@ -105,6 +105,27 @@ def with_index_keys(
     return Beside(found, 64, buffers)
 
 
+def with_windows(
+    layout: str = "page_first_direct", device: str = "cpu", io: str = "direct"
+) -> Beside:
+    """Keys and values of 4 layers, and of 4 layers between them that keep windows, of other heads
+    and in fewer slots.
+    """
+    kv, kv_host = pools(device, layout, page=PAGE, heads=2, dim=64)
+    window, window_host = pools(device, layout, page=PAGE, tokens=512, heads=4, dim=64)
+    full, sliding = ({2 * layer + odd: layer for layer in range(4)}.get for odd in (1, 0))
+    found = controller_of(
+        PoolEntry(PoolName.KV, kv_host, kv, full, is_primary_index_anchor=True),
+        PoolEntry(PoolName.SWA, window_host, window, sliding),
+        layers=8,
+        device=device,
+        io=io,
+    )
+    buffers = {"keys": kv.k_buffer, "values": kv.v_buffer}
+    buffers |= {"window keys": window.k_buffer, "window values": window.v_buffer}
+    return Beside(found, PAGE, buffers)
+
+
 def with_packed_draft() -> Beside:
     """Latents of 2 layers, and a draft's layer in the same host pages (MTP)."""
     target, draft = latent_pool(2), latent_pool(1)

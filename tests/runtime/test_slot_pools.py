@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pools import latent_host_pool, latent_pool, slots, state_pool
+from pools import PAGE, latent_host_pool, latent_pool, slots, state_pool
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, SidecarPoolSpec
 from sglang.srt.mem_cache.l2_transfer import L2Transfer
 from side_pools import (
@@ -18,6 +18,7 @@ from side_pools import (
     with_index_keys,
     with_packed_draft,
     with_packed_keys,
+    with_windows,
 )
 
 from sgl_kvtier.runtime.backend.loaded_pools import loaded_pools
@@ -123,6 +124,47 @@ def test_the_check_at_start_sees_the_rows_of_all_pools(made: Callable[[], Beside
         assert all(bool(rows.all_are(half, n, at, 0x5A)) for n in range(len(layers)))
         beyond = whole_page(layers[0], TO[0] + 1, beside.page)
         assert not bool((beyond == 0x5A).all()), rows.names[half]
+
+
+WINDOW_FROM, WINDOW_TO = [8, 2], [11, 3]
+"""Of the last two of three pages."""
+
+
+def with_loaded_windows() -> tuple[Beside, Callable[[], dict[int, tuple[str, int]]]]:
+    """Windows that have come with the last pages of a load, and what compares all of it."""
+    beside = with_windows()
+    host, device = slots_of(FROM, PAGE), slots_of(TO, PAGE)
+    window = slots_of(WINDOW_FROM, PAGE), slots_of(WINDOW_TO, PAGE)
+    copy = CpuCopies(beside.controller).begin(host, device, None, window)
+    back = ReadBack(beside.controller, PAGE, None)
+    assert sorted(back.differing(host, device, window)) == [0, 1, 2]
+    copy.place()
+    return beside, lambda: back.differing(host, device, window)
+
+
+@pytest.mark.parametrize("piece_bytes", [16 << 20, 1])
+def test_one_bit_in_a_window_is_found_in_the_page_that_it_came_with(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "PIECE_BYTES", piece_bytes)
+    beside, differing_now = with_loaded_windows()
+    assert differing_now() == {}
+    for name in ("window keys", "window values"):
+        for layer, rows in enumerate(beside.buffers[name]):
+            for place, page in enumerate(WINDOW_TO):
+                page_bytes = whole_page(rows, page, PAGE)
+                page_bytes[-1] ^= 1
+                assert differing_now() == {1 + place: (name, layer)}
+                page_bytes[-1] ^= 1
+
+
+def test_a_window_in_the_slots_of_another_is_found() -> None:
+    beside, differing_now = with_loaded_windows()
+    first, second = (slots_of([page], PAGE) for page in WINDOW_TO)
+    for layers in (beside.buffers["window keys"], beside.buffers["window values"]):
+        for rows in layers:
+            rows[torch.cat([first, second])] = rows[torch.cat([second, first])]
+    assert differing_now() == {1: ("window keys", 0), 2: ("window keys", 0)}
 
 
 def test_pages_of_several_pools_do_not_go_through_staging() -> None:

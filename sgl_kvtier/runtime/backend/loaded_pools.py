@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sgl_kvtier.runtime.backend.host_pages import PAGE_AXES, buffer_of, device_buffers
-from sgl_kvtier.runtime.sglang import slot_pools
+from sgl_kvtier.runtime.sglang import slot_pools, windows
 from sgl_kvtier.store.base import KV
 
 
@@ -19,7 +19,7 @@ class Half:
     """K, V, the latents or the index keys of a pool."""
 
     name: str
-    """In words: `keys`, `draft values`, `index keys`."""
+    """In words: `keys`, `draft values`, `window keys`, `index keys`."""
     layers: list[torch.Tensor]
     """By layer of the host pool the device's buffer: [slot, ...], or [page, ...] where a page is
     one row. Layers of a draft that lie in the same host pages come last.
@@ -47,8 +47,24 @@ def loaded_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
     ValueError, which says why, where SGLang does not tell how pages lie in one of them.
     """
     some = torch.zeros(page_tokens, dtype=torch.int64)  # of none, SGLang describes no transfer
+    found = _described(controller, slot_pools.transfers(controller, some, some), page_tokens)
+    if not found:
+        raise ValueError("SGLang describes no load")
+    return found
+
+
+def window_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
+    """The same of windows, which have slots of their own; none of a model without."""
+    if not slot_pools.has_windows(controller):
+        return []
+    some = torch.zeros(page_tokens, dtype=torch.int64)
+    transfers = slot_pools.transfers(controller, some[:0], some[:0], (some, some))
+    return _described(controller, transfers, page_tokens)
+
+
+def _described(controller: Any, transfers: list[Any], page_tokens: int) -> list[LoadedPool]:
     found: dict[int, LoadedPool] = {}
-    for transfer in slot_pools.transfers(controller, some, some):
+    for transfer in transfers:
         host, device = transfer.host_pool, transfer.device_pool
         if getattr(device, "host_transfer_translate", None) is not None:
             raise ValueError("device slots with other numbers than the pool's")
@@ -60,8 +76,6 @@ def loaded_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
                 half.layers.extend(more)
         else:
             raise ValueError(f"two device pools behind one {type(host).__name__}")
-    if not found:
-        raise ValueError("SGLang describes no load")
     for pool in found.values():
         _check(pool)
     return list(found.values())
@@ -82,8 +96,8 @@ def _pool(name: str, host: Any, device: Any, page_tokens: int) -> LoadedPool:
         kinds = ("index keys",)
     if kinds is None:
         raise ValueError(f"{len(buffers)} buffers of a page in {type(host).__name__}")
-    draft = "draft " if name.startswith("draft") else ""
-    halves = [Half(draft + kind, list(layers)) for kind, layers in zip(kinds, buffers, strict=True)]
+    of = "draft " if name.startswith("draft") else "window " if name == windows.POOL else ""
+    halves = [Half(of + kind, list(layers)) for kind, layers in zip(kinds, buffers, strict=True)]
     if _has_index_keys(host):  # a page is one row, of layers one after the other in each layout
         return LoadedPool(host, device, halves, 1, ("layer", "token", "head"))
     return LoadedPool(host, device, halves, page_tokens, PAGE_AXES[host.layout])
@@ -104,7 +118,8 @@ def _buffers(host: Any, device: Any) -> list[list[torch.Tensor]]:
 
 
 def _name_of(controller: Any, host: Any) -> str:
-    names = [str(one.name) for one in slot_pools.beside(controller) if one.host_pool is host]
+    entries = getattr(controller.mem_pool_host, "entries", ())
+    names = [str(one.name) for one in entries if one.host_pool is host]
     return names[0] if names else KV
 
 

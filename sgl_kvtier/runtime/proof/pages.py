@@ -1,16 +1,17 @@
 """Pages on the device compared with the host pages that they were loaded from, after their copy has
 ended and before anything may read them.
 
-A page is one of all pools that a load goes through: keys and values, a draft's, index keys. A
-copy's device pages are read back by another way than they went: torch's own indexing of each
-layer on a stream of its own, then over the bus into pinned memory. They are compared in C, without
-the interpreter, with the load's host pages, which the store has just verified and which are the
-load's until its pages have ended. A page that differs is lost, so the front computes it and no
-token was emitted from it.
+A page is one of all pools that a load goes through: keys and values, a draft's, index keys, and the
+windows that come with it. A copy's device pages are read back by another way than they went:
+torch's own indexing of each layer on a stream of its own, then over the bus into pinned memory.
+They are compared in C, without the interpreter, with the load's host pages, which the store has
+just verified and which are the load's until its pages have ended. A page that differs is lost, so
+the front computes it and no token was emitted from it.
 
 All pages are compared of the first loads, then a few (`Sampling`). While all are, one page of a
 request is looked at a second time when its prefill has ended (`SecondLook`): that sees a write over
-pages that had landed. It comes too late for that answer.
+pages that had landed, but for windows, which SGLang frees once they have been passed. It comes too
+late for that answer.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ import numpy as np
 import torch
 
 from sgl_kvtier.runtime.backend.host_pages import buffer_of, bytes_of
-from sgl_kvtier.runtime.backend.loaded_pools import LoadedPool, loaded_pools
+from sgl_kvtier.runtime.backend.loaded_pools import LoadedPool, loaded_pools, window_pools
 from sgl_kvtier.runtime.cpu.platform import works_at_once
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.fences import sleeping_event
 from sgl_kvtier.runtime.proof import record
 from sgl_kvtier.runtime.proof.record import Difference, Proof, State
+from sgl_kvtier.runtime.sglang.slot_pools import Slots
 from sgl_kvtier.runtime.step.restoration import Load
 
 _differing: Any
@@ -86,7 +88,7 @@ class Sampling:
 class _Part(NamedTuple):
     """What is read back at once: a half of pages [first, stop) in layers [low, high)."""
 
-    half: int
+    half: _Half
     first: int
     stop: int
     low: int
@@ -192,29 +194,43 @@ class ReadBack:
         if _differing is None:
             raise ValueError("sgl_kvtier.runtime.cuda._native is not compiled")
         self.page = page_tokens
-        pools = loaded_pools(controller, page_tokens)
-        self.halves = [half for pool in pools for half in _halves(pool)]
+        self.halves = _halves_of(loaded_pools(controller, page_tokens))
+        self._windows = _halves_of(window_pools(controller, page_tokens))
         self.page_bytes = sum(half.page_bytes() for half in self.halves)
+        """Without its window."""
+        self.window_bytes = sum(half.page_bytes() for half in self._windows)
         self._at_once = works_at_once(controller.device)
         self._module = torch.get_device_module(controller.device)
         self._stream = None if self._at_once else self._module.Stream()
         self.index = None if self._at_once else self._module.current_device()
         self._memory = memory
-        whole = max(len(half.host.bytes) for half in self.halves)
-        layer = max(half.row_bytes * half.page_rows for half in self.halves)
+        every = [*self.halves, *self._windows]
+        whole = max(len(half.host.bytes) for half in every)
+        layer = max(half.row_bytes * half.page_rows for half in every)
         nbytes = max(min(PIECE_BYTES, whole), layer)
         self._pieces = [_Piece(nbytes, controller.device, memory) for _ in range(2)]
         self._nbytes = nbytes
 
     def differing(
-        self, host_slots: torch.Tensor, device_slots: torch.Tensor
+        self, host_slots: torch.Tensor, device_slots: torch.Tensor, window: Slots | None = None
     ) -> dict[int, tuple[str, int]]:
         """Of these pages those that differ, by their place among them: in which half (`keys`,
-        `draft latents`), and the first layer. Blocks its thread, without the interpreter while it
-        waits and compares. Nothing may write the pages meanwhile.
+        `draft latents`), and the first layer. `window`: slots of the windows that have come with
+        the last ones. Blocks its thread, without the interpreter while it waits and compares.
+        Nothing may write the pages meanwhile.
         """
-        starts = self._starts(host_slots)
-        parts = list(self._parts(len(starts)))
+        found = self._differing(self.halves, host_slots, device_slots)
+        if window is not None:
+            before = (len(host_slots) - len(window[0])) // self.page
+            for place, where in self._differing(self._windows, *window).items():
+                found.setdefault(before + place, where)
+        return found
+
+    def _differing(
+        self, halves: list[_Half], host_slots: torch.Tensor, device_slots: torch.Tensor
+    ) -> dict[int, tuple[str, int]]:
+        starts = self._starts(halves, host_slots)
+        parts = list(self._parts(halves, len(host_slots) // self.page))
         found: dict[int, tuple[str, int]] = {}
         for number, part in enumerate(parts):
             self._begin(part, self._pieces[number % 2], device_slots)
@@ -227,33 +243,30 @@ class ReadBack:
     def host_page(self, host_slots: torch.Tensor, offset: int) -> list[torch.Tensor]:
         """A copy of one of these host pages: the bytes of each half."""
         slots = host_slots[offset * self.page : (offset + 1) * self.page]
-        starts = self._starts(slots)[0].tolist()
         return [
-            half.host.flat[start : start + half.page_bytes()].clone()
-            for half, start in zip(self.halves, starts, strict=True)
+            half.host.flat[start[0] : start[0] + half.page_bytes()].clone()
+            for half, start in self._starts(self.halves, slots).items()
         ]
 
-    def _starts(self, host_slots: torch.Tensor) -> np.ndarray:
-        """Where each page's halves begin in their pools' memory, int64 [page, half]."""
+    def _starts(self, halves: list[_Half], host_slots: torch.Tensor) -> dict[_Half, np.ndarray]:
+        """Where each page's part of a half begins in its pool's memory, int64 [page]."""
         pages = len(host_slots) // self.page
-        by_pool = {half.host: half.host.starts(host_slots) for half in self.halves}
-        return np.stack(
-            [by_pool[half.host].reshape(pages, -1)[:, half.piece] for half in self.halves], axis=1
-        )
+        by_pool = {half.host: half.host.starts(host_slots) for half in halves}
+        return {half: by_pool[half.host].reshape(pages, -1)[:, half.piece] for half in halves}
 
-    def _parts(self, pages: int) -> Iterator[_Part]:
+    def _parts(self, halves: list[_Half], pages: int) -> Iterator[_Part]:
         """All of these pages, in parts that fit a piece: whole pages, or layers of one."""
-        for number, half in enumerate(self.halves):
+        for half in halves:
             layer_bytes, layers = half.row_bytes * half.page_rows, len(half.layers)
             at_once = max(1, self._nbytes // (layer_bytes * layers))
             deep = layers if at_once > 1 else max(1, min(layers, self._nbytes // layer_bytes))
             for first in range(0, pages, at_once):
                 for low in range(0, layers, deep):
                     stop = min(pages, first + at_once)
-                    yield _Part(number, first, stop, low, min(layers, low + deep))
+                    yield _Part(half, first, stop, low, min(layers, low + deep))
 
     def _begin(self, part: _Part, piece: _Piece, device_slots: torch.Tensor) -> None:
-        half = self.halves[part.half]
+        half = part.half
         slots = device_slots[part.first * self.page : part.stop * self.page]
         layers = half.layers[part.low : part.high]
         shape = (len(layers), (part.stop - part.first) * half.page_rows, half.row_bytes)
@@ -276,14 +289,18 @@ class ReadBack:
             self._memory.copy_back(pinned, raw)
 
     def _end(
-        self, part: _Part, piece: _Piece, starts: np.ndarray, found: dict[int, tuple[str, int]]
+        self,
+        part: _Part,
+        piece: _Piece,
+        starts: dict[_Half, np.ndarray],
+        found: dict[int, tuple[str, int]],
     ) -> None:
-        half, pages = self.halves[part.half], part.stop - part.first
+        half, pages = part.half, part.stop - part.first
         if piece.event is not None:
             piece.event.synchronize()
         layers, page_step = part.high - part.low, half.page_rows * half.row_bytes
         axes, run = half.axes(layers, pages)
-        begin = starts[part.first : part.stop, part.half] + part.low * half.steps["layer"]
+        begin = starts[half][part.first : part.stop] + part.low * half.steps["layer"]
         read_back = piece.pinned[: layers * pages * page_step].numpy()
         host = half.host.bytes
         first = compare(read_back, host, np.ascontiguousarray(begin), page_step, axes, run)
@@ -304,6 +321,10 @@ def _gather(layers: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Tens
     """Rows of these slots in each layer, on the current stream: [layer, token, byte]."""
     for layer, into in zip(layers, out, strict=True):
         torch.index_select(layer, 0, slots, out=into)
+
+
+def _halves_of(pools: Sequence[LoadedPool]) -> list[_Half]:
+    return [half for pool in pools for half in _halves(pool)]
 
 
 def _halves(pool: LoadedPool) -> list[_Half]:
@@ -356,10 +377,14 @@ class PageCheck:
         wrong: dict[int, tuple[str, int]] = {}
         for low, high in _neighbours(pages):
             tokens = slice(low * back.page, high * back.page)
-            found = back.differing(load.host_slots[tokens], load.device_slots[tokens])
+            beside = load.windows_of(low, high, back.page)
+            window = None if beside is None else (beside.host, beside.device)
+            found = back.differing(load.host_slots[tokens], load.device_slots[tokens], window)
             wrong |= {low + place: where for place, where in found.items()}
-        equal = len(pages) - len(wrong)
-        proof.note_pages("equal", equal, equal * back.page_bytes)
+        equal = [page for page in pages if page not in wrong]
+        anchored = sum(load.windows_of(page, page + 1, back.page) is not None for page in equal)
+        nbytes = len(equal) * back.page_bytes + anchored * back.window_bytes
+        proof.note_pages("equal", len(equal), nbytes)
         if not wrong:
             if self._again is not None and self._sampling.looks_again:
                 self._again.keep(load, pages[-1])

@@ -6,7 +6,8 @@ neighbours of these another one. A forward stream is kept busy, then reads the d
 writes over them; the copy is begun at once and placed when its fence has come. So the forward must
 have read the old bytes, which proves the fence, and afterwards the pages must hold the host's,
 which proves the copy. They are read back by torch's own indexing. Then pages alone, through every
-room of staging twice, and a load that is cut in two. In the end everything is zero again.
+room of staging twice, and a load that is cut in two. In the end everything is zero again. Windows
+go through the same, with free KV pages beside them.
 
 Where copies go over the bus, it also measures how long SGLang's own small copies wait beside a
 load, and bounds what a load may queue there (`bus_window`).
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 
 from sgl_kvtier.runtime.backend.host_pages import buffer_of
-from sgl_kvtier.runtime.backend.loaded_pools import LoadedPool, loaded_pools
+from sgl_kvtier.runtime.backend.loaded_pools import LoadedPool, loaded_pools, window_pools
 from sgl_kvtier.runtime.cuda.bus_window import CHOICES, Trial, window_for
 from sgl_kvtier.runtime.cuda.card_memory import registration_borders
 from sgl_kvtier.runtime.cuda.page_shape import host_pool_of
@@ -100,25 +101,23 @@ def check(copies: Any, controller: Any, rows: Rows | None = None) -> StartResult
     `rows`: the pools, where they are not to be found in the controller.
     """
     began = time.monotonic()
-    scene = _Scene(copies, controller, rows or Rows.of(controller))
-    try:
-        scene.prepare()
-        seconds = None
-        for overlap in (True, False):
-            scene.fence_beside_a_forward(overlap=overlap)
-            took = scene.load_beside_a_forward(overlap=overlap)
-            seconds = took if overlap else seconds
-        scene.load_cut_in_two()
-        scene.load_page_by_page()
-    finally:
-        scene.clean_up()
+    windows = None
+    if rows is None:
+        rows = Rows.of(controller)
+        windows = Rows.of_windows(controller, rows)
+    scene = _Scene(copies, controller, rows)
+    seconds, beside = scene.play(), 0
+    if windows is not None:
+        more = _Scene(_WithWindows(copies, scene), controller, windows)
+        more.play()
+        beside = more.compared
     trials = measure(copies, controller)
     if trials:
         copies.bound_bus(window_for(trials))
     used = next((t for t in trials if t.window_bytes == copies.window_bytes), None)
     rate = used.gbytes_per_s if used else scene.nbytes / seconds / 1e9 if seconds else None
     return StartResult(
-        pages=scene.compared,
+        pages=scene.compared + beside,
         gbytes_per_s=rate,
         small_copy_us=used.small_copy_s * 1e6 if used else None,
         window_bytes=getattr(copies, "window_bytes", None),
@@ -163,6 +162,15 @@ class Rows:
         except ValueError as error:
             raise StartDiffers(f"pages cannot be read back: {error}") from error
         return cls(torch.get_device_module(controller.device), pools)
+
+    @classmethod
+    def of_windows(cls, controller: Any, rows: Rows) -> Rows | None:
+        """Those of the windows that come with loads of these rows, or None. Raises as `of` does."""
+        try:
+            pools = window_pools(controller, rows.page)
+        except ValueError as error:
+            raise StartDiffers(f"windows cannot be read back: {error}") from error
+        return cls(rows.module, pools) if pools else None
 
     @property
     def page_bytes(self) -> int:
@@ -287,6 +295,23 @@ def _spread(first: int, last: int, count: int) -> list[int]:
     return [first + (last - first) * n // (count - 1) for n in range(count)]
 
 
+class _WithWindows:
+    """Copies of windows with as many KV pages, those that a scene has cleaned up: zero."""
+
+    def __init__(self, copies: Any, scene: _Scene) -> None:
+        self._copies, self._rows, self._pages = copies, scene._rows, scene._pages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._copies, name)
+
+    def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Any:
+        """Of window slots."""
+        rows, pages = self._rows, len(host_slots) // self._rows.page
+        zero, free = ((some * pages)[:pages] for some in (self._pages.host, self._pages.targets))
+        host, device = rows.slots(zero, on_device=False), rows.slots(free, on_device=True)
+        return self._copies.begin(host, device, fence, (host_slots, device_slots))
+
+
 class _Scene:
     """Copies between the pages of one check."""
 
@@ -304,6 +329,21 @@ class _Scene:
         self.compared = 0
         self._busy_s = _BUSY_S
         self.nbytes = len(self._pages.host) * rows.page_bytes
+
+    def play(self) -> float | None:
+        """Everything below, and cleans up. Returns the seconds of a load on its link."""
+        try:
+            self.prepare()
+            seconds = None
+            for overlap in (True, False):
+                self.fence_beside_a_forward(overlap=overlap)
+                took = self.load_beside_a_forward(overlap=overlap)
+                seconds = took if overlap else seconds
+            self.load_cut_in_two()
+            self.load_page_by_page()
+        finally:
+            self.clean_up()
+        return seconds
 
     # --- the pools ------------------------------------------------------------------------------
 

@@ -30,6 +30,11 @@ def others(controller: Any) -> list[str]:
     return [str(entry.name) for entry in entries if entry is not group.anchor_entry]
 
 
+def has_windows(controller: Any) -> bool:
+    """Whether windows may come with a load."""
+    return windows.POOL in others(controller)
+
+
 def _entries(group: Any) -> list[Any]:
     """A group's entries, without the pool of windows or states, whose slots are its own."""
     return [entry for entry in getattr(group, "entries", ()) if entry.name not in anchors.POOLS]
