@@ -1,5 +1,5 @@
-"""Loads whose pages are in several pools, a draft's or index keys beside the KV pages: the check at
-start and the page check see all of them.
+"""Loads whose pages are in several pools, a draft's, index keys or windows beside the KV pages: the
+check at start and the page check see all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from place import LATENTS
-from side_pools import Beside, slots_of, with_draft, with_index_keys, with_packed_keys
+from side_pools import Beside, slots_of, with_draft, with_index_keys, with_packed_keys, with_windows
 
 from sgl_kvtier.runtime.proof import start
 from sgl_kvtier.runtime.proof.pages import checks_of
@@ -27,14 +27,19 @@ from sgl_kvtier.runtime.restore.copy_device import (
     way_of,
 )
 from sgl_kvtier.runtime.restore.page_mover import PageMover
+from sgl_kvtier.runtime.sglang import slot_pools
 from sgl_kvtier.runtime.step.polls import DIFFERS, LANDED, OPEN, Poll
+from sgl_kvtier.runtime.step.private_slots import WindowSlots
 from sgl_kvtier.runtime.step.restoration import Load, Restoration
 from sgl_kvtier.types import Link, Span, Tier
 
 SOURCE, TARGET = [3, 9, 4, 0, 7], [6, 2, 9, 1, 12]
-EACH = pytest.mark.parametrize("made", [with_draft, with_index_keys], ids=["draft", "DSA"])
+WINDOWS = [8, 2], [11, 3]
+"""Window pages that come with the last pages of a load, in host memory and on the device."""
+POOLS = {with_draft: "draft", with_index_keys: "index keys", with_windows: "window"}
+EACH = pytest.mark.parametrize("made", list(POOLS), ids=["draft", "DSA", "windows"])
 WITH_MTP = pytest.mark.parametrize(
-    "made", [with_draft, with_index_keys, with_packed_keys], ids=["draft", "DSA", "MTP"]
+    "made", [*POOLS, with_packed_keys], ids=["draft", "DSA", "windows", "MTP"]
 )
 WHERE = pytest.mark.parametrize(("where", "io", "layout"), LATENTS)
 ON_GPU = pytest.mark.parametrize(
@@ -78,9 +83,14 @@ def load(beside: Beside) -> tuple[bytes, Proof]:
     sources = ((Span(0, pages), Tier.HOST),)
     r = Restoration("r", None, pages * page + 1, 0, pages, sources, (), host)  # type: ignore[arg-type]
     device = slots_of(TARGET, page).to(controller.device)
+    windows = None
+    if slot_pools.has_windows(controller):
+        in_host, on_device = (slots_of(some, page) for some in WINDOWS)
+        windows = WindowSlots(on_device.to(controller.device), in_host)
     one = Load(
-        r, Span(0, pages), Link.HOST_TO_DEVICE, device, host, False, 0.0, 60.0, Poll(1, pages)
-    )
+        r, Span(0, pages), Link.HOST_TO_DEVICE, device, host, False, 0.0, 60.0, Poll(1, pages),
+        windows=windows,
+    )  # fmt: skip
     mover.submit(one, None, 60.0)
     end = time.monotonic() + 240
     while OPEN in one.poll.local:
@@ -95,7 +105,7 @@ def leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies bring the KV pages alone."""
 
     def kv_alone(
-        controller: Any, host: torch.Tensor, device: torch.Tensor, window: None = None
+        controller: Any, host: torch.Tensor, device: torch.Tensor, window: Any = None
     ) -> list[Any]:
         described: list[Any] = controller._l2_load_transfers(host, device)
         return described
@@ -121,12 +131,92 @@ def test_pages_of_which_a_part_did_not_come_do_not_land(
 ) -> None:
     leave_out(monkeypatch)
     states, proof = load(place(made, layout, where, io))
-    assert states == bytes([DIFFERS] * len(SOURCE)) and proof.difference is not None
-    assert ("draft" if made is with_draft else "index keys") in proof.difference.what
+    alone = len(SOURCE) - len(WINDOWS[0]) if made is with_windows else 0
+    assert states == bytes([LANDED] * alone + [DIFFERS] * (len(SOURCE) - alone))
+    assert proof.difference is not None and POOLS[made] in proof.difference.what
+
+
+def exchange_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies bring windows into the slots of each other, the first one into the last one's."""
+    real = copy_device.slot_pools.transfers
+
+    def exchanged(
+        controller: Any, host: torch.Tensor, device: torch.Tensor, window: Any = None
+    ) -> list[Any]:
+        turned = window and (window[0], window[1].roll(len(window[1]) // 2))
+        described: list[Any] = real(controller, host, device, turned)
+        return described
+
+    names = {**vars(copy_device.slot_pools), "transfers": exchanged}
+    monkeypatch.setattr(copy_device, "slot_pools", SimpleNamespace(**names))
+
+
+@WHERE
+def test_windows_in_the_slots_of_others_do_not_land(
+    where: str, io: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange_windows(monkeypatch)
+    states, proof = load(place(with_windows, layout, where, io))
+    assert states == bytes([LANDED] * 3 + [DIFFERS] * 2)
+    assert proof.difference is not None and "window keys of layer 0" in proof.difference.what
 
 
 @pytest.mark.gpu
-@EACH
+@ON_GPU
+@pytest.mark.parametrize("mistake", [leave_out, exchange_windows])
+def test_the_check_at_start_finds_windows_that_come_wrong(
+    io: str, layout: str, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., None]
+) -> None:
+    controller = place(with_windows, layout, "cuda", io).controller
+    copies = copies_for(controller)
+    mistake(monkeypatch)
+    with pytest.raises(StartDiffers, match="window values of layer 3"):
+        start.check(copies, controller)
+
+
+@pytest.mark.gpu
+@ON_GPU
+def test_windows_that_do_not_wait_for_a_forward_are_found(
+    io: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Placed when they are begun: the forward reads them, or writes over them."""
+    controller = place(with_windows, layout, "cuda", io).controller
+    copies, begin = copies_for(controller), StreamCopies.begin
+
+    def begin_at_once(self: Any, host: Any, device: Any, fence: Any, window: Any = None) -> Any:
+        del fence
+        past = torch.cuda.Event()
+        copy = begin(self, host, device, past, window)
+        copy.place()
+        monkeypatch.setattr(copy, "place", lambda: None)
+        return copy
+
+    assert start.check(copies, controller).pages > 16
+    monkeypatch.setattr(StreamCopies, "begin", begin_at_once)
+    with pytest.raises(StartDiffers, match=r"window values|still read"):
+        start.check(copies, controller)
+
+
+@pytest.mark.gpu
+@ON_GPU
+def test_pages_whose_windows_come_beside_them_go_through_staging(
+    io: str, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    beside = place(with_windows, layout, "cuda", io)
+    found = proven_copies(beside.controller)
+    assert found.wrong == "" and found.start is not None and found.start.pages > 16
+    assert way_of(found.copies) == "StagedCopies by TritonScatter"
+    for name, layers in beside.buffers.items():
+        assert not any(layer.view(torch.uint8).any() for layer in layers), name
+
+
+WITHOUT_STAGING = pytest.mark.parametrize(
+    "made", [with_draft, with_index_keys], ids=["draft", "DSA"]
+)
+
+
+@pytest.mark.gpu
+@WITHOUT_STAGING
 @ON_GPU
 def test_the_check_at_start_takes_sglangs_kernels_and_says_why(
     made: Callable[..., Beside], io: str, layout: str, caplog: pytest.LogCaptureFixture
@@ -142,7 +232,7 @@ def test_the_check_at_start_takes_sglangs_kernels_and_says_why(
 
 
 @pytest.mark.gpu
-@EACH
+@WITHOUT_STAGING
 @ON_GPU
 def test_the_check_at_start_finds_a_pool_that_is_left_out(
     made: Callable[..., Beside], io: str, layout: str, monkeypatch: pytest.MonkeyPatch

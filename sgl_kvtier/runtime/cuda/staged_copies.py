@@ -3,10 +3,14 @@
 The first step is the long one. It needs no fence, since no other copy uses this staging, and no
 multiprocessor: the copy engine does it beside a running forward. The second is one launch for all
 layers, at the speed of the card's own memory.
+
+Windows, which come with the last pages of a prefix alone, are not staged: other copies bring them
+in the second step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from itertools import pairwise
 from typing import Any
@@ -26,8 +30,13 @@ logger = logging.getLogger(__name__)
 class StagedCopies:
     """Built on the scheduler's thread; `fence` is asked there, all else on the mover's."""
 
-    def __init__(self, controller: Any, scatter: Scatter, memory: CardMemory) -> None:
-        """Raises torch.OutOfMemoryError where staging does not fit."""
+    def __init__(
+        self, controller: Any, scatter: Scatter, memory: CardMemory, windows: Any = None
+    ) -> None:
+        """`windows`: a `CopyDevice` for the windows that come with pages. Raises
+        torch.OutOfMemoryError where staging does not fit.
+        """
+        self._windows = windows
         pool = host_pool_of(controller)
         self._controller, self._scatter, self.memory = controller, scatter, memory
         self._page, self._half_bytes = int(pool.page_size), shape_of(pool).half_bytes
@@ -92,7 +101,6 @@ class StagedCopies:
         may be queued there. None when staging is full of pages that wait for their fences.
         `device_slots` are not touched before `place`.
         """
-        assert window is None, "a model with windows has several pools"
         room = self._staging.take(early=not fence.query())
         if room is None:
             return None
@@ -107,7 +115,10 @@ class StagedCopies:
         except Exception:
             self._give_up(room)
             raise
-        return StagedCopy(self, room, device_slots, begun, come)
+        beside = None
+        if window is not None:
+            beside = self._windows.begin(host_slots[:0], device_slots[:0], fence, window)
+        return StagedCopy(self, room, device_slots, begun, come, beside)
 
     def _give_up(self, room: Room) -> None:
         """A room that was taken and is not scattered. Never raises."""
@@ -189,18 +200,33 @@ class StagedCopy:
     """Pages on the bus or in staging, and from `place` on on their way into slots."""
 
     def __init__(
-        self, copies: StagedCopies, room: Room, slots: torch.Tensor, begun: Any, come: Any
+        self,
+        copies: StagedCopies,
+        room: Room,
+        slots: torch.Tensor,
+        begun: Any,
+        come: Any,
+        beside: Any,
     ) -> None:
-        self._copies, self._into = copies, slots
+        """`beside`: the copy of their windows, or None."""
+        self._copies, self._into, self._beside = copies, slots, beside
         self._room: Room | None = room
         """Until it is given back."""
         self._begun, self._come, self._ended = begun, come, None
 
     def place(self) -> None:
         """Once the fence was seen: into the slots."""
+        assert self._room is not None, "placed once, and not after it was dropped"
+        if self._beside is not None:
+            self._beside.place()
         room, self._room = self._room, None
-        assert room is not None, "placed once, and not after it was dropped"
-        self._ended = self._copies._place(room, self._into, self._come)
+        try:
+            self._ended = self._copies._place(room, self._into, self._come)
+        except Exception:
+            if self._beside is not None:
+                with contextlib.suppress(Exception):  # a device that fails does nothing more
+                    self._beside.wait()
+            raise
 
     def drop(self) -> None:
         """In place of `place`: its room is given back. Nothing after it."""
@@ -210,14 +236,18 @@ class StagedCopy:
 
     def done(self) -> bool:
         """Whether the pages are in their slots."""
-        return self._ended is not None and bool(self._ended.query())
+        ended = self._ended is not None and bool(self._ended.query())
+        return ended and (self._beside is None or bool(self._beside.done()))
 
     def wait(self) -> None:
         """Blocks until they are, without the interpreter."""
         assert self._ended is not None, "placed before it is waited for"
         self._ended.synchronize()
+        if self._beside is not None:
+            self._beside.wait()
 
     @property
     def seconds(self) -> float:
         """How long the bus had to do with it; known once it is done."""
-        return float(self._begun.elapsed_time(self._come)) / 1e3
+        beside = None if self._beside is None else self._beside.seconds
+        return float(self._begun.elapsed_time(self._come)) / 1e3 + (beside or 0.0)

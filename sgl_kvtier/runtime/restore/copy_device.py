@@ -2,7 +2,8 @@
 way is chosen here:
 
     a CPU                     `CpuCopies`: a copy is done when it is placed
-    a card, pages in order    `StagedCopies` (runtime/cuda): copy engine and one launch
+    a card, pages in order    `StagedCopies` (runtime/cuda): copy engine and one launch; windows
+                              that come with pages, by `StreamCopies`
     a card, other pages, or   `StreamCopies`: SGLang's own kernels, one launch for all layers where
     several pools             rows lie equally far apart (latents), else a launch per layer
     any other accelerator     `StreamCopies`, a launch per layer
@@ -179,7 +180,8 @@ class StreamCopies:
         with self._module.stream(engine.host_to_device_stream):
             engine.host_to_device_stream.wait_event(fence)
             moved = None if window is None else self._moved(window)
-            transfers = slot_pools.transfers(controller, *self._moved(slots), moved)
+            pages = self._moved(slots) if len(slots[0]) else slots  # none where windows come alone
+            transfers = slot_pools.transfers(controller, *pages, moved)
             layers = controller.transfer_layer_id_max
             one = self._all_layers and self._all_layers.of(transfers)
             if one:
@@ -334,8 +336,10 @@ def _ways(controller: Any, memory: CardMemory, scatter: MakeScatter) -> Iterator
 
 
 def _several_pools(controller: Any) -> str | None:
-    """Why a load cannot go through staging, which has pages of one pool, or None."""
-    names = slot_pools.others(controller)
+    """Why a load cannot go through staging, which has pages of one pool, or None. Windows come
+    beside them.
+    """
+    names = [str(entry.name) for entry in slot_pools.beside(controller)]
     return f"pages of several pools, {', '.join(names)} beside KV" if names else None
 
 
@@ -376,4 +380,5 @@ def staged_by(make: MakeScatter, controller: Any, memory: CardMemory) -> StagedC
     shape = shape_of(pool)
     scatter = make(shape, pages_of_room(shape), [*pool.device_k_buffers, *pool.device_v_buffers])
     scatter.prepare()
-    return StagedCopies(controller, scatter, memory)
+    windows = StreamCopies(controller, memory) if slot_pools.has_windows(controller) else None
+    return StagedCopies(controller, scatter, memory, windows)

@@ -9,7 +9,7 @@ the loaded ones, the noise]. With $PLAIN_COPIES, data-parallel attention works i
 copies with torch, as SGLang does it for its own CPU engine alone, and a rank may have no token.
 With $GONE, restoring needs a symbol that SGLang does not have.
 With $DRAFTS, speculative decoding runs on the CPU (`chain_drafts.py`); while that file is there,
-loads leave out the rows of the draft.
+loads leave out the rows of the draft, and windows.
 With $KVTIER_RECIPE_COUNTS, the GPU that SGLang asks for before it chooses kernels is an H100, and
 the CPU platform has states and DeepSeek V4's pools (tests/recipes).
 """
@@ -197,9 +197,11 @@ def _need(module):
 def _leave_out(module):
     transfers = module.transfers
 
-    def transfers_of_the_target(*load):
-        described = transfers(*load)
-        return described[:1] if Path(os.environ["DRAFTS"]).exists() else described
+    def transfers_of_the_target(controller, host_slots, *load):
+        described = transfers(controller, host_slots, *load)
+        if not Path(os.environ["DRAFTS"]).exists():
+            return described
+        return described[: min(1, len(host_slots))]  # none where windows come alone
 
     module.transfers = transfers_of_the_target
 

@@ -145,3 +145,79 @@ def test_a_copy_that_was_never_sent_leaves_its_room_to_nobody_before_the_scatter
     rig.copies.begin(slots_of(30), slots_of(30), fence).place()
     rig.device.drain()
     rig.device.check()
+
+
+class Windows:
+    """Copies of windows, as `StagedCopies` takes them, of which a call may fail."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing, self.calls = failing, list[str]()
+        self.seconds = None
+
+    def begin(self, host: Any, device: Any, fence: Any, window: Any) -> Windows:
+        assert len(host) == len(device) == 0 and window is not None
+        return self
+
+    def place(self) -> None:
+        self.called("place")
+
+    def wait(self) -> None:
+        self.called("wait")
+
+    def done(self) -> bool:
+        return "wait" in self.calls
+
+    def called(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.failing:
+            raise RuntimeError(f"no {name}")
+
+
+def with_windows(rig: Rig, windows: Windows) -> Any:
+    rig.copies._windows = windows  # type: ignore[attr-defined]
+    fence = rig.copies.fence()
+    rig.device.drain()
+    return rig.copies.begin(slots_of(0), slots_of(0), fence, (slots_of(1), slots_of(1)))
+
+
+def test_pages_have_not_landed_before_their_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, windows = Rig(monkeypatch, staged=True), Windows()
+    copy = with_windows(rig, windows)
+    copy.place()
+    rig.device.drain()
+    assert windows.calls == ["place"] and not copy.done()
+    copy.wait()
+    assert copy.done()
+
+
+def test_windows_that_cannot_be_copied_leave_the_room_and_the_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, staged=True)
+    rooms = len(rig.copies._staging._free)
+    copy = with_windows(rig, Windows("place"))
+    with pytest.raises(RuntimeError, match="no place"):
+        copy.place()
+    copy.drop()
+    assert len(rig.copies._staging._free) == rooms
+    rig.device.drain()
+    rig.device.check()
+
+
+@pytest.mark.parametrize("failing", ["", "wait"])
+def test_pages_that_cannot_be_scattered_wait_for_their_windows(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Nothing writes into slots any more when the mover hears of it."""
+    rig, windows = Rig(monkeypatch, staged=True), Windows(failing)
+    rooms = len(rig.copies._staging._free)
+    copy = with_windows(rig, windows)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no scatter")
+
+    monkeypatch.setattr(rig.copies._scatter, "launch", fails)
+    with pytest.raises(RuntimeError, match="no scatter"):
+        copy.place()
+    copy.drop()
+    assert windows.calls == ["place", "wait"] and len(rig.copies._staging._free) == rooms
