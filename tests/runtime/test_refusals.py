@@ -76,7 +76,6 @@ its cache.
 """
 
 BY_WINDOWS = [
-    ("window pages on an accelerator", "--disable-hybrid-swa-memory", "--device cuda"),
     (
         "window pages and a draft",
         "leave --speculative-algorithm away",

@@ -74,11 +74,6 @@ OF_MODEL = (
 
 OF_WINDOWS = (
     Refusal(
-        "window pages on an accelerator: nobody has seen them copied there",
-        _WHOLE,
-        lambda args: args.device != "cpu",
-    ),
-    Refusal(
         "window pages and a draft: nobody has restored both together",
         f"leave --speculative-algorithm away; or {_WHOLE}",
         lambda args: args.speculative_algorithm is not None,

@@ -3,6 +3,7 @@
 // FlashAttention and FlashInfer are binaries for a GPU. This has their contract instead: rows of slots and lengths
 // are device tensors that are read when the kernel runs, not when it is launched, and a slot outside of the pool is
 // an illegal access, which ends the process. The arithmetic is float32 for every type of the KV cache.
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -40,7 +41,9 @@ struct Launch {
   at::Tensor lengths;  // [requests]: tokens with keys and values, those of this forward included
   at::Tensor added;    // [requests]: tokens of this forward; undefined where each request decodes one
   at::Tensor out;      // [tokens, heads, value_dim]
+  at::Tensor sinks;    // [heads]: a logit that every token sees beside the others; undefined: none
   double scale;
+  int64_t window;  // tokens before itself that a token sees; below 0: all
 };
 
 // One request: `query` is [tokens, heads, dim], the last `tokens` of the sequence in `slots`.
@@ -52,11 +55,15 @@ at::Tensor attended(const Launch &launch, const at::Tensor &query, const at::Ten
   // [kv_heads, heads of each * tokens, dim]
   const auto asked = query.to(at::kFloat).transpose(0, 1).reshape({groups, in_group * tokens, query.size(2)});
   auto scores = at::bmm(asked, keys).mul_(launch.scale).view({groups, in_group, tokens, length});
-  if (tokens > 1) {
-    const auto last = at::arange(length - tokens, length).unsqueeze(1);
-    scores.masked_fill_(at::arange(length).unsqueeze(0) > last, -INFINITY);
+  const auto own = at::arange(length - tokens, length).unsqueeze(1), seen = at::arange(length).unsqueeze(0);
+  if (tokens > 1) scores.masked_fill_(seen > own, -INFINITY);
+  if (launch.window >= 0) scores.masked_fill_(seen < own - launch.window, -INFINITY);
+  auto weights = at::softmax(scores, -1);
+  if (launch.sinks.defined()) {
+    const auto sinks = launch.sinks.to(at::kFloat).view({groups, in_group, 1});
+    weights.mul_(at::sigmoid(at::logsumexp(scores, -1).sub_(sinks)).unsqueeze(-1));
   }
-  const auto weights = at::softmax(scores, -1).view({groups, in_group * tokens, length});
+  weights = weights.view({groups, in_group * tokens, length});
   return at::bmm(weights, values).view({heads, tokens, -1}).transpose(0, 1);
 }
 
@@ -67,8 +74,10 @@ void run(const Launch &launch) {
   for (int64_t request = 0; request < lengths.size(0); request++) {
     const int64_t length = lengths[request].item<int64_t>(), tokens = added[request].item<int64_t>();
     if (!tokens) continue;
-    const auto slots = rows[request].slice(0, 0, length);
-    if (tokens > length || slots.size(0) < length || slots.min().item<int64_t>() < 0 ||
+    // What stands before the window has no rows any more.
+    const int64_t first_seen = launch.window < 0 ? 0 : std::max<int64_t>(0, length - tokens - launch.window);
+    const auto slots = rows[request].slice(0, first_seen, length);
+    if (tokens > length || slots.size(0) < length - first_seen || slots.min().item<int64_t>() < 0 ||
         slots.max().item<int64_t>() >= launch.keys.size(0)) {
       fprintf(stderr, "cuda stand-in: attention: illegal address: %ld tokens of a sequence of %ld, slots outside of the pool\n",
               (long)tokens, (long)length);
@@ -94,10 +103,12 @@ void run_launch(void *argument) {
 }
 
 void attend(const at::Tensor &query, const at::Tensor &keys, const at::Tensor &values, const at::Tensor &rows,
-            const at::Tensor &lengths, const std::optional<at::Tensor> &added, const at::Tensor &out, double scale) {
+            const at::Tensor &lengths, const std::optional<at::Tensor> &added, const at::Tensor &out, double scale,
+            const std::optional<at::Tensor> &sinks, int64_t window) {
   TORCH_CHECK(out.is_contiguous() && query.size(1) % keys.size(1) == 0, "attention: shapes");
-  auto *launch = new Launch{host(query), host(keys), host(values), host(rows), host(lengths), {}, host(out), scale};
+  auto *launch = new Launch{host(query), host(keys), host(values), host(rows), host(lengths), {}, host(out), {}, scale, window};
   if (added) launch->added = host(*added);
+  if (sinks) launch->sinks = host(*sinks);
   stand_in_put(c10::cuda::getCurrentCUDAStream().stream(), run_launch, launch);
 }
 
@@ -105,6 +116,6 @@ void attend(const at::Tensor &query, const at::Tensor &keys, const at::Tensor &v
 
 TORCH_LIBRARY_FRAGMENT(cuda_stand_in, library) {
   library.def("attend(Tensor query, Tensor keys, Tensor values, Tensor rows, Tensor lengths, Tensor? added, "
-              "Tensor(a!) out, float scale) -> ()");
+              "Tensor(a!) out, float scale, Tensor? sinks, int window) -> ()");
   library.impl("attend", c10::DispatchKey::CUDA, TORCH_FN(attend));
 }

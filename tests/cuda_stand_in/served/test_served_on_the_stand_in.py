@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from restore_lab import change
+from restore_lab import CHECKED, change
 from serving import Answer, Served, prompts
 from stand_in import unavailable
 
@@ -38,6 +38,7 @@ from served.asking import (
     with_shared_prefix,
 )
 from served.latents import write_latent_model
+from served.windows import write_windowed_model
 from sgl_kvtier.launch import GPU_PAGE
 from sgl_kvtier.runtime.proof.record import FIRST_ATTACHES, FIRST_LOADS, State
 
@@ -223,6 +224,62 @@ def test_two_ranks_with_the_same_latents_read_each_page_from_the_disk_once(tmp_p
         assert 0.9 * by_each < read < 1.2 * by_each, (read, by_each)
     for right, computed, back in zip(wanted(asked, path=model), first, again, strict=True):
         assert right.is_met(computed) and right.is_met(back)
+
+
+WINDOWED = {"swa_full_tokens_ratio": 0.5}
+"""Fewer window slots than KV slots, so that they have other numbers."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "more"),
+    [
+        (DIRECT, {"graphs": (1, 2)}),
+        (KERNEL, {"bus_gbps": 0.05}),
+        (DIRECT, {"ranks": 2, "env": CHECKED}),
+    ],
+    ids=["direct, graphs", "kernel, a slow bus", "two ranks"],
+)
+def test_windows_are_restored_as_transformers_computes(
+    tmp_path: Path, way: tuple[str, str], more: dict[str, Any]
+) -> None:
+    model = write_windowed_model(tmp_path / "model")
+    asked = prompts(2, LONG, seed=31)
+    with on_stand_in(tmp_path, way, model_path=model, **WINDOWED, **more) as server:
+        log = log_of(server)
+        assert "Components: (<ComponentType.FULL: 0>, <ComponentType.SWA: 1>)" in log
+        assert "copies by StagedCopies by TritonScatter" in log
+        first, again = restored(server, asked)
+        check_restored(server, again, more.get("ranks", 1))
+        assert set(counted(server, "restore_proof_pages_total", "result")) == {"equal"}
+    for right, computed, back in zip(wanted(asked, path=model), first, again, strict=True):
+        assert right.is_met(computed) and right.is_met(back)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("proof_of", ["auto", "off"])
+@pytest.mark.parametrize("mistake", ["windows_left_out", "windows_exchanged"])
+def test_wrong_windows_are_found_before_a_forward_reads_them(
+    tmp_path: Path, mistake: str, proof_of: str
+) -> None:
+    """Or in the answers, where pages are not compared."""
+    model, spoil = write_windowed_model(tmp_path / "model"), tmp_path / "spoil"
+    asked = prompts(2, LONG, seed=32)
+    env = {"STAND_IN_MISTAKE": mistake, "STAND_IN_SPOIL": str(spoil)}
+    policy = {"proof": proof_of}
+    with on_stand_in(tmp_path, model_path=model, env=env, policy=policy, **WINDOWED) as server:
+        first, again = restored(server, asked)
+        check_restored(server, again)
+        spoil.touch()
+        server.flush()
+        last = [server.ask(ids) for ids in reversed(asked)][::-1]
+        if proof_of == "auto":
+            assert waited_for(lambda: proof(server) == State.REFUTED)
+            assert counted(server, "restore_proof_pages_total", "result")["differs"] > 0
+            assert re.search(r"in the window (keys|values) of layer \d", log_of(server))
+    right = wanted(asked, path=model)
+    assert are_met(right, first) and are_met(right, again)
+    assert are_met(right, last) is (proof_of == "auto")
 
 
 def asked_by_a_crowd(server: Served, rounds: int) -> tuple[int, int]:

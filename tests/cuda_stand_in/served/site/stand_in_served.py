@@ -70,12 +70,15 @@ def _attention() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     torch.ops.load_library(os.environ["STAND_IN_ATTENTION"])
 
     class Attention(AttentionBackend):
         """As FlashAttention does, a forward takes its requests' rows of slots and lengths aside at
         its beginning, inside of a decode graph too. Later it reads nothing of the scheduler's.
+
+        Layers with a sliding window have rows of their own in SGLang's pool of windows.
 
         A model with latents (MLA) attends to these in prefills too, as SGLang does it where its
         inference has to be deterministic: keys are rows of latents, values their first part.
@@ -84,6 +87,7 @@ def _attention() -> None:
         def __init__(self, runner: Any) -> None:
             super().__init__()
             self._requests, self._pool = runner.req_to_token_pool, runner.token_to_kv_pool
+            self._has_windows = isinstance(self._pool, SWAKVPool)
             if runner.use_mla_backend:
                 _attends_to_latents()
 
@@ -91,6 +95,10 @@ def _attention() -> None:
             rows = batch.req_pool_indices.long()
             self._rows = self._requests.req_to_token.index_select(0, rows)
             self._lengths = batch.seq_lens.clone()
+            if self._has_windows:
+                self._window_rows = self._pool.translate_loc_from_full_to_swa(self._rows)
+                into = self._pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
+                self._windows_into = into
 
         def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
             pass
@@ -115,23 +123,30 @@ def _attention() -> None:
             save_kv_cache: bool = True,
             *,
             added: torch.Tensor | None,
+            sinks: torch.Tensor | None = None,
             **more: Any,
         ) -> torch.Tensor:
             assert not more, f"attention with {sorted(more)}"
             if save_kv_cache and k is not None:
-                place = KVWriteLoc(batch.out_cache_loc, None)
+                into = self._windows_into if self._has_windows else None
+                place = KVWriteLoc(batch.out_cache_loc, into)
                 self._pool.set_kv_buffer(layer, place, k, v)
             query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            window, rows = layer.sliding_window_size, self._rows
+            if self._has_windows and self._pool.layers_mapping[layer.layer_id][1]:
+                rows = self._window_rows
             out = q.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
             torch.ops.cuda_stand_in.attend(
                 query,
                 self._pool.get_key_buffer(layer.layer_id),
                 self._pool.get_value_buffer(layer.layer_id),
-                self._rows,
+                rows,
                 self._lengths,
                 added,
                 out,
                 layer.scaling,
+                sinks,
+                -1 if window is None else window,
             )
             return out.view(len(query), -1)
 
