@@ -30,7 +30,6 @@ from sgl_kvtier.runtime.scheduler.refusals import (
     OF_ARGUMENTS,
     OF_MODEL,
     OF_STATES,
-    OF_WINDOWS,
     SIDE_PAGES,
     STAGES,
     UNPROVEN,
@@ -75,17 +74,8 @@ BY_MODEL = [
 its cache.
 """
 
-BY_WINDOWS = [
-    (
-        "window pages and a draft",
-        "leave --speculative-algorithm away",
-        f"--model-path MLA --speculative-algorithm EAGLE {CHAIN}",
-    ),
-]
-"""The same of models with sliding windows, by flags."""
-
 BY_STATES = [("states on an accelerator", 'policy.restore = "off"', "--device cuda")]
-"""The same of models with linear layers."""
+"""The same of models with linear layers, by flags."""
 
 BY_PROOF = [
     ("more than one rank", 'policy.restore = "fastest"', "--tp 2"),
@@ -147,10 +137,10 @@ def test_a_plain_server_is_refused_nothing(launch):
 
 
 def test_every_refusal_has_a_case():
-    cases = [what for what, _, _ in (*BY_FLAGS, *BY_MODEL, *BY_WINDOWS, *BY_STATES)]
+    cases = [what for what, _, _ in (*BY_FLAGS, *BY_MODEL, *BY_STATES)]
     assert [
         refusal.what
-        for refusal in (*OF_MODEL, *OF_WINDOWS, *OF_STATES, *OF_ARGUMENTS)
+        for refusal in (*OF_MODEL, *OF_STATES, *OF_ARGUMENTS)
         if not any(what in refusal.what for what in cases)
     ] == []
     assert [
@@ -182,18 +172,21 @@ def test_models_that_restoring_does_not_know_are_refused_each_by_its_own_reason(
 
 
 @pytest.mark.parametrize(
-    ("kind", "what", "mend", "flags"),
-    [("is_hybrid_swa", *case) for case in BY_WINDOWS]
-    + [("is_hybrid_ssm", *case) for case in BY_STATES],
+    "flags",
+    ["", "--device cuda", f"--model-path MLA --speculative-algorithm EAGLE {CHAIN}"],
+    ids=["CPU", "GPU", "draft"],
 )
-def test_models_with_anchors_restore_where_they_were_seen_to(
-    launch, drafts, kind, what, mend, flags
-):
-    anchored = context(**{kind: True})
-    line = str(restore_setup.own_way(launch(flags), anchored, BOTH))
+def test_models_with_windows_are_restored(launch, drafts, flags):
+    assert restore_setup.own_way(launch(flags), context(is_hybrid_swa=True), BOTH) is None
+
+
+@pytest.mark.parametrize(("what", "mend", "flags"), BY_STATES)
+def test_models_with_states_are_restored_where_they_were_seen_to(launch, what, mend, flags):
+    linear = context(is_hybrid_ssm=True)
+    line = str(restore_setup.own_way(launch(flags), linear, BOTH))
     assert what in line and mend in line
-    assert what not in str(restore_setup.own_way(launch(flags), context(), BOTH))
-    assert restore_setup.own_way(launch(""), anchored, BOTH) is None
+    assert restore_setup.own_way(launch(flags), context(), BOTH) is None
+    assert restore_setup.own_way(launch(""), linear, BOTH) is None
 
 
 @pytest.mark.parametrize(

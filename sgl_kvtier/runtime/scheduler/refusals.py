@@ -72,17 +72,6 @@ OF_MODEL = (
 )
 """Asked with the context that SGLang builds its cache in."""
 
-OF_WINDOWS = (
-    Refusal(
-        "window pages and a draft: nobody has restored both together",
-        f"leave --speculative-algorithm away; or {_WHOLE}",
-        lambda args: args.speculative_algorithm is not None,
-    ),
-)
-"""Of models whose layers with a sliding window keep pages of their own. Asked with the resolved
-arguments.
-"""
-
 OF_STATES = (
     Refusal(
         "states on an accelerator: nobody has seen them copied there",
@@ -199,9 +188,9 @@ WRITE_BACK = Refusal(
 
 def unsupported(args: Any, ctx: Any) -> str | None:
     """Why this server restores SGLang's own way and does not look ahead, or None."""
-    of_anchors = {"windows": OF_WINDOWS, "states": OF_STATES}.get(anchors_of(ctx) or "", ())
+    of_states = OF_STATES if ctx.is_hybrid_ssm else ()
     return _told(
-        [*_holding(OF_MODEL, ctx), *_holding(of_anchors, args), *_holding(OF_ARGUMENTS, args)]
+        [*_holding(OF_MODEL, ctx), *_holding(of_states, args), *_holding(OF_ARGUMENTS, args)]
     )
 
 
