@@ -29,7 +29,7 @@ from sgl_kvtier.runtime.restore.copy_device import (
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.sglang import slot_pools
 from sgl_kvtier.runtime.step.polls import DIFFERS, LANDED, OPEN, Poll
-from sgl_kvtier.runtime.step.private_slots import WindowSlots
+from sgl_kvtier.runtime.step.private_slots import AnchorSlots
 from sgl_kvtier.runtime.step.restoration import Load, Restoration
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -86,10 +86,10 @@ def load(beside: Beside) -> tuple[bytes, Proof]:
     windows = None
     if slot_pools.has_windows(controller):
         in_host, on_device = (slots_of(some, page) for some in WINDOWS)
-        windows = WindowSlots(on_device.to(controller.device), in_host)
+        windows = AnchorSlots(on_device.to(controller.device), in_host, page)
     one = Load(
         r, Span(0, pages), Link.HOST_TO_DEVICE, device, host, False, 0.0, 60.0, Poll(1, pages),
-        windows=windows,
+        anchor=windows,
     )  # fmt: skip
     mover.submit(one, None, 60.0)
     end = time.monotonic() + 240

@@ -377,12 +377,12 @@ class PageCheck:
         wrong: dict[int, tuple[str, int]] = {}
         for low, high in _neighbours(pages):
             tokens = slice(low * back.page, high * back.page)
-            beside = load.windows_of(low, high, back.page)
+            beside = load.anchor_of(low, high)
             window = None if beside is None else (beside.host, beside.device)
             found = back.differing(load.host_slots[tokens], load.device_slots[tokens], window)
             wrong |= {low + place: where for place, where in found.items()}
         equal = [page for page in pages if page not in wrong]
-        anchored = sum(load.windows_of(page, page + 1, back.page) is not None for page in equal)
+        anchored = sum(load.anchor_of(page, page + 1) is not None for page in equal)
         nbytes = len(equal) * back.page_bytes + anchored * back.window_bytes
         proof.note_pages("equal", len(equal), nbytes)
         if not wrong:

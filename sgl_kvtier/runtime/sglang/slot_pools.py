@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sgl_kvtier.runtime.sglang import anchors
+from sgl_kvtier.runtime.sglang import anchors, windows
 
 if TYPE_CHECKING:
     import torch
