@@ -89,8 +89,7 @@ def run(
         asyncio.run(FuzzRun(options, server, sessions, log).run())
     finally:
         server.stop()
-    told = folder / "counts.json"
-    rows = json.loads(told.read_text()) if told.exists() else {}
+    rows = gauntlet.rows_checked(folder)
     return {
         "name": recipe.name, "shape": recipe.shape, "requests_asked": requests, "seed": seed,
         "commit": gauntlet.commit(), "rows": rows, "reason": reason, "findings": log.findings,

@@ -146,6 +146,7 @@ def environment(recipe: Recipe, folder: Path) -> dict[str, str]:
         "lab": {"throttle": {"read_gbps": own_bytes * 8 / seconds / 1e9}},
     }  # fmt: skip
     (folder / "kvtier.json").write_text(json.dumps(config))
+    (folder / "counts").mkdir()
     changed = HERE.parent / "runtime" / "changed_site"
     paths = [str(HERE / "stand_in"), str(changed), os.environ.get("PYTHONPATH", "")]
     return {
@@ -154,7 +155,7 @@ def environment(recipe: Recipe, folder: Path) -> dict[str, str]:
         "DRAFTS": str(folder / "no such file"),
         "TORCHDYNAMO_DISABLE": "1",
         "KVTIER_PACED": json.dumps(told),
-        "KVTIER_RECIPE_COUNTS": str(folder / "counts.json"),
+        "KVTIER_RECIPE_COUNTS": str(folder / "counts"),
         "KVTIER_CPU_DEVICE": "recipe_device.device:install",
         "SGLANG_PLATFORM": "kvtier_cpu",
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "recipe_device.models",
@@ -241,12 +242,22 @@ def run(
             server.raise_if_ended("while it was asked")
     except (BenchError, OSError, ValueError) as error:
         row["reason"] = failure(log) or str(error).splitlines()[0]
-    counts = folder / "counts.json"
-    row["rows"] = json.loads(counts.read_text()) if counts.exists() else {}
+    row["rows"] = rows_checked(folder)
     if not row["reason"]:
         row["reason"] = refusal(log)
     row["seconds"] = round(time.monotonic() - began, 1)
     return row
+
+
+def rows_checked(folder: Path) -> dict[str, dict[str, int]]:
+    """Rows that all ranks of a server have checked, and those that were wrong, by kind."""
+    found: dict[str, dict[str, int]] = {}
+    for file in (folder / "counts").glob("*.json"):
+        for kind, counts in json.loads(file.read_text()).items():
+            known = found.setdefault(kind, dict.fromkeys(counts, 0))
+            for name, count in counts.items():
+                known[name] += count
+    return found
 
 
 def _writes_late(recipe: Recipe) -> bool:

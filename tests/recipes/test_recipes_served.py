@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,36 @@ def test_windows_and_states_are_restored_with_what_the_front_computed(
     assert reason in row["reason"] and not row["looks_ahead"]
     assert row["rows"][kind]["checked"] > 0
     assert [one["wrong"] for one in row["rows"].values()] == [0] * len(row["rows"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind", "reason"), ANCHORS)
+def test_two_ranks_restore_windows_and_states_in_step(
+    tmp_path: Path, name: str, kind: str, reason: str
+) -> None:
+    """SGLang compares what the ranks decide, and ends the server when they differ."""
+    recipes, dropped = gauntlet.load()
+    recipe = next(one for one in recipes if one.name == name)
+    command = recipe.command.replace("--tp 8", "--tp 2")
+    recipe = replace(recipe, command=f"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER=1 {command}")
+    del dropped["--tp"]
+    row = gauntlet.run(recipe, dropped, tmp_path / "server")
+    assert row["restores"] and row["equal"], row
+    assert row["computed_tokens"] > 0 and row["loaded_tokens"] > 0, "from both ends"
+    assert len(list((tmp_path / "server" / "counts").glob("*.json"))) == 2
+    assert row["rows"][kind]["checked"] > 0
+    assert [one["wrong"] for one in row["rows"].values()] == [0] * len(row["rows"])
+
+
+@pytest.mark.slow
+def test_windows_are_restored_with_a_draft(tmp_path: Path) -> None:
+    recipes, dropped = gauntlet.load()
+    recipe = next(one for one in recipes if one.name == "gpt-oss-120b-eagle3")
+    row = gauntlet.run(recipe, dropped, tmp_path / "server")
+    assert row["restores"] and row["equal"], row
+    assert row["accept_length"] == [4.0, 4.0]
+    assert row["rows"]["window"]["checked"] > 0 and row["rows"]["draft kv"]["checked"] > 0
+    assert [kind["wrong"] for kind in row["rows"].values()] == [0] * len(row["rows"])
 
 
 @pytest.mark.slow

@@ -30,7 +30,9 @@ from sgl_kvtier.runtime.cpu import copies
 
 logger = logging.getLogger(__name__)
 COUNTS = "KVTIER_RECIPE_COUNTS"
-"""A file that holds, as JSON, how many rows of each kind were checked and how many were wrong."""
+"""A folder. Each rank writes a file into it that says, as JSON, how many rows of each kind were
+checked and how many were wrong.
+"""
 _CHAIN = "recipe_chain"
 _MORE_POOLS = ("pool_host.mamba", "pool_host.dsa", "pool_host.unified", "memory_pool_host")
 
@@ -76,7 +78,7 @@ class Device:
         self._dilation = settings.dilation
         self._pools: dict[int, Pools] = {}
         self._counts: dict[str, list[int]] = {}
-        self._counts_file = Path(os.environ[COUNTS])
+        self._counts_file = Path(os.environ[COUNTS], f"{os.getpid()}.json")
         self._states: Pools | None = None
         self._unverified: list[_Verified] = []
         self.requests: dict[str, Any] = {}
