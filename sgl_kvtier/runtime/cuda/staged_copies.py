@@ -33,7 +33,7 @@ class StagedCopies:
     def __init__(
         self, controller: Any, scatter: Scatter, memory: CardMemory, windows: Any = None
     ) -> None:
-        """`windows`: a `CopyDevice` for the windows that come with pages. Raises
+        """`windows`: a `CopyDevice` for the windows or states that come with pages. Raises
         torch.OutOfMemoryError where staging does not fit.
         """
         self._windows = windows

@@ -380,5 +380,5 @@ def staged_by(make: MakeScatter, controller: Any, memory: CardMemory) -> StagedC
     shape = shape_of(pool)
     scatter = make(shape, pages_of_room(shape), [*pool.device_k_buffers, *pool.device_v_buffers])
     scatter.prepare()
-    windows = StreamCopies(controller, memory) if slot_pools.has_windows(controller) else None
-    return StagedCopies(controller, scatter, memory, windows)
+    beside = StreamCopies(controller, memory) if slot_pools.has_anchors(controller) else None
+    return StagedCopies(controller, scatter, memory, beside)

@@ -30,6 +30,11 @@ def others(controller: Any) -> list[str]:
     return [str(entry.name) for entry in entries if entry is not group.anchor_entry]
 
 
+def has_anchors(controller: Any) -> bool:
+    """Whether windows or a state may come with a load."""
+    return anchors.pool_in(others(controller)) is not None
+
+
 def has_windows(controller: Any) -> bool:
     """Whether windows may come with a load."""
     return windows.POOL in others(controller)
