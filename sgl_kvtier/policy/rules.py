@@ -73,6 +73,10 @@ class Ways(Protocol):
     def both_s(self) -> float:
         """Computing its front while its back is loaded, up to the best meeting page."""
 
+    @property
+    def stalls_s(self) -> float:
+        """Seconds that computing this front takes from requests that decode; 0 where none does."""
+
 
 class Waiting(Protocol):
     """A request that is being restored and could be loaded for."""
@@ -158,6 +162,10 @@ class Rules:
     decode_charge: float = 0.0
     """Extra weight of computing per request that decodes: each stands still for a whole chunk. None
     here: `policy.max_stall_ms` bounds their gaps (docs/results/restore.md has both).
+    """
+    stall_worth: float = 0.5
+    """While other requests decode, computing a front has to save this share of the seconds that it
+    takes from them, compared with loading all.
     """
     overtaking: float = 1.0
     """Shorter requests overtake one that waits for this many times the predicted work that stood
@@ -248,7 +256,8 @@ class Rules:
         if not ways.known:
             return Mode.BOTH, "not measured yet"  # it adapts by itself
         compute_s, load_s = ways.compute_s - ways.own_s, ways.load_s
-        if self.split_wins(ways.both_s, min(compute_s, load_s)):
+        stalls_s = ways.stalls_s if load_s <= compute_s else 0.0
+        if self.split_wins(ways.both_s, min(compute_s, load_s), stalls_s):
             return Mode.BOTH, "split is faster"
         if load_s <= compute_s:
             return Mode.LOAD, "loading is faster"
@@ -276,13 +285,16 @@ class Rules:
         load_s = ways.load_s
         if not ways.in_host and ways.compute_s < load_s:
             return None
-        if self.split_wins(ways.both_s, load_s - ways.own_s):
+        if self.split_wins(ways.both_s, load_s - ways.own_s, ways.stalls_s):
             return None
         return "host memory" if ways.in_host else "loading is faster"
 
-    def split_wins(self, both_s: float, single_s: float) -> bool:
-        """Whether computing and loading together saves enough of what one resource alone takes."""
-        return both_s <= min(single_s * (1 - self.split_margin), single_s - self.split_gain_s)
+    def split_wins(self, both_s: float, single_s: float, stalls_s: float = 0.0) -> bool:
+        """Whether computing and loading together saves enough of what one resource alone takes.
+        `stalls_s`: seconds of computing for which others stand still, and would not otherwise.
+        """
+        least_s = max(self.split_margin * single_s, self.split_gain_s, self.stall_worth * stalls_s)
+        return both_s <= single_s - least_s
 
     def load_order(self, waiting: Sequence[Waiting]) -> Sequence[Waiting]:
         """Whom links load for first. Given in the order they run; who is left out gets no loads in

@@ -112,6 +112,31 @@ def why(one: Planner, view: StepView, pages: int = 256) -> str | None:
     return one.query(LeftToEngine(offer(storage=pages), view))
 
 
+@pytest.mark.parametrize(
+    ("ratio", "decoding", "settings", "said"),
+    [
+        (4, 0, {}, None),
+        (4, 1, {}, "loading is faster"),  # it saves a twentieth, and computes a fifth
+        (4, 1, {"stall_worth": 0.0}, None),
+        (1, 8, {}, None),  # it saves as much as it computes
+        (1 / 4, 8, {}, None),  # computing alone would take more from them
+    ],
+)
+def test_beside_requests_that_decode_a_front_saves_half_of_what_it_takes_from_them(
+    ratio, decoding, settings, said
+):
+    one = planner(storage=rate(4096, ratio), **settings)
+    assert why(one, replace(VIEW, decoding=decoding)) == said
+
+
+@pytest.mark.parametrize(("decoding", "mode"), [(0, Mode.BOTH), (1, Mode.LOAD)])
+def test_a_restoration_that_begins_beside_decodes_computes_where_that_is_worth_it(decoding, mode):
+    one = planner(storage=rate(4096, 4), restore="fastest")
+    one.observe(offer(storage=256))
+    (start,) = one.step(replace(VIEW, decoding=decoding)).starts
+    assert start.mode is mode
+
+
 def test_while_device_memory_is_short_for_what_waits_nothing_is_loaded_into_it():
     one = planner(storage=rate(4096, 1))  # 256 pages and 64 tokens more: 260 pages
     rooms = {pages: replace(VIEW, free_pages={Tier.DEVICE: pages}) for pages in (259, 260)}

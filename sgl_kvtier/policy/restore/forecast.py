@@ -104,6 +104,12 @@ class Forecast:
         split = best_split(self._pace, self._compute_at_s + copied_s, left, front)
         return split._replace(seconds=max(split.seconds, copied_s))
 
+    def front_seconds(self, item: Restoration) -> float:
+        """Seconds of computing up to the best meeting page, without any wait."""
+        tokens = self.both(item).compute_tokens
+        start = item.pointer.front * self._engine.page_tokens
+        return self._cost.range_seconds(start, tokens, self._engine.chunk_tokens)
+
     def copies_first(self, item: Restoration) -> int:
         """The end of the pages that lie in host memory at the front and are copied faster than
         computed; the front where there are none.
@@ -125,7 +131,7 @@ class Forecast:
 class Ways:
     """What each way to restore one prefix is predicted to take, for the rules (`rules.Ways`).
     `learns`: an engine that loads it would measure what is not `known`; `crowded`: device memory is
-    short. `own_s`: the fixed overhead of a restoration.
+    short. `own_s`: the fixed overhead of a restoration. `decoding`: requests that decode.
     """
 
     def __init__(
@@ -136,6 +142,7 @@ class Ways:
         learns: bool = False,
         crowded: bool = False,
         own_s: float = 0.0,
+        decoding: int = 0,
     ) -> None:
         self._forecast = forecast
         self._item = item
@@ -143,6 +150,7 @@ class Ways:
         self._learns = learns
         self._crowded = crowded
         self._own_s = own_s
+        self._decoding = decoding
 
     @property
     def known(self) -> bool:
@@ -180,6 +188,10 @@ class Ways:
     @property
     def both_s(self) -> float:
         return self._forecast.both(self._item).seconds
+
+    @property
+    def stalls_s(self) -> float:
+        return self._forecast.front_seconds(self._item) if self._decoding else 0.0
 
 
 class Queueing:

@@ -65,7 +65,7 @@ class Offers:
             forecast = self._outlook.forecast_in_queue(view, offer.rid)
             self._copy_first(item, forecast)
             own_s = self._state.overhead.seconds
-            ways = Ways(forecast, item, self._knows(offer), own_s=own_s)
+            ways = Ways(forecast, item, self._knows(offer), own_s=own_s, decoding=view.decoding)
             item.mode, reason = choose_mode(self._state.rules, ways, self._state.config)
             if reason == "computing is faster":
                 self._computed += 1
@@ -94,7 +94,9 @@ class Offers:
         learns = reads and self._engine_learns(offer)
         crowded = self._crowded(offer, view, forecast.both(item).seconds)
         own_s = self._state.overhead.seconds
-        ways = Ways(forecast, item, self._knows(offer), learns, crowded, own_s)
+        ways = Ways(
+            forecast, item, self._knows(offer), learns, crowded, own_s, decoding=view.decoding
+        )
         why = leave(self._state.rules, ways, self._state.config)
         return why if reads or why != "loading is faster" else "computing is faster"
 
