@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -31,7 +32,8 @@ from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.lab.workload.source import load_sessions
 from sgl_kvtier.policy.decision_log import Header
 from sgl_kvtier.policy.messages import Consulted, Mode, Planner
-from sgl_kvtier.types import PLACES, Link
+from sgl_kvtier.policy.planner import Planner as KVTierPlanner
+from sgl_kvtier.types import PLACES, Link, Tier
 
 DRAWS = 6
 """Draws of a load that is random, unless others are asked for."""
@@ -142,12 +144,17 @@ def run_policy(
     profile = planner_profile(hardware, step_cost(hardware, model), shape)
     chosen = policy(name)
     planner: Planner = chosen.make(Setting(config, shape, profile, spec, requests))
+    victims = None
+    if isinstance(planner, KVTierPlanner):  # as a server: the map's order, whenever room is needed
+        victims = partial(planner.pages.victims_aside, Tier.DEVICE)
     if log is not None:
         planner = Recording(planner, Header(config, shape, profile), log)
     server = chosen.server(spec)
     if chosen.served:
         planner = Served(cast(Consulted, planner), shape, server, config.min_restore_tokens)
-    return simulate(planner, hardware, model, requests, server=server, on_finish=on_finish)
+    return simulate(
+        planner, hardware, model, requests, server=server, on_finish=on_finish, victims=victims
+    )
 
 
 def outcome(name: str, result: SimResult) -> dict[str, Any]:

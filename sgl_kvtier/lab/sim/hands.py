@@ -360,6 +360,7 @@ class Hands:
 
     def _name(self, live: Live, keys: tuple[PageKey, ...]) -> None:
         device = self.caches.device
+        device.chain(keys)
         fresh = []
         for key in keys[len(live.pinned) :]:
             live.private -= 1

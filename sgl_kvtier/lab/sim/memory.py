@@ -5,6 +5,7 @@ down behind it, and moves of a plan.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from sgl_kvtier.lab.sim.links import Transfer, Transfers
@@ -15,6 +16,8 @@ from sgl_kvtier.types import PLACES, Link, PageKey, Span, Tier
 
 UNLIMITED = 1 << 40
 """Pages of a tier without a limit."""
+_SLACK_PAGES = 256
+"""Victims asked for beyond those needed: some are in use by now."""
 
 
 class TierMemory:
@@ -30,6 +33,12 @@ class TierMemory:
         self._pins: dict[PageKey, int] = {}
         self._private = 0
         self._first: dict[PageKey, None] = {}
+        self._before: dict[PageKey, PageKey] = {}
+        """The page before each in its chain."""
+        self._behind: dict[PageKey, int] = {}
+        """How many pages here come next after each."""
+        self.victims: Callable[[int], Iterable[PageKey]] | None = None
+        """The planner's order of eviction, for so many pages; None: the least recently used."""
         self._prefetched: dict[PageKey, Link] = {}
         self.dropped: list[PageKey] = []
         """Pages that have left since the caller last emptied this."""
@@ -105,7 +114,16 @@ class TierMemory:
         new = key not in self
         self.release(1)
         self.pin((key,))
+        if new and key in self._before:
+            before = self._before[key]
+            self._behind[before] = self._behind.get(before, 0) + 1
         return new
+
+    def chain(self, keys: Sequence[PageKey]) -> None:
+        """Pages that will be named here, in the order of their prompt: with `victims`, no page
+        leaves before one behind it.
+        """
+        self._before.update((key, before) for before, key in itertools.pairwise(keys))
 
     def mark_prefetched(self, keys: Iterable[PageKey], link: Link) -> None:
         """These came over a link only because someone thought they would be needed."""
@@ -125,15 +143,39 @@ class TierMemory:
         self.unused_prefetches[link] = self.unused_prefetches.get(link, 0) + 1
 
     def _make_room(self) -> None:
+        missing = self.used - self.capacity
+        if missing > 0 and self.victims is not None:
+            self._evict_ends(self.victims(missing + _SLACK_PAGES), missing)
         while self.used > self.capacity:
             key = next((key for key in self._first if key in self._idle), None) or next(
                 iter(self._idle)
             )
-            self._first.pop(key, None)
-            del self._idle[key]
-            self.dropped.append(key)
-            if key in self._prefetched:
-                self._unused(self._prefetched.pop(key))
+            self._drop(key)
+
+    def _evict_ends(self, victims: Iterable[PageKey], missing: int) -> None:
+        """Evicts these in their order, each once no page is behind it."""
+        passed: dict[PageKey, None] = {}
+        for victim in victims:
+            if victim not in self._idle:
+                continue
+            passed[victim] = None
+            key: PageKey | None = victim
+            while key in passed and not self._behind.get(key):
+                del passed[key]
+                self._drop(key)
+                missing -= 1
+                if not missing:
+                    return
+                key = self._before.get(key)
+
+    def _drop(self, key: PageKey) -> None:
+        self._first.pop(key, None)
+        del self._idle[key]
+        self.dropped.append(key)
+        if key in self._before:
+            self._behind[self._before[key]] -= 1
+        if key in self._prefetched:
+            self._unused(self._prefetched.pop(key))
 
 
 # --- the three tiers ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import simpy
 
@@ -16,7 +16,7 @@ from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.server import Server, ServerSpec
 from sgl_kvtier.policy.messages import Planner
 from sgl_kvtier.policy.shape import EngineShape
-from sgl_kvtier.types import Tier
+from sgl_kvtier.types import PageKey, Tier
 
 
 def simulate(
@@ -28,11 +28,13 @@ def simulate(
     server: ServerSpec | None = None,
     cost: Cost | None = None,
     on_finish: Callable[[SimRequest], None] | None = None,
+    victims: Callable[[int], Iterable[PageKey]] | None = None,
 ) -> SimResult:
     """Runs `requests` to their last token and returns the result of each.
 
     `cost` is the true cost of steps (None: the cost the hardware's profile gives for the model).
-    `on_finish` is called for each request that ends, for progress. Raises ConfigError when a
+    `on_finish` is called for each request that ends, for progress. `victims` gives the order in
+    which pages leave the device (None: the least recently used first). Raises ConfigError when a
     request could never run. Raises AssertionError when the planner contradicts itself or leaves a
     request waiting for ever.
     """
@@ -56,6 +58,7 @@ def simulate(
         staged=spec.staged,
         write_down=spec.write_down,
     )
+    hands.caches.device.victims = victims
     engine = Server(env, planner, spec, cost or step_cost(hardware, model), hands)
     done = env.event()
     _put_on_the_clock(env, engine, requests, done, on_finish)

@@ -50,6 +50,8 @@ _MOST_READS = 3
 """Lost pages of a request are read again so often, then they are computed."""
 _WORTH_READING = 256
 """The fewest tokens for which SGLang asks storage."""
+_LOOK_S = 0.01
+"""A server with nothing to run asks its planner this often, for sessions return as time goes by."""
 _POLL_S = 1e-3
 """Seconds between two looks of an idle engine that has facts to report."""
 
@@ -227,7 +229,8 @@ class Server:
         """Steps for ever; idle while there is nothing to do."""
         fruitless = 0
         while True:
-            if not (self._waiting or self._slots or self._running or self._hands.has_facts):
+            something = self._waiting or self._slots or self._running or self._hands.has_facts
+            if not something and not self._spec.consulted:
                 yield from self._idle()
                 continue
             self._make_due_offers()
@@ -279,7 +282,7 @@ class Server:
         self._asked += 1
         self._wake = self._env.event()
         if not self._hands.has_facts:
-            yield self._wake
+            yield self._wake | self._env.timeout(_LOOK_S) if self._spec.consulted else self._wake
         elif self._asked > _MOST_ASKED:
             yield self._wake | self._env.timeout(_POLL_S)
 

@@ -42,6 +42,27 @@ def test_pages_leave_in_the_order_that_serves_prefixes(
     assert memory.dropped == [by_name[name] for name in left]
 
 
+def test_room_is_made_in_the_planners_order_and_no_page_leaves_before_one_behind_it() -> None:
+    memory = TierMemory(Tier.DEVICE, 6)
+    fronts, prefetched, pinned = keys("a", 2), keys("b", 2), keys("c", 2)
+    for chain in (fronts, prefetched, pinned):
+        memory.chain(chain)
+        _with(memory, chain)
+    memory.pin(pinned[1:])
+    asked: list[int] = []
+
+    def victims(count: int) -> tuple[PageKey, ...]:
+        asked.append(count)
+        return (*pinned, *prefetched, *fronts)
+
+    memory.victims = victims
+    memory.claim(1)
+    assert asked[0] >= 1
+    assert memory.dropped == [prefetched[1]], "the page before a pinned one stays"
+    memory.claim(2)
+    assert memory.dropped == [prefetched[1], prefetched[0], fronts[1]]
+
+
 def test_a_pinned_page_stays_and_is_not_counted_available() -> None:
     memory = TierMemory(Tier.DEVICE, 3)
     chain = keys("a", 3)

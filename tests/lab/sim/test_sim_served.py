@@ -19,6 +19,7 @@ from sgl_kvtier.policy.messages import (
     ChunkBeside,
     HeldBack,
     LeftToEngine,
+    PagesDropped,
     Question,
     ReadsDue,
     RestoreOffered,
@@ -26,7 +27,7 @@ from sgl_kvtier.policy.messages import (
     StepView,
 )
 from sgl_kvtier.policy.restore.queue_order import ASK_AGAIN_S
-from sgl_kvtier.types import Link, PageKey
+from sgl_kvtier.types import Link, PageKey, Tier
 
 SPEC = ServerSpec(page_tokens=PAGE, step_tokens=512, device_pages=40, host_pages=80, consulted=True)
 
@@ -193,3 +194,26 @@ def test_unless_asked_to_mix_a_step_holds_prefill_or_decode() -> None:
     )
     assert apart is not None and mixed is not None
     assert apart > mixed  # its decoding stands still while the other is prefilled
+
+
+def test_room_on_the_device_is_made_in_the_maps_order_as_in_a_server() -> None:
+    soon, late = keys("soon", 16), keys("late", 16)
+    requests = [_chain("soon", 16), _chain("late", 16, at=50.0), _chain("other", 16, at=100.0)]
+
+    def dropped(victims: Callable[[int], tuple[PageKey, ...]] | None) -> set[PageKey]:
+        planner = Asked(left)
+        served = Served(planner, engine_shape(SPEC, MODEL), SPEC, 0)
+        link = machine(1024.0)
+        simulate(served, link, MODEL, requests, server=SPEC, cost=COST, victims=victims)
+        drops = [fact for fact in planner.facts if isinstance(fact, PagesDropped)]
+        return {key for fact in drops if fact.tier is Tier.DEVICE for key in fact.keys}
+
+    by_last_use, by_the_map = dropped(None), dropped(lambda count: late[::-1])
+    assert by_last_use and by_last_use <= set(soon)
+    assert by_the_map and by_the_map <= set(late)
+
+
+def test_a_server_with_nothing_to_run_asks_its_planner_as_time_goes_by() -> None:
+    planner = Asked(left)
+    _run(planner, [_chain("a", 4), _chain("b", 4, at=50.0)])
+    assert sum(20 < view.now < 21 for view in planner.views) > 50
