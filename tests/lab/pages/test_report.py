@@ -171,6 +171,10 @@ def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result()
     [
         ("returning, SSD of 1.5 GB/s", "emulated-h100-returning-ssd-1.5"),
         ("returning, device memory of an H100", "emulated-h100-returning-393k"),
+        ("returning, Llama 3.3 70B", "emulated-h100-returning-70b"),
+        ("returning, one long session at a time", "emulated-h100-returning-long"),
+        ("returning, DeepSeek V3", "emulated-h100-returning-mla"),
+        ("returning, DeepSeek V3, stall_worth", "emulated-h100-returning-mla-worth"),
         ("returning, SSD of 3 GB/s", "emulated-h100-returning-ssd-3"),
         ("returning, other rates", "emulated-h100-returning-rates"),
         ("returning, other backends", "emulated-h100-other-backends"),
