@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,9 @@ def test_windows_and_states_that_do_not_come_are_seen(
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
     assert row["restores"] is (proof == "off") and row["rows"]["kv"]["wrong"] == 0, row
     assert bool(row["rows"][kind]["wrong"]) is (proof == "off")
+    log = (tmp_path / "server" / "server.log").read_text(errors="replace")
+    found = re.search("restoration is not right on this device.* in the window keys", log)
+    assert bool(found) is (proof == "auto")
 
 
 def leave_out(monkeypatch: pytest.MonkeyPatch) -> None:

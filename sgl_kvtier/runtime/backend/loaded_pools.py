@@ -47,10 +47,7 @@ def loaded_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
     ValueError, which says why, where SGLang does not tell how pages lie in one of them.
     """
     some = torch.zeros(page_tokens, dtype=torch.int64)  # of none, SGLang describes no transfer
-    found = _described(controller, slot_pools.transfers(controller, some, some), page_tokens)
-    if not found:
-        raise ValueError("SGLang describes no load")
-    return found
+    return _described(controller, slot_pools.transfers(controller, some, some), page_tokens)
 
 
 def window_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
@@ -76,6 +73,8 @@ def _described(controller: Any, transfers: list[Any], page_tokens: int) -> list[
                 half.layers.extend(more)
         else:
             raise ValueError(f"two device pools behind one {type(host).__name__}")
+    if not found:
+        raise ValueError("SGLang describes no load")
     for pool in found.values():
         _check(pool)
     return list(found.values())

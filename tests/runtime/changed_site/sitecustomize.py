@@ -20,6 +20,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 
 class _Changer(importlib.abc.MetaPathFinder):
@@ -195,7 +196,7 @@ def _need(module):
 
 
 def _leave_out(module):
-    transfers = module.transfers
+    transfers, names = module.slot_pools.transfers, vars(module.slot_pools)
 
     def transfers_of_the_target(controller, host_slots, *load):
         described = transfers(controller, host_slots, *load)
@@ -203,7 +204,8 @@ def _leave_out(module):
             return described
         return described[: min(1, len(host_slots))]  # none where windows come alone
 
-    module.transfers = transfers_of_the_target
+    # Of copies alone: what compares pages still knows all pools.
+    module.slot_pools = SimpleNamespace(**{**names, "transfers": transfers_of_the_target})
 
 
 def _drafts(function):
@@ -233,7 +235,7 @@ for variable, name, change in (
     ("PLAIN_COPIES", "sglang.srt.model_executor.forward_batch_info", _unpin),
     ("PLAIN_COPIES", "sglang.srt.layers.dp_attention", _copy_plainly),
     ("GONE", "sgl_kvtier.runtime.sglang.seams", _need),
-    ("DRAFTS", "sgl_kvtier.runtime.sglang.slot_pools", _leave_out),
+    ("DRAFTS", "sgl_kvtier.runtime.restore.copy_device", _leave_out),
     ("DRAFTS", "sgl_kvtier.runtime.cpu.platform_class", _drafts("allow")),
     ("DRAFTS", "sgl_kvtier.runtime.cpu.attention", _drafts("attention")),
     ("DRAFTS", _SGLANG + "mem_cache.allocation", _drafts("rows")),
