@@ -21,7 +21,7 @@ MACHINE = Machine(
 LOAD = Load(
     "generated:swe-mini",
     5,
-    seed=3,
+    seed=7,
     pace=Pace(mean_start_s=1.0, most_gap_s=2.0),
     most_prompt_tokens=5000,
 )
