@@ -38,7 +38,7 @@ from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.restore.offers import LATER, Offers
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.sglang import step, storage_ops
+from sgl_kvtier.runtime.sglang import requests, step, storage_ops
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Handle, Req
 from sgl_kvtier.runtime.step.context import StepContext
@@ -638,6 +638,16 @@ class RestoreEngine:
         host = r.spliced.get(Tier.HOST, 0) * self.context.page
         attached = sum(r.spliced.values()) * self.context.page
         storage_ops.count_loaded(self.context.tree, host, attached - host)
+        if r.mode is not None:
+            page, seconds = self.context.page, time.monotonic() - r.offered_at
+            facts = {
+                "kvtier.pages": r.pages - r.resident,
+                "kvtier.computed_tokens": max(0, (r.front - r.resident) * page - attached),
+                "kvtier.loaded_tokens": attached,
+                "kvtier.seconds": seconds,
+                "kvtier.ending": how,
+            }
+            requests.add_span(r.req, "kvtier.restore", seconds, facts)
 
     def _unlock(self, r: Restoration) -> None:
         lock, r.node_lock = r.node_lock, None

@@ -5,10 +5,15 @@ Tokens throughout. Scheduler's thread.
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sgl_kvtier.runtime.sglang.types import Req, Tree
 from sgl_kvtier.types import Span
+
+logger = logging.getLogger(__name__)
 
 _CLIP = 4096
 """SGLang's own bound on the output reserved for a request (CLIP_MAX_NEW_TOKENS)."""
@@ -107,3 +112,21 @@ def left_to_sglang(req: Req) -> str | None:
     if req.session is not None and req.session.streaming:
         return "streaming session"
     return None
+
+
+def add_span(req: Req, name: str, seconds: float, facts: Mapping[str, Any]) -> None:
+    """Adds an OpenTelemetry span that ends now to the trace of a request, with these attributes.
+    Nothing, and nothing is imported, where SGLang does not trace (--enable-trace), has ended this
+    request's trace, or traces in another way.
+    """
+    try:
+        trace: Any = getattr(getattr(req, "time_stats", None), "trace_ctx", None)
+        if trace is None or not trace.tracing_enable:
+            return
+        from sglang.srt.observability.trace import TraceSliceContext
+
+        end = time.time_ns()
+        start = end - int(seconds * 1e9)
+        trace.trace_slice(TraceSliceContext(name, start, end, attrs=dict(facts)))
+    except (AttributeError, ImportError, TypeError) as error:
+        logger.debug("kvtier: a span is not in SGLang's trace: %s", error)
