@@ -400,9 +400,24 @@ def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def merged(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """These rows, and of a file those of other recipes, in the order of the recipes."""
-    kept = json.loads(file.read_text(encoding="utf-8"))["recipes"] if file.exists() else []
+    kept = json.loads(file.read_text(encoding="utf-8")).get("recipes", []) if file.exists() else []
     found = {row["name"]: row for row in [*kept, *rows]}
     return [found[one.name] for one in load()[0] if one.name in found]
+
+
+def keep(file: Path | None, parts: dict[str, Any]) -> None:
+    """Writes these parts of results into a file, where there is one, beside what it has of other
+    parts, and of random requests and times beside those of other recipes.
+    """
+    if file is None:
+        return
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for name in ("fuzz", "speed"):
+        if name in parts:
+            mine = {row["name"] for row in parts[name]}
+            others = [row for row in known.get(name, []) if row["name"] not in mine]
+            parts = {**parts, name: [*others, *parts[name]]}
+    file.write_text(json.dumps({**known, **parts}, indent=1) + "\n", encoding="utf-8")
 
 
 def main(given: list[str] | None = None) -> int:
@@ -461,8 +476,7 @@ def main(given: list[str] | None = None) -> int:
                     rows.append(fuzz.run(one, dropped, scratch / one.name, args.fuzz, args.seed))
                     said = [*rows[-1]["findings"], *map(str, rows[-1]["wrong_answers"])]
                     print("sound" if fuzz.is_sound(rows[-1]) else "; ".join(said), file=sys.stderr)
-                    if args.json:
-                        args.json.write_text(json.dumps({"fuzz": rows}, indent=1) + "\n")
+                    keep(args.json, {"fuzz": rows})
                     continue
                 if args.speed:
                     import speed  # it knows this module
@@ -470,15 +484,13 @@ def main(given: list[str] | None = None) -> int:
                     rows.append(speed.run(one, dropped, scratch / one.name))
                     shares = [f"{cell['share']:.2f}" for cell in rows[-1]["cells"]]
                     print(f"{', '.join(shares)} of the best split", file=sys.stderr)
-                    if args.json:
-                        args.json.write_text(json.dumps({"speed": rows}, indent=1) + "\n")
+                    keep(args.json, {"speed": rows})
                     continue
                 rows.append(run(one, dropped, scratch / one.name, fork=len(chosen) > 1))
                 said = ", ".join(name for name in COLUMNS if rows[-1][name]) or rows[-1]["reason"]
                 print(f"{rows[-1]['seconds']:.0f} s: {said}", file=sys.stderr)
                 if args.json:
-                    told = json.dumps(document(merged(args.json, rows)), indent=1)
-                    args.json.write_text(told + "\n", encoding="utf-8")
+                    keep(args.json, document(merged(args.json, rows)))
     finally:
         forking.stop()
         if not args.keep:

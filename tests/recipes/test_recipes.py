@@ -145,3 +145,16 @@ def test_fuzzed_sessions_go_on_from_the_answers_that_the_device_gives() -> None:
         assert list(after.ids[: len(ids)]) == ids and len(after.ids) > len(ids)
     longer = fuzz.expected(one[0].ids, 3)
     assert fuzz.expected([*one[0].ids, *longer[:1]], 2) == longer[1:]
+
+
+def test_results_of_one_kind_or_recipe_leave_the_others_in_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    gauntlet.keep(None, {"fuzz": []})
+    gauntlet.keep(file, {"fuzz": [{"name": "a", "seed": 0}]})
+    gauntlet.keep(file, {"fuzz": [{"name": "b", "seed": 0}], "page": "recipes.md"})
+    gauntlet.keep(file, {"fuzz": [{"name": "a", "seed": 1}]})
+    gauntlet.keep(file, {"speed": [{"name": "a"}]})
+    kept = json.loads(file.read_text())
+    assert kept["fuzz"] == [{"name": "b", "seed": 0}, {"name": "a", "seed": 1}]
+    assert (kept["page"], kept["speed"]) == ("recipes.md", [{"name": "a"}])
+    assert gauntlet.merged(file, []) == []
