@@ -78,19 +78,22 @@ def test_a_timestamp_makes_a_new_prompt_and_the_two_prompts_show_it(
     assert (parting["kind"], parting["token"], parting["page"]) == ("timestamp", 10, 0)
 
 
-def test_another_salt_makes_new_pages_of_an_old_prompt(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("key", "seed"), [("cache_salt", 401), ("extra_key", 407)])
+def test_another_namespace_makes_new_pages_of_an_old_prompt(
+    served: Served, key: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ids = stored(served, 401)
-    cause_of(served, lambda: served.ask(ids, cache_salt="other"), "new prompts", "cache salt")
+    """A salt, and the extra key, to which SGLang adds an adapter's id (`Req.__init__`). It loads no
+    adapter on a CPU: its LoRA layers pin memory (`lora/layers.py`, `output_offset_cpu`).
+    """
+    ids = stored(served, seed)
+    ask = lambda: served.ask(ids, **{key: "other"})  # noqa: E731
+    cause_of(served, ask, "new prompts", "another cache salt or LoRA adapter")
     files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, more in zip(files, ({}, {"cache_salt": "other"}), strict=True):
+    for file, more in zip(files, ({}, {key: "other"}), strict=True):
         file.write_text(json.dumps({"input_ids": ids, **more}))
     assert main(["explain", "--prompts", *map(str, files), "--json", "-"]) == 0
     parting = json.loads(capsys.readouterr().out)
-    assert (parting["kind"], parting["part"], parting["hit_tokens"]) == (
-        "namespace", "cache_salt", 0,
-    )  # fmt: skip
+    assert (parting["kind"], parting["part"], parting["hit_tokens"]) == ("namespace", key, 0)
 
 
 def test_a_template_that_drops_reasoning_renders_the_same_turns_anew(
