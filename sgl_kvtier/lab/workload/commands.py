@@ -301,7 +301,9 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--traces", type=Path, metavar="DIR", help=FOLDER_HELP)
+    parser.add_argument(
+        "--traces-dir", "--traces", dest="traces", type=Path, metavar="DIR", help=FOLDER_HELP
+    )
 
 
 def _command() -> list[str]:

@@ -89,7 +89,7 @@ def test_list_names_the_traces_of_a_folder_and_the_presets(
 ) -> None:
     write_trace("mooncake_synthetic_trace.jsonl", "x")
     write_trace("mine.jsonl", "x")
-    kvtier_trace("list", "--traces", str(tmp_path), "--json", str(tmp_path / "list.json"))
+    kvtier_trace("list", "--traces-dir", str(tmp_path), "--json", str(tmp_path / "list.json"))
     shown = capsys.readouterr().out
     assert "mooncake_synthetic_trace" in shown and "generated:swe-mini" in shown
     result = json.loads((tmp_path / "list.json").read_text())
