@@ -235,3 +235,22 @@ def test_causes_that_lie_in_the_store(attached: Served) -> None:
     act = lambda: [attached.ask(ids, 1) for ids in last]  # noqa: E731
     found = cause_of(attached, act, "write pending", "still wait to be written")
     assert found["store"]["writes_waiting"] > 0
+
+
+@pytest.mark.slow
+def test_a_read_that_sglang_ended_at_its_deadline(tmp_path: Path) -> None:
+    """Storage that takes seconds for the prompt, a policy that waits a hundredth of one, and no
+    restoration, which would read in another way.
+    """
+    config = config_file(
+        tmp_path,
+        policy={"restore": "off"},
+        throttle={"read_gbps": 0.0003},
+        prefetch_timeout_base=0.01,
+        prefetch_timeout_per_ki_token=0.01,
+    )
+    with serving(tmp_path, flags(hicache_storage_prefetch_policy="timeout"), config) as server:
+        ids = stored(server, 415)
+        says = "ended the read before it was done; what helps: --hicache-storage-prefetch-policy"
+        found = cause_of(server, lambda: server.ask(ids), "deadline", says)
+        assert found["prompts"]["computed"] > TOKENS // 2
