@@ -163,7 +163,7 @@ class Rules:
     """Extra weight of computing per request that decodes: each stands still for a whole chunk. None
     here: `policy.max_stall_ms` bounds their gaps (docs/results/restore.md has both).
     """
-    stall_worth: float = 0.2
+    stall_worth: float = 0.35
     """While other requests decode, computing a front has to save this share of the seconds that it
     takes from them, compared with loading all.
     """

@@ -118,7 +118,7 @@ def why(one: Planner, view: StepView, pages: int = 256) -> str | None:
         (6, 0, {}, None),
         (6, 1, {}, "loading is faster"),  # it saves a sixth of what it computes
         (6, 1, {"stall_worth": 0.0}, None),
-        (3, 1, {}, None),  # and here a third
+        (2, 1, {}, None),  # and here half
         (1, 8, {}, None),  # it saves as much as it computes
         (1 / 4, 8, {}, None),  # computing alone would take more from them
     ],

@@ -20,6 +20,8 @@ from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.runtime.restore import offers
 from sgl_kvtier.runtime.scheduler import parts
 from sgl_kvtier.runtime.sglang import requests
+from sgl_kvtier.runtime.sglang.states import States
+from sgl_kvtier.runtime.sglang.windows import Windows
 from sgl_kvtier.runtime.tools.miss_advice import Advice, advise
 from sgl_kvtier.runtime.tools.miss_reasons import DECLINED, UNFULFILLED
 from sgl_kvtier.runtime.tools.server_figures import Figures, figures_of, read, server_of
@@ -230,11 +232,12 @@ def test_every_reason_that_is_counted_is_explained() -> None:
     )
     texts = set(re.findall(r'"([a-z][a-z ]+)"', inspect.getsource(offers.Offers._offer)))
     hit = set(re.findall(r'_fall_back\("([a-z ]+)"', inspect.getsource(offers)))
-    assert {"short", "again", "paused", "switched off"} <= texts and hit == {
-        "another backend",
-        "window not stored",
-    }
-    assert counted | texts | hit == set(DECLINED)
+    assert {"short", "again", "paused", "switched off"} <= texts and hit == {"another backend"}
+    source = inspect.getsource(offers)
+    anchored = {"not stored", "in host memory"}
+    assert all(f".one}} {what}" in source for what in anchored)
+    of_anchors = {f"{kind.one} {what}" for kind in (Windows, States) for what in anchored}
+    assert counted | texts | hit | of_anchors == set(DECLINED)
 
 
 def test_every_reason_of_sglangs_is_explained() -> None:

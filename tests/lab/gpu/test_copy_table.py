@@ -166,7 +166,7 @@ def test_on_a_card_every_way_to_scatter_and_each_of_sglangs_kernels_is_a_row(
 
     for scatter in (TritonScatter, FlashInferScatter):
         monkeypatch.setattr(scatter, "prepare", prepare)
-    monkeypatch.setattr(copy_device, "StagedCopies", lambda _controller, scatter, _memory: scatter)
+    monkeypatch.setattr(copy_device, "StagedCopies", lambda _controller, scatter, *_rest: scatter)
     monkeypatch.setattr(copy_table, "StreamCopies", lambda *how: how[2:])
     monkeypatch.setattr(copy_table, "_memory", lambda: SimpleNamespace(unread=lambda pool: None))
     monkeypatch.setattr(flashinfer_scatter, "_append", lambda: None)
