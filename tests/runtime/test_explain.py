@@ -167,6 +167,7 @@ def some(**more: Any) -> str:
         (some(pages_written_total=60, store_pages=99, cached={"device": 900}), "new prompts"),
         (some(restore_writes_waiting=2), "write pending"),
         (some(), "not stored"),
+        (some(cached={"storage": 2000}, restore_computed_tokens_total=1800), "hits"),
     ],
 )  # fmt: skip
 def test_the_cause_that_explains_most_computed_tokens_is_named(now: str, cause: str) -> None:
@@ -182,7 +183,7 @@ def test_pages_that_a_write_policy_does_not_store_are_put_down_to_it(policy: str
 
 def test_pages_of_a_restoration_that_are_written_again_were_not_asked_for_too_late() -> None:
     now = some(
-        pages_kept_total=60, restore_computed_tokens_total=1840, restored={"storage": 2000},
+        pages_kept_total=60, restore_computed_tokens_total=1400, restored={"storage": 2000},
         pages_written_total=27, store_pages=99, cached={"storage": 2000},
     )  # fmt: skip
     assert advice(None, now).cause == "new prompts"

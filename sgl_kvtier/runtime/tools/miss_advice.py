@@ -76,8 +76,10 @@ def _suspects(page: int, server: Server, figures: Figures) -> Iterator[_Suspect]
     two explain as many.
     """
     store = figures.store
-    # The last page of a prompt is never whole, or has the token that is always computed.
-    computed = max(0, figures.computed - page * figures.requests)
+    # The last page of a prompt is never whole, or has the token that is always computed. What a
+    # restoration computes is no miss.
+    missed = figures.computed - figures.restored_computed
+    computed = max(0, missed - page * figures.requests)
     for reason, tokens in figures.unfulfilled.items():
         said = said_of(UNFULFILLED, reason)
         if said.helps:
