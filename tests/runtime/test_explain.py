@@ -183,7 +183,7 @@ def test_pages_that_a_write_policy_does_not_store_are_put_down_to_it(policy: str
 
 def test_pages_of_a_restoration_that_are_written_again_were_not_asked_for_too_late() -> None:
     now = some(
-        pages_kept_total=60, restore_computed_tokens_total=1400, restored={"storage": 2000},
+        pages_kept_total=50, restore_computed_tokens_total=1200, restored={"storage": 2000},
         pages_written_total=27, store_pages=99, cached={"storage": 2000},
     )  # fmt: skip
     assert advice(None, now).cause == "new prompts"
