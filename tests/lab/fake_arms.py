@@ -83,6 +83,7 @@ class Arm(FakeServer):
     def add_routes(self, app: web.Application) -> None:
         other = FakeOpenAI(cached=0)
         app.router.add_post("/v1/completions", other.completions)
+        app.router.add_post("/v1/chat/completions", other.chat)
         app.router.add_get("/v1/models", other.list_models)
 
     async def note(self, request: web.Request) -> web.Response:

@@ -1,4 +1,6 @@
-"""A small HTTP server that speaks the /v1/completions stream, as SGLang or as plainer servers do."""
+"""A small HTTP server that speaks the /v1/completions stream, as SGLang or as plainer servers do, and
+that of /v1/chat/completions.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +78,22 @@ class FakeOpenAI:
             usage = {**last, "prompt_tokens_details": details}
             yield {"object": "text_completion", "choices": [], "usage": usage}
 
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """The same for messages: a token is a byte of them."""
+        body = await request.json()
+        self.requests.append(body)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        prompt = list("".join(one["content"] for one in body["messages"]).encode())
+        asked = {**body, "prompt": prompt, "max_tokens": body["max_completion_tokens"]}
+        for event in self.events(asked):
+            for choice in event["choices"]:
+                choice["delta"] = {"role": "assistant", "content": choice.pop("text")}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            await asyncio.sleep(0)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
     async def list_models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": self.models})
 
@@ -84,6 +102,7 @@ class FakeOpenAI:
         """The server, listening on a port of its own. It has none of SGLang's own routes."""
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_get("/v1/models", self.list_models)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()

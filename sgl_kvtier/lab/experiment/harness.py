@@ -1,4 +1,5 @@
-"""`kvtier compare --harness aiperf`: NVIDIA's aiperf sends the load instead of our own client.
+"""`kvtier compare --harness`: another program sends the load instead of our own client. Here what all
+such programs have in common, and NVIDIA's aiperf; SGLang's own client is in `sglang_client.py`.
 
 Servers, rounds and tables stay those of `compare`. aiperf is given the very bodies that our client
 sends by /v1/completions, the pauses between them, and when sessions begin. TTFT and latency are
@@ -23,7 +24,7 @@ import venv
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from sgl_kvtier.console.table import field_of
 from sgl_kvtier.errors import BenchError
@@ -36,18 +37,16 @@ from sgl_kvtier.lab.outside.replay import ReplayOptions, Sample, SampleLog, arri
 from sgl_kvtier.lab.workload.encoder import PromptTokens, output_tokens
 from sgl_kvtier.lab.workload.session import Context
 
-HARNESSES = ("own", "aiperf")
+HARNESSES = ("own", "aiperf", "sglang")
 AIPERF = "0.13.0"
 """The release whose options and records are known here."""
 
-KEPT = ("profile_export_aiperf.json", "profile_export.jsonl", "command.json", "aiperf.log")
-
 ROUTE = "openai"
-"""How both clients ask: a name of `openai.ROUTES`."""
+"""How both clients ask aiperf's load: a name of `openai.ROUTES`."""
 
 _LOOK_S = 0.5
 _END_S = 10.0
-"""Seconds that aiperf has to end after Ctrl-C."""
+"""Seconds that a program has to end after Ctrl-C."""
 
 
 def aiperf_program(caches: Path | None = None) -> Path:
@@ -82,32 +81,40 @@ def aiperf_command(caches: Path | None = None) -> Path:
 
 
 @dataclass
-class AiperfReplaying(Replaying):
-    """The work of replaying sessions, sent by aiperf. Its result, its records without answers and its
-    command are copied to `kept`/ARM-ROUND.
+class OtherClient(Replaying):
+    """The work of replaying sessions, sent by another program. Its files `keeps`, its command and its
+    log are copied to `kept`/ARM-ROUND.
     """
 
-    program: Path = Path("aiperf")
     kept: Path | None = None
+    name: ClassVar[str]
+    version: ClassVar[str]
+    keeps: ClassVar[tuple[str, ...]]
+    counted: ClassVar[str]
+    """Its file with a line for each request that has ended."""
+
+    async def command(self, client: Client, folder: Path) -> list[str]:
+        """The program with its arguments, to run in `folder`."""
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        """Its environment variables."""
+        return dict(os.environ)
+
+    def samples(self, folder: Path, dilation: float) -> list[Sample]:
+        """The requests that it recorded, by when they were sent. Raises BenchError."""
+        raise NotImplementedError
 
     async def measure(self, client: Client, one: Round, advance: Callable[[], None]) -> None:
-        """All sessions. Raises BenchError when aiperf fails."""
-        assert isinstance(client, OpenAIClient), "its route is the one that aiperf asks by"
-        folder = self.log_path.parent / "aiperf" / f"{one.arm}-{one.number}"
+        """All sessions. Raises BenchError when the program fails."""
+        folder = self.log_path.parent / self.name / f"{one.arm}-{one.number}"
         shutil.rmtree(folder, ignore_errors=True)  # of a run before
         folder.mkdir(parents=True, exist_ok=True)
-        asked = folder / "sessions.jsonl"
-        with asked.open("w", encoding="utf-8") as file:
-            for row in rows(self.load, self.options, client):
-                file.write(json.dumps(row) + "\n")
-        model = (await client.model_info())["id"]
-        command = [str(self.program), *self._arguments(client, asked, model)]
+        command = await self.command(client, folder)
         (folder / "command.json").write_text(json.dumps(command), encoding="utf-8")
-        # aiperf has the time of day, and a round the monotonic clock
-        offset_s = time.monotonic() - time.time()
-        await _run(command, folder, advance)
+        await self._run(command, folder, advance)
         self._keep(folder)
-        samples = samples_of(folder, self.load, self.options, client.dilation, offset_s)
+        samples = self.samples(folder, client.dilation)
         begin_s = min((sample.completion.sent_s for sample in samples), default=one.began_s)
         ends_s = (s.completion.sent_s + s.completion.e2e_s * client.dilation for s in samples)
         one.began_s = begin_s
@@ -116,16 +123,80 @@ class AiperfReplaying(Replaying):
         for sample in samples:
             one.samples.append(sample)
             await log.write(sample)
-        for _ in range(self.steps - _lines(folder / "profile_export.jsonl")):
+        for _ in range(self.steps - _lines(folder / self.counted)):
             advance()
 
     def _keep(self, folder: Path) -> None:
         if self.kept is not None:
             target = self.kept / folder.name
             target.mkdir(parents=True, exist_ok=True)
-            for name in KEPT:
+            for name in (*self.keeps, "command.json", f"{self.name}.log"):
                 if (folder / name).exists():
                     shutil.copy2(folder / name, target / name)
+
+    async def _run(self, command: Sequence[str], folder: Path, advance: Callable[[], None]) -> None:
+        log = folder / f"{self.name}.log"
+        with log.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=self.environment(),
+                start_new_session=True,
+            )
+        ended = asyncio.create_task(process.wait())
+        shown = 0
+        try:
+            while not ended.done():
+                await asyncio.wait([ended], timeout=_LOOK_S)
+                for _ in range(_lines(folder / self.counted) - shown):
+                    shown += 1
+                    advance()
+        finally:
+            await _end(process, ended)
+        if process.returncode:
+            said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            errors = [line for line in said if " ERROR " in line] or said or [""]
+            raise BenchError(
+                f"{self.name} ended with status {process.returncode}: {errors[-1]}\nIts log: {log}"
+            )
+
+
+@dataclass
+class AiperfReplaying(OtherClient):
+    """The same by aiperf."""
+
+    program: Path = Path("aiperf")
+    name = "aiperf"
+    version = AIPERF
+    keeps = ("profile_export_aiperf.json", "profile_export.jsonl")
+    counted = "profile_export.jsonl"
+
+    async def command(self, client: Client, folder: Path) -> list[str]:
+        """aiperf, and the file of what it sends."""
+        assert isinstance(client, OpenAIClient), "its route is the one that aiperf asks by"
+        asked = folder / "sessions.jsonl"
+        with asked.open("w", encoding="utf-8") as file:
+            for row in rows(self.load, self.options, client):
+                file.write(json.dumps(row) + "\n")
+        model = (await client.model_info())["id"]
+        return [str(self.program), *self._arguments(client, asked, model)]
+
+    def environment(self) -> dict[str, str]:
+        """Without ours: it is another installation."""
+        # HF_HUB_OFFLINE: aiperf would not load a tokenizer from a folder then.
+        mine = ("PYTHONPATH", "PYTHONHOME", "HF_HUB_OFFLINE")
+        found = {name: value for name, value in os.environ.items() if name not in mine}
+        # Else it keeps a copy of every load in the user's cache folder.
+        return {**found, "AIPERF_DATASET_MMAP_CACHE_ENABLED": "false"}
+
+    def samples(self, folder: Path, dilation: float) -> list[Sample]:
+        """Those of its records."""
+        # aiperf has the time of day, and a round the monotonic clock
+        offset_s = time.monotonic() - time.time()
+        return samples_of(folder, self.load, self.options, dilation, offset_s)
 
     def _arguments(self, client: Client, asked: Path, model: str) -> Iterable[str]:
         options = self.options
@@ -177,43 +248,8 @@ def rows(load: Load, options: ReplayOptions, client: OpenAIClient) -> Iterator[d
             turn += 1
 
 
-async def _run(command: Sequence[str], folder: Path, advance: Callable[[], None]) -> None:
-    log = folder / "aiperf.log"
-    # HF_HUB_OFFLINE: aiperf would not load a tokenizer from a folder then.
-    mine = ("PYTHONPATH", "PYTHONHOME", "HF_HUB_OFFLINE")
-    environment = {name: value for name, value in os.environ.items() if name not in mine}
-    # Else it keeps a copy of every load in the user's cache folder.
-    environment["AIPERF_DATASET_MMAP_CACHE_ENABLED"] = "false"
-    with log.open("wb") as file:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
-        )
-    ended = asyncio.create_task(process.wait())
-    shown = 0
-    try:
-        while not ended.done():
-            await asyncio.wait([ended], timeout=_LOOK_S)
-            for _ in range(_lines(folder / "profile_export.jsonl") - shown):
-                shown += 1
-                advance()
-    finally:
-        await _end(process, ended)
-    if process.returncode:
-        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        errors = [line for line in said if " ERROR " in line] or said or [""]
-        raise BenchError(
-            f"aiperf ended with status {process.returncode}: {errors[-1]}\nIts log: {log}"
-        )
-
-
 async def _end(process: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
-    """Ends aiperf and its processes, where it still runs."""
+    """Ends a program and its processes, where it still runs."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         if ended.done():
             return
@@ -306,19 +342,21 @@ def _completion(
 
 
 AGREED = ("ttft_ms.mean", "ttft_ms.p50", "ttft_ms.p99", "e2e_ms.mean", "throughput_tokens_per_s")
-"""Figures in which aiperf and our client are compared."""
+"""Figures in which another client and ours are compared."""
 
 
 def agreement(
     theirs: Mapping[str, Mapping[str, Any]], ours: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The `harness.agreement` of a result, from the figures of each arm: aiperf's and our client's."""
+    """The `harness.agreement` of a result, from the figures of each arm: the other client's and
+    ours.
+    """
     found = []
     for arm, figures in theirs.items():
         for name in AGREED:
-            aiperf, own = _number(figures, name), _number(ours.get(arm) or {}, name)
-            ratio = aiperf / own if aiperf is not None and own else None
-            row = {"arm": arm, "figure": name, "harness": aiperf, "own": own, "ratio": ratio}
+            other, own = _number(figures, name), _number(ours.get(arm) or {}, name)
+            ratio = other / own if other is not None and own else None
+            row = {"arm": arm, "figure": name, "harness": other, "own": own, "ratio": ratio}
             found.append(row)
     return found
 

@@ -9,7 +9,7 @@ event with text counts as one token until the last event says how many there wer
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
@@ -128,6 +128,32 @@ class Completed(Reading):
         self.ids += ids
         self.ended = part_of(choice, "finish_reason", str) or self.ended
         return bool(text or ids)
+
+
+class ChatClient(OpenAIClient):
+    """Asks by /v1/chat/completions as well, with messages in place of token ids."""
+
+    async def chat(self, messages: Sequence[Mapping[str, str]], max_new_tokens: int) -> Completion:
+        """Greedy generation of `max_new_tokens` tokens, streamed. Never raises for a server's or
+        network's failures.
+        """
+        body = self.body((), max_new_tokens)
+        del body["prompt"], body["max_tokens"]
+        body |= {"messages": list(messages), "max_completion_tokens": max_new_tokens}
+        return await self.stream(
+            "/v1/chat/completions", body, _Said(time.monotonic(), max_new_tokens)
+        )
+
+
+class _Said(Completed):
+    """An answer of /v1/chat/completions. What a model thinks counts as text."""
+
+    route = "/v1/chat/completions"
+
+    def _take_choice(self, choice: dict[str, Any]) -> bool:
+        delta = part_of(choice, "delta", dict) or {}
+        parts = (part_of(delta, name, str) or "" for name in ("reasoning_content", "content"))
+        return super()._take_choice({**choice, "text": "".join(parts)})
 
 
 ROUTES: dict[str, type[Client]] = {"generate": Client, "openai": OpenAIClient}

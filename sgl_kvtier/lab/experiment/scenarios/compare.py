@@ -64,6 +64,7 @@ from sgl_kvtier.lab.experiment.harness import (
     HARNESSES,
     ROUTE,
     AiperfReplaying,
+    OtherClient,
     agreement,
     aiperf_command,
 )
@@ -85,8 +86,9 @@ from sgl_kvtier.lab.experiment.measures import (
 )
 from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog, rotated, same_place
+from sgl_kvtier.lab.experiment.sglang_client import ChatReplaying, SGLangReplaying
 from sgl_kvtier.lab.experiment.timeline import timelines, watch_first
-from sgl_kvtier.lab.outside.openai import ROUTES
+from sgl_kvtier.lab.outside.openai import ROUTES, ChatClient
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, Paced, is_paced, parse
 from sgl_kvtier.lab.pages.ablation import ABLATION, SAME
@@ -289,8 +291,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--harness",
         choices=HARNESSES,
         default="own",
-        help=f"the client that sends the load. aiperf: NVIDIA's, {AIPERF} (installed once, 1.2 GB), by /v1/completions; with one "
-        "load our own client sends the same before, and a table says how far both agree (default %(default)s)",
+        help=f"the client that sends the load. aiperf: NVIDIA's, {AIPERF} (installed once, 1.2 GB), by /v1/completions; sglang: "
+        "SGLang's, by /v1/chat/completions, without pauses and with the server's answers in the next prompt. With one load our "
+        "own client sends the same before, and a table says how far both agree (default %(default)s)",
     )
     replay.add_argument(
         "--returning",
@@ -306,10 +309,9 @@ def run(given: argparse.Namespace) -> int:
     """
     args = name_outputs(choose_device(CompareOptions.of(given)), "compare")
     check(args)
-    program = None
-    if args.harness == "aiperf":
-        args = _for_aiperf(args)
-        program = aiperf_command()
+    if args.harness != "own":
+        args = _for_harness(args)
+    program = aiperf_command() if args.harness == "aiperf" else None
     axis, values = _loads(args)
     if axis:
         # one server for all loads, and so for the largest
@@ -342,20 +344,24 @@ def run(given: argparse.Namespace) -> int:
             watch = partial(watch_first, page_tokens=setup.page_size) if not where else None
             kept = folder / where.replace(" ", "-") / "requests.jsonl"
             work = Replaying(chosen, one, setup, kept, watch)
+            if args.harness == "sglang":
+                plan = replace(plan, client=ChatClient)
+                work = ChatReplaying(chosen, one, setup, kept, watch)
             axes = {axis: value} if where else {}
-            if program is not None:
+            if args.harness != "own":
                 if not where:
                     control = replace(plan, place=partial(same_place, "own"))
                     cells.append(Cell({}, "own client", control, work, "our own client:"))
-                    kept = folder / "aiperf" / "requests.jsonl"
-                    where = "aiperf"
-                plan = replace(plan, place=partial(same_place, f"aiperf {where}"))
-                beside = args.json and Path(f"{Path(args.json).with_suffix('')}-aiperf")
-                work = AiperfReplaying(
-                    *(chosen, one, setup, kept, watch),
-                    program=program,
-                    kept=beside / where.replace(" ", "-") if beside else None,
-                )
+                    kept = folder / args.harness / "requests.jsonl"
+                    where = args.harness
+                plan = replace(plan, place=partial(same_place, f"{args.harness} {where}"))
+                beside = args.json and Path(f"{Path(args.json).with_suffix('')}-{args.harness}")
+                files = beside / where.replace(" ", "-") if beside else None
+                load_of = (chosen, one, setup, kept, watch)
+                if program is None:
+                    work = SGLangReplaying(*load_of, kept=files)
+                else:
+                    work = AiperfReplaying(*load_of, kept=files, program=program)
             cell = Cell(axes, where, plan, work, where and f"{where}:")
             cells.append(replace(cell, choose=choose_best) if args.ablation else cell)
         shared = replaying if len(values) == 1 else replace(replaying, concurrency=None, rate=None)
@@ -402,14 +408,21 @@ def _loads(args: CompareOptions) -> tuple[str, Sequence[Any]]:
     return "", [None]
 
 
-def _for_aiperf(args: CompareOptions) -> CompareOptions:
-    """The options of a run that aiperf sends. Raises BenchError where it cannot do what they say."""
+def _for_harness(args: CompareOptions) -> CompareOptions:
+    """The options of a run that another client sends. Raises BenchError where it cannot do what they
+    say.
+    """
+    sglang = args.harness == "sglang"
+    waits = sglang and any((args.pause, args.gap_scale, args.gap_cap))
     for given, name in (
         (args.ablation, "--ablation"),
-        (args.feedback == "server", "--feedback server"),
+        (args.feedback == "server" and not sglang, "--feedback server"),
+        (waits, "pauses (--pause, --gap-scale, --gap-cap)"),
     ):
         if given:
-            raise BenchError(f"--harness aiperf has no {name}: leave one of them")
+            raise BenchError(f"--harness {args.harness} has no {name}: leave one of them")
+    if sglang:
+        args = replace(args, feedback="server", pause=0.0, gap_scale=None, gap_cap=None)
     return replace(args, route=ROUTE)
 
 
@@ -524,7 +537,7 @@ def results(
     chosen: Load, replaying: ReplayOptions, cell: Cell, control: Cell | None = None
 ) -> dict[str, Any]:
     """The result of the rounds, schema kvtier.compare/1 (docs/manual/json.md). With `control` those of
-    `cell` were measured by aiperf, and those of `control` by our own client.
+    `cell` were measured by another client, and those of `control` by our own.
     """
     plan, outcome, setup = cell.plan, cell.outcome, cell.plan.setup
     computed = None if setup.paced is None else answers_of(chosen, replaying)
@@ -545,12 +558,13 @@ def results(
         "samples": rows,
     }
     if control is not None:
+        assert isinstance(cell.work, OtherClient), "else there is no control"
         own = control.outcome.rounds
         own_rows = sample_rows(own, computed)
         controls = {arm: arm_figures(arm, own, own_rows) for arm in plan.arms}
         found["harness"] = {
-            "name": "aiperf",
-            "version": AIPERF,
+            "name": cell.work.name,
+            "version": cell.work.version,
             "agreement": agreement(figures, controls),
         }
     return {"summary": sentence(found)[0], **found}

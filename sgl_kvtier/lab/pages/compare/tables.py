@@ -107,13 +107,13 @@ def _agreement(result: dict) -> Iterator[Row]:
 
 
 AGREEMENT = Listing(
-    "The same load by aiperf and by our own client",
+    "The same load by another client and by our own",
     [
         ARM,
         Column("name", "Figure"),
-        Column("harness", "aiperf", decimals=1),
+        Column("harness", "Other client", decimals=1),
         Column("own", "Own client", decimals=1),
-        Column("ratio", "aiperf / own", decimals=3),
+        Column("ratio", "Other / own", decimals=3),
     ],
     _agreement,
 )
