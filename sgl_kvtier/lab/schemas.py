@@ -196,7 +196,7 @@ summary: string; the result in one sentence, as on the page
 compared_with: string; configuration whose tokens all are compared with
 arms.<name>: figures; figures of a configuration over all its rounds
 ratios.<a>/<b>: ratios; ratios of two configurations, round by round
-harness: object; only with --harness: the other client that the figures are of, beside our own client,
+harness: object; only with --harness: the other client that the figures are of, beside our own,
     which sent the same load to the same servers before
   name, version: string; the client and its release
   agreement: list of objects; both, a figure of a configuration each
