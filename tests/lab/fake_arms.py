@@ -2,7 +2,7 @@
 (tests/lab/fake_site), and as threads.
 
 FAKE_SGLANG is "ARM:WHAT" with WHAT one of: refuse (ends while starting), die (ends at the 4th
-request), wrong (other tokens than the other arms); of a child process also stubborn (ignores
+request), flushed (ends at a flush after its 4th request), wrong (other tokens than the other arms); of a child process also stubborn (ignores
 SIGTERM), child (has a worker process that ignores SIGTERM). One that is started with an admin key
 restores prompts as it is told (fake_restore.py); there WHAT may be wrong, hang (at the 9th
 request), fail (at the 9th), leak (says so in its log at the 9th), forgetful (restores nothing from
@@ -89,6 +89,11 @@ class Arm(FakeServer):
     async def note(self, request: web.Request) -> web.Response:
         if request.path.endswith("clear"):
             self.stored.clear()
+        elif self.place.task == "flushed" and len(self.requests) >= 4:
+            self.place.say("Failed to stop HiCache storage threads cleanly.")
+            self.place.end(7)
+            if request.transport is not None:
+                request.transport.abort()
         return await super().note(request)
 
     async def metrics(self, request: web.Request) -> web.Response:

@@ -342,9 +342,30 @@ class Rounds:
             self._now.stop(arm)
 
     def _run_round(self, arm: str, number: int, shown: Progress) -> None:
-        plan, outcome = self._plan, self._outcome
+        """One round. A server that had served and fails while it is emptied is started anew once:
+        SGLang's ends at a flush while one of its storage threads is busy for more than 10 s
+        (cache_controller.py, `_stop_storage_threads`), and does not count that as work before.
+        """
+        outcome = self._outcome
         fresh = arm not in self._now.servers
+        try:
+            self._try_round(arm, number, shown)
+        except BenchError as error:
+            one = outcome.rounds[-1] if outcome.rounds else None
+            if arm not in self._now.warm or one is None or one.arm != arm or one.began_s:
+                raise
+            said = f"{arm}: its server failed before round {one.number} and was started anew"
+            outcome.rounds.pop()
+            outcome.notes.append(f"{said}: {str(error).splitlines()[0]}")
+            shown.say(f"{error}\n{said}.")
+            self._now.stop(arm)
+            self._try_round(arm, number, shown)
         if fresh:
+            self._now.stop(arm)
+
+    def _try_round(self, arm: str, number: int, shown: Progress) -> None:
+        plan, outcome = self._plan, self._outcome
+        if arm not in self._now.servers:
             self._start(arm)
             self._await(arm)
         server = self._now.servers[arm]
@@ -358,8 +379,6 @@ class Rounds:
         command, start_s = tuple(outcome.commands[arm]), outcome.start_s.get(arm)
         kept = KeptRound(plan.place(arm), arm, number, one, start_s, command)
         self._log.add("round", kept)
-        if fresh:
-            self._now.stop(arm)
 
     def _start(self, arm: str) -> None:
         folder = self._plan.folder / arm

@@ -215,6 +215,19 @@ def test_an_arm_that_dies_in_a_round_keeps_what_it_measured(compare: Command) ->
     assert result["arms"]["recompute"]["requests"] == 8
 
 
+def test_a_server_that_ends_while_it_is_emptied_is_started_anew(compare: Command) -> None:
+    done = compare("--rounds", "2", "--arms", "recompute,kvtier", task="kvtier:flushed")
+    result = done.result
+    assert done.status == 0, done.err
+    arm = result["arms"]["kvtier"]
+    assert arm["failure"] is None
+    assert (arm["requests"], arm["errors"]) == (8, 0)
+    assert [one["complete"] for one in arm["rounds"]] == [True, True]
+    assert "Failed to stop HiCache storage threads cleanly." in done.err
+    begin = "kvtier: its server failed before round 2 and was started anew: "
+    assert any(note.startswith(begin) for note in result["notes"])
+
+
 def test_when_every_arm_fails_the_command_says_so(compare: Command) -> None:
     done = compare("--arms", "recompute", task="recompute:refuse")
     assert (done.status, done.result) == (1, {})
