@@ -202,3 +202,16 @@ def test_what_was_not_measured_has_no_share() -> None:
     half = rows({"store": [[2.0], [9.0]], "kvtier": [[1.0]]})
     (gain,) = shares(half, ["store", "kvtier"]).values()
     assert gain["ms"]["value"] == 1.0, "rounds without a partner make no pair"
+
+
+def test_returning_sessions_have_an_ablation_of_their_requests_after_the_first(
+    kvtier: Command, tmp_path: Path
+) -> None:
+    words = ("--returning", "--host-ratio", "4", "--rate", "500", "--arms", "sglang-best,kvtier")
+    done = kvtier(tmp_path, *LOAD, *words)
+    assert done.status == 0, done.err
+    (load,) = done.result["loads"]
+    assert {row["turn"] for row in done.result["samples"]} == {2}
+    for arm in load["arms"].values():
+        assert (arm["requests"], arm["errors"], arm["equal_tokens_fraction"]) == (4, 0, 1.0)
+    assert all(one["ttft_ms"]["mean"] is not None for one in load["tried"])
