@@ -207,8 +207,9 @@ def test_the_published_rows_of_a_grid_follow_from_their_raw_result(grid: str, ra
         assert row["from storage (%)"] == round(100 * stored / prompts)
 
 
-def test_the_published_rows_of_the_other_client_follow_from_their_raw_result() -> None:
-    result = read_result(RAW / "harness.json.gz")
+@pytest.mark.parametrize("raw", ["harness", "harness-sglang"])
+def test_the_published_rows_of_other_clients_follow_from_their_raw_results(raw: str) -> None:
+    result = read_result(RAW / f"{raw}.json.gz")
     page = (DATA.parent / "harness.md").read_text(encoding="utf-8")
     rows = result["harness"]["agreement"]
     for row in rows:
