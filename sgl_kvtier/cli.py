@@ -72,7 +72,7 @@ COMMANDS = {
     ),
     "trace": Command(
         "sgl_kvtier.lab.workload.commands",
-        "list, describe, generate and export workloads",
+        "list, describe and export workloads",
         "kvtier trace list\n  kvtier trace describe generated:claude-code --sessions 10\n"
         "  kvtier trace export swe_mini_deepseek --sessions 8 --out agents.json",
     ),

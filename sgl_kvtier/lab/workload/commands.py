@@ -1,15 +1,14 @@
-"""`kvtier trace`: what traces there are, what is in one, making sessions up, and writing them for
-SGLang's own benchmark.
+"""`kvtier trace`: what traces there are, what is in one, and writing sessions for SGLang's own
+benchmark.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from sgl_kvtier.arguments import count, positive, seed
 from sgl_kvtier.console import (
@@ -34,9 +33,8 @@ from sgl_kvtier.lab.workload.catalogue import (
 from sgl_kvtier.lab.workload.describe import describe
 from sgl_kvtier.lab.workload.encoder import ByteEncoder, Encoder
 from sgl_kvtier.lab.workload.formats import is_trace
-from sgl_kvtier.lab.workload.generate import Preset, generate, load_preset, presets
+from sgl_kvtier.lab.workload.generate import presets
 from sgl_kvtier.lab.workload.source import BLOCK_TOKENS, GENERATED, LoadResult, load_sessions
-from sgl_kvtier.lab.workload.swe import to_line
 
 SCHEMA_DESCRIBE = "kvtier.trace.describe/1"
 SCHEMA_LIST = "kvtier.trace.list/1"
@@ -48,10 +46,8 @@ _WIDE_VOCABULARY = (1 << 31) - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `list`, `describe`, `generate` and `export` with their options."""
-    actions = parser.add_subparsers(
-        dest="action", required=True, metavar="{list,describe,generate,export}"
-    )
+    """Adds `list`, `describe` and `export` with their options."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{list,describe,export}")
 
     listing = actions.add_parser(
         "list", help="the trace files found, and the presets for generated sessions"
@@ -76,20 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", metavar="FILE", help="write the result as JSON; - for standard output"
     )
 
-    making = actions.add_parser(
-        "generate", help="write generated sessions to a file that can be read again"
-    )
-    making.add_argument("preset", help=f"one of {', '.join(presets())}")
-    making.add_argument(
-        "--sessions", type=positive, default=_GENERATED_SESSIONS, metavar="N", help="default 20"
-    )
-    making.add_argument(
-        "--seed", type=seed, default=0, help="another seed gives other sessions (default 0)"
-    )
-    making.add_argument(
-        "--out", required=True, metavar="FILE", help=".jsonl, .jsonl.gz, or - for standard output"
-    )
-
     exporting = actions.add_parser(
         "export",
         help=f"write a workload for the benchmark of SGLang (--dataset-name {FORMAT}), and read it "
@@ -103,8 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carries out one `kvtier trace` command; the exit status. Raises KVTierError."""
-    if args.action == "generate":
-        return _generate(args.preset, args.sessions, args.seed, args.out)
     if args.action == "export":
         return _export(args)
     if args.json is not None:
@@ -233,46 +213,6 @@ def _report_bad_lines(loaded: LoadResult) -> None:
         print(f"bad line: {line}", file=sys.stderr)
     if len(loaded.bad_lines) > _BAD_LINES_SHOWN:
         print(f"... and {len(loaded.bad_lines) - _BAD_LINES_SHOWN} more bad lines", file=sys.stderr)
-
-
-def _generate(name: str, sessions: int, seed: int, out: str) -> int:
-    preset = load_preset(name)
-    if out == "-":
-        for index in range(sessions):
-            sys.stdout.write(to_line(generate(preset, seed, index)) + "\n")
-        return 0
-    check_target(out)
-    target = Path(out)
-    # A device or a pipe is written to; anything else is replaced once it is whole.
-    whole = (
-        target
-        if target.exists() and not target.is_file()
-        else target.with_name(f".{target.name}.part")
-    )
-    try:
-        with whole.open("wb") as raw:
-            _write_sessions(raw, preset, seed, sessions, packed=target.suffix == ".gz")
-        if whole is not target:
-            whole.replace(target)
-    except OSError as error:
-        if whole is not target:
-            whole.unlink(missing_ok=True)
-        raise KVTierError(
-            f"cannot write {out}: {error.strerror}. Free space or choose another --out"
-        ) from error
-    print(f"{sessions} sessions of {name}, seed {seed}, written to {out}")
-    return 0
-
-
-def _write_sessions(
-    raw: IO[bytes], preset: Preset, seed: int, sessions: int, *, packed: bool
-) -> None:
-    # mtime 0: the same preset and seed give the same bytes.
-    stream = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if packed else raw
-    for index in range(sessions):
-        stream.write(to_line(generate(preset, seed, index)).encode() + b"\n")
-    if stream is not raw:
-        stream.close()
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The swe_*.jsonl format, read and written: agent sessions with verbatim messages and times, one
+"""The swe_*.jsonl format: agent sessions with verbatim messages and times, one
 session a line.
 
 A line has `session_id`, `source`, `licence`, optional `model`, `batch`, `batch_offset_s`,
@@ -190,58 +190,6 @@ def message_text(turn: dict[str, Any]) -> str:
     pieces = [text_of(turn, "reasoning", ""), text_of(turn, "content", "")]
     pieces += map(tool_call_text, list_of(turn, "tool_calls") if turn.get("tool_calls") else ())
     return "\n".join(piece for piece in pieces if piece)
-
-
-def to_line(session: Session) -> str:
-    """A session of text messages as one line of the format, without the line break. Raises
-    ValueError on other content.
-
-    Reading the line gives an equal session, but for times that the format cannot hold. An example
-    is a wait before a call with no input.
-    """
-    if session.tools is not None or session.parent is not None:
-        raise ValueError(f"session {session.session_id}: tools and parents cannot be written")
-    turns: list[dict[str, Any]] = []
-    now_s = 0.0
-    called = False
-    for event in session.events:
-        if isinstance(event, Append):
-            mark = {"hist": True} if event.message.role == "assistant" else {}
-            turns.append({**_turn(event.message), **mark})
-        elif isinstance(event, Edit):
-            parts = [[p.start, p.stop] if isinstance(p, Span) else _turn(p) for p in event.parts]
-            turns.append({"role": "context_edit", "why": event.why, "parts": parts})
-        else:
-            if event.output is None:
-                raise ValueError(
-                    f"session {session.session_id}: a call without its output cannot be written"
-                )
-            turn = _turn(event.output)
-            if event.latency_s is not None:
-                if turns and not called:
-                    turns[-1]["t_offset_s"] = round(now_s + event.gap_s, 6)
-                now_s = round(now_s + event.gap_s + event.latency_s, 6)
-                turn["t_offset_s"] = now_s
-            if event.output_tokens is not None:
-                turn["usage"] = {"out": event.output_tokens}
-            turns.append(turn)
-        called = isinstance(event, Call)
-    head = {
-        "session_id": session.session_id,
-        "source": session.source,
-        "model": session.model,
-        "licence": session.licence,
-        "batch": session.batch,
-        "batch_offset_s": session.start_s,
-        "truncated": session.truncated,
-    }
-    return json.dumps({**head, "turns": turns}, ensure_ascii=False)
-
-
-def _turn(message: Message) -> dict[str, Any]:
-    if message.text is None or message.role not in (*_INPUT_ROLES, "assistant"):
-        raise ValueError(f"only text messages can be written, not one of role {message.role!r}")
-    return {"role": message.role, "content": message.text}
 
 
 def _span(part: Any, present: int) -> Span:

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from trace_records import assistant, swe_record, tool, user
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.workload.catalogue import Origin
 from sgl_kvtier.lab.workload.lines import BadRecord
 from sgl_kvtier.lab.workload.reader import Setting
-from sgl_kvtier.lab.workload.session import Append, Call, Context, Edit, Message, Session
-from sgl_kvtier.lab.workload.swe import SweReader, to_line
+from sgl_kvtier.lab.workload.session import Call, Context, Edit, Message, Session
+from sgl_kvtier.lab.workload.swe import SweReader
 from sgl_kvtier.types import Span
 
 
@@ -181,69 +179,3 @@ BAD_LINES = [
 def test_a_bad_line_says_what_is_wrong_and_where(record: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadRecord, match=reason):
         read(record)
-
-
-def test_what_cannot_be_written_is_refused() -> None:
-    call = Call(Message("assistant", "a"))
-    with pytest.raises(ValueError, match="without its output"):
-        to_line(Session("s", "t", (Append(Message("user", "a")), Call())))
-    with pytest.raises(ValueError, match="role 'input'"):
-        to_line(Session("s", "t", (Append(Message("input", "a")), call)))
-    with pytest.raises(ValueError, match="tools and parents"):
-        to_line(Session("s", "t", (call,), tools=Message("tools", "a")))
-
-
-seconds = st.integers(0, 10**7).map(lambda ms: ms / 1000)
-
-
-@st.composite
-def written_sessions(draw: st.DrawFn) -> Session:
-    """Text sessions with times: an input before every call, since waits are written on inputs."""
-    events: list[Append | Call | Edit] = []
-    present = 0
-    for number in range(draw(st.integers(1, 8))):
-        events.append(
-            Append(
-                Message(
-                    draw(st.sampled_from(["system", "user", "tool"])), draw(st.text(max_size=20))
-                )
-            )
-        )
-        present += 1
-        if draw(st.booleans()):
-            events.append(Append(Message("assistant", draw(st.text(max_size=9)))))
-            present += 1
-        if draw(st.booleans()):
-            stop = draw(st.integers(0, present))
-            events.append(
-                Edit((Span(0, stop), Message("user", "new"), Message("assistant", "old")), "why")
-            )
-            present = stop + 2
-        gap_s = draw(seconds) if number else 0.0
-        output = Message("assistant", draw(st.text(max_size=20)))
-        events.append(Call(output, draw(st.integers(0, 999)), gap_s, draw(seconds.filter(bool))))
-        present += 1
-    return Session(
-        "s",
-        "repo",
-        tuple(events),
-        start_s=draw(seconds),
-        licence="MIT",
-        model="m",
-        batch="b",
-        truncated=True,
-    )
-
-
-@given(written_sessions())
-def test_a_session_written_and_read_again_is_the_same(session: Session) -> None:
-    again = read(json.loads(to_line(session)))
-    # Arrival times come with reading; they are the sum of what was written.
-    assert [e for e in again.events if not isinstance(e, Call)] == [
-        e for e in session.events if not isinstance(e, Call)
-    ]
-    assert [(c.output, c.output_tokens, c.gap_s, c.latency_s) for c in calls(again)] == [
-        (c.output, c.output_tokens, c.gap_s, c.latency_s) for c in calls(session)
-    ]
-    for name in ("session_id", "source", "start_s", "licence", "model", "batch", "truncated"):
-        assert getattr(again, name) == getattr(session, name)

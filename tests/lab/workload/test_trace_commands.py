@@ -22,45 +22,23 @@ def kvtier_trace(*words: str) -> int:
 def test_generated_sessions_can_be_described_from_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "mine.jsonl.gz"
-    load = ("--sessions", "4", "--seed", "3")
-    assert kvtier_trace("generate", "swe-openhands", *load, "--out", str(out)) == 0
-    for name, source in (
-        ("file.json", (str(out),)),
-        ("made.json", ("generated:swe-openhands", *load)),
-    ):
-        assert kvtier_trace("describe", *source, "--json", str(tmp_path / name)) == 0
-    assert "4 sessions of swe-openhands, seed 3" in capsys.readouterr().out
-    from_file, made = (
-        json.loads((tmp_path / name).read_text()) for name in ("file.json", "made.json")
-    )
-    assert from_file["totals"] == made["totals"]
-    assert from_file["distributions"] == made["distributions"]
-    assert from_file["schema"] == "kvtier.trace.describe/1"
-
-
-def test_generating_twice_gives_the_same_bytes_and_leaves_no_other_file(tmp_path: Path) -> None:
-    files = [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl.gz"]
-    for file in files:
-        kvtier_trace("generate", "chat", "--out", str(file))
-    assert files[0].read_bytes() == files[1].read_bytes()
-    assert sorted(tmp_path.iterdir()) == files
-
-
-def test_generating_to_standard_output_writes_only_sessions(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    kvtier_trace("generate", "chat", "--sessions", "3", "--out", "-")
-    lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line)["session_id"] for line in lines] == [
-        f"generated:chat:0:{i}" for i in range(3)
-    ]
+    out = tmp_path / "mine.json"
+    made = ("generated:swe-mini", "--sessions", "4", "--seed", "3")
+    assert kvtier_trace("export", *made, "--out", str(out)) == 0
+    assert "4 sessions, " in capsys.readouterr().out
+    found = []
+    for source in ((str(out),), made):
+        assert kvtier_trace("describe", *source, "--json", str(tmp_path / "found.json")) == 0
+        found.append(json.loads((tmp_path / "found.json").read_text()))
+    assert found[0]["totals"] == found[1]["totals"]
+    assert found[0]["distributions"] == found[1]["distributions"]
+    assert found[0]["schema"] == "kvtier.trace.describe/1"
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(KVTierError, match="cannot write"):
-        kvtier_trace("generate", "chat", "--out", str(tmp_path / "file" / "x.jsonl"))
+        kvtier_trace("export", "generated:chat", "--out", str(tmp_path / "file" / "x.json"))
 
 
 def test_describe_shows_bad_lines_beside_the_table(
@@ -106,7 +84,7 @@ def test_an_unwritable_json_target_is_found_before_the_work(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "words",
-    [["describe", "nope"], ["describe", "generated:nope"], ["generate", "nope", "--out", "-"]],
+    [["describe", "nope"], ["describe", "generated:nope"], ["export", "nope", "--out", "-"]],
 )
 def test_unknown_names_are_errors_that_list_the_known(words: list[str]) -> None:
     with pytest.raises(TraceError, match="swe-mini"):
