@@ -15,16 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sgl_kvtier.arguments import (
-    above_nought,
-    any_device,
-    count,
-    not_negative,
-    number_from,
-    positive,
-    seed,
-    size,
-)
+from sgl_kvtier.arguments import above_nought, any_device, count, not_negative, positive, seed, size
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import Setup
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions
@@ -273,13 +264,6 @@ def add_load_arguments(
         help="generate at most N tokens a call; recorded, or 0: as many as the trace says, without a limit "
         f"{default('most_output_tokens', 'recorded')}",
     )
-    group.add_argument(
-        "--begin",
-        type=number_from(0, 1),
-        metavar="SHARE",
-        help="enter sessions after this share of their calls: what came before is context of the first "
-        f"{default('begin')}",
-    )
 
 
 def _most_tokens(text: str) -> int:
@@ -323,7 +307,7 @@ def load_options(args: Options, defaults: LoadOptions) -> LoadOptions:
         least_prompt_tokens=defaults.least_prompt_tokens if least is None else least,
         most_output_tokens=defaults.most_output_tokens if most is None else most or None,
         seed=args.seed,
-        begin=defaults.begin if args.begin is None else args.begin,
+        begin=defaults.begin,
         block_tokens=args.block_tokens,
     )
 

@@ -52,7 +52,6 @@ class Options:
     min_prompt_tokens: int | None = None
     block_tokens: int | None = None
     max_output_tokens: int | None = None
-    begin: float | None = None
     # of how they are replayed
     concurrency: int | None = None
     rate: float | None = None

@@ -127,8 +127,7 @@ def _copied(copies: Sequence[Mapping[str, Any]], to: str, at: float) -> float:
 
 
 def _requests(one: Round) -> list[dict[str, Any]]:
-    # A log of an older version does not say when its rounds began.
-    began = one.began_s or min(sample.completion.sent_s for sample in one.samples)
+    began = one.began_s
     steps, loads = _steps_by_request(one.steps), _loads_by_request(one.steps)
     rows = []
     for sample in sorted(one.samples, key=lambda sample: sample.completion.sent_s):

@@ -36,8 +36,7 @@ FEEDBACK = ("recorded", "server")
 @dataclass(frozen=True)
 class ReplayOptions:
     """Options of a replay. Gaps are the recorded waits between a response and the next request.
-    With `pause_s` each is that long instead, and a session's first request does not wait. `named`:
-    requests say which session they are of.
+    With `pause_s` each is that long instead, and a session's first request does not wait.
 
     `concurrency` sessions run at a time. With a `rate`, in sessions per second, there is no such
     limit: they arrive at random, as `arrivals` says.
@@ -49,7 +48,6 @@ class ReplayOptions:
     gap_cap_s: float | None = None
     most_output_tokens: int | None = None
     pause_s: float | None = None
-    named: bool = False
     rate: float | None = None
     seed: int = 0
     """Of the arrivals."""
@@ -233,8 +231,7 @@ async def _replay_session(
         arrived = True
         tokens.show(context.prompt)
         wanted = output_tokens(call, encoder, options.most_output_tokens)
-        name = session.session_id if options.named else None
-        done = await client.generate(tokens.ids.tolist(), wanted, session_id=name)
+        done = await client.generate(tokens.ids.tolist(), wanted)
         # A hash-only trace has no recorded output to replace: there the next prompt's blocks hold
         # it already.
         if options.feedback == "server" and done.error is None and call.output is not None:

@@ -49,7 +49,6 @@ def helped(command, option: str) -> str:
             "(default 8; 6 with --quick; 12 on a paced device; 5 on a paced device with --quick)",
         ),
         ("divisor", "(default 4; 1 on a GPU, on a paced device, on a paced device with --quick)"),
-        ("begin", "(default 0; 0.8 on a paced device; 0.6 on a paced device with --quick)"),
         ("max-output-tokens", "(default 16; recorded on a GPU; 12 with --quick)"),
         (
             "rounds",

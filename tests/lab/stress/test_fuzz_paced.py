@@ -62,7 +62,7 @@ def test_a_log_keeps_what_was_compared(tmp_path: Path) -> None:
 
 
 def test_a_server_gets_the_modelled_disk_and_trouble_at_its_own_pace() -> None:
-    args = argparse.Namespace(fault_rank=None, lookahead=False, layers=False)
+    args = argparse.Namespace(fault_rank=None, lookahead=False)
     found = sections(SETUP, Chaos(), args)
     assert found["policy"]["load_deadline_s"] == 0.2
     assert found["policy"]["min_restore_tokens"] == found["policy"]["load_tokens"] == 128
@@ -71,11 +71,9 @@ def test_a_server_gets_the_modelled_disk_and_trouble_at_its_own_pace() -> None:
     assert "proof" not in found["policy"]
 
 
-def test_every_restored_page_is_compared_on_a_cpu_but_where_layers_come_in_parts() -> None:
-    computing = replace(SETUP, device="cpu")
-    for layers, proof in ((False, "all"), (True, None)):
-        args = argparse.Namespace(fault_rank=None, lookahead=False, layers=layers)
-        assert sections(computing, Chaos(), args)["policy"].get("proof") == proof
+def test_every_restored_page_is_compared_on_a_cpu() -> None:
+    args = argparse.Namespace(fault_rank=None, lookahead=False)
+    assert sections(replace(SETUP, device="cpu"), Chaos(), args)["policy"]["proof"] == "all"
 
 
 @pytest.mark.parametrize(

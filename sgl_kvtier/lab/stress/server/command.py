@@ -121,11 +121,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "started again at random (needs the extra [remote])",
     )
     parser.add_argument(
-        "--layers",
-        action="store_true",
-        help="prefixes are restored by layers (lab.layer_parts) where the mode is auto",
-    )
-    parser.add_argument(
         "--fault-rank",
         type=int,
         choices=range(64),

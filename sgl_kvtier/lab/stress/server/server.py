@@ -36,9 +36,6 @@ SCHEDULER = "sglang::scheduler"
 
 AHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
 """kvtier.json's policy of a server that looks ahead."""
-BY_LAYERS = "sgl_kvtier.lab.rules:ByLayers"
-_PARTS = 2
-"""Of the layers of every model that is fuzzed."""
 CHUNK, PACED_CHUNK = 256, 2048
 """Tokens of a prefill chunk, on a paced device too: small, so that there are many borders."""
 _SETTLED_TOKENS = 64
@@ -106,14 +103,11 @@ def sections(setup: Setup, chaos: Chaos, args: argparse.Namespace) -> dict[str, 
         "load_tokens": few,
     }
     policy |= AHEAD if args.lookahead else WITHOUT_LOOKAHEAD
-    if setup.device == "cpu" and not args.layers:
+    if setup.device == "cpu":
         policy["proof"] = "all"  # else a CPU compares no page, and an accelerator samples
     lab: dict[str, Any] = {"throttle": {"read_gbps": 1.0}}
     if setup.paced is not None:
         lab = setup.paced.sections()["lab"]
-    if args.layers:
-        policy |= {"restore": "auto", "rules": BY_LAYERS}
-        lab["layer_parts"] = _PARTS
     if setup.paced is not None:
         faults |= {"stall_ms": faults.get("stall_ms", 0.0) * setup.dilation}
     return {"policy": policy, "lab": {**lab, "faults": faults}}
