@@ -46,6 +46,8 @@ POLICY: dict[str, Any] = {
     "min_restore_tokens": 256,
 }
 """Of every server's kvtier.json."""
+RETURN_S = 5.0
+"""In which a session is said to return."""
 START_S = 900.0
 """How long a server may take to start."""
 
@@ -194,10 +196,10 @@ class Asked:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return str(answer.read().decode())
 
-    def ask(self, ids: list[int]) -> tuple[list[int], int]:
+    def ask(self, ids: list[int], session: str | None = None) -> tuple[list[int], int]:
         """The tokens of an answer, and how many verifications it took (0 without a draft)."""
         sampling = {"temperature": 0, "max_new_tokens": ANSWER, "ignore_eos": True}
-        body = {"input_ids": ids, "sampling_params": sampling}
+        body = {"input_ids": ids, "sampling_params": sampling, "session_id": session}
         answer = json.loads(self.call("POST", "/generate", body))
         meta = answer["meta_info"]
         self.storage += int((meta.get("cached_tokens_details") or {}).get("storage") or 0)
@@ -207,6 +209,27 @@ class Asked:
         lines = self.call("GET", "/metrics").splitlines()
         found = [line for line in lines if line.startswith(name + "{") and label in line]
         return int(sum(float(line.rsplit(" ", 1)[1]) for line in found))
+
+    def moved(self, link: str) -> int:
+        """Bytes that were moved ahead of a request."""
+        return self.metric("kvtier:lookahead_moved_bytes_total", f'link="{link}"')
+
+    def expect(self, session: str) -> bool:
+        """Tells the server that a session returns soon, and waits until its pages are on the
+        device; whether they came there, from storage.
+        """
+        links = ("storage-host", "host-device")
+        before = [self.moved(link) for link in links]
+        for _ in range(3):  # a hint is for one return
+            hint = {"session": session, "expected_delay_s": RETURN_S}
+            if json.loads(self.call("POST", "/kvtier/hint", hint))["result"] == "refused":
+                return False
+            end = time.monotonic() + RETURN_S
+            while time.monotonic() < end:
+                time.sleep(0.5)
+                if all(self.moved(link) > had for link, had in zip(links, before, strict=True)):
+                    return True
+        return False
 
     def flush(self) -> None:
         """Empties device and host memory, once the store does not grow any more."""
@@ -283,19 +306,21 @@ def _asked(asked: Asked, writes_late: bool) -> dict[str, Any]:
     pages = asked.metric("kvtier:store_pages")
     again = [asked.ask(first), asked.ask(turn)]
     asked.flush()
-    again += [asked.ask(turn), asked.ask(other)]
-    computed = [cold, cold_turn, cold_turn, cold_other]
+    again += [asked.ask(turn, "agent"), asked.ask(other)]
+    asked.flush()
+    ahead = asked.expect("agent")
+    again.append(asked.ask(turn, "agent"))
+    computed = [cold, cold_turn, cold_turn, cold_other, cold_turn]
     time.sleep(1.2)  # counters are published twice a second
     met = asked.metric("kvtier:restore_ended_total", 'how="met"')
     loaded = asked.metric("kvtier:restore_loaded_tokens_total", 'tier="storage"')
-    known = asked.metric("kvtier:lookahead_map_pages")
     failed = asked.metric("kvtier:lookahead_failures_total")
     verified = [sum(count for _, count in answers) for answers in (computed, again)]
     return {
         "stores": bool(asked.storage or loaded),
         "stored_pages": pages,
         "restores": met > 0 and loaded > 0,
-        "looks_ahead": known > 0 and not failed,
+        "looks_ahead": ahead and not failed,
         "equal": computed == again,
         "restored": met,
         "loaded_tokens": loaded,

@@ -21,6 +21,7 @@ from sgl_kvtier.runtime.sglang.tree_nodes import Found
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.runtime.step.polls import Poll
 from sgl_kvtier.runtime.step.tracked import Path
+from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import PageKey, Tier
 
 PAGE = 4
@@ -42,7 +43,10 @@ def made() -> tuple[Promotions, list[torch.Tensor], list[Any]]:
         tree_core=SimpleNamespace(is_eagle=False),
     )
     slots = SimpleNamespace(
-        put_back_host=given_back.append, give_host=lambda tokens: None, tokens=0
+        put_back_host=given_back.append,
+        put_back_host_anchors=given_back.append,
+        give_host=lambda tokens: None,
+        tokens=0,
     )
     context = StepContext(tree)
     context.now, context.slots = 10.0, slots  # type: ignore[assignment]
@@ -204,8 +208,12 @@ class HostTier:
     def takes_behind(self, node: int) -> bool:
         return True
 
-    def graft(self, node: int, tokens: Any, slots: torch.Tensor, names: list[str]) -> Any:
+    def graft(
+        self, node: int, tokens: Any, slots: torch.Tensor, names: list[str], beside: Any = None
+    ) -> Any:
         self.grafted.append((tokens, slots.tolist(), names))
+        if beside is not None:
+            beside("inserted")
         return SimpleNamespace(node=5, known_tokens=self.known * PAGE)
 
 
@@ -215,8 +223,11 @@ class Reads:
     def __init__(self) -> None:
         self.begun: list[Any] = []
 
-    def begin_read(self, keys: Any, slots: torch.Tensor, *how: Any) -> Any:
+    def begin_read(
+        self, keys: Any, slots: torch.Tensor, late_s: float, on_page: Any, urgency: Any, anchor: Any
+    ) -> Any:
         self.begun.append((keys, slots.tolist()))
+        self.on_page, self.anchor = on_page, anchor
         return SimpleNamespace(cancel=lambda: None)
 
 
@@ -252,6 +263,81 @@ def test_the_node_behind_which_pages_come_is_pinned_until_they_are_there(
     moves._facts.brought = lambda keys: None  # type: ignore[method-assign]
     moves._land(moves._fetches[0], 0)
     assert host.pinned == []
+
+
+class Anchors:
+    """Anchors of two pages, with two slots a page."""
+
+    name, pages, page_slots = "swa", 2, 2
+
+    def before(self, pages: int, at_root: bool) -> int:
+        return self.pages if pages >= self.pages else pages * at_root
+
+
+LONG = tuple(PageKey(bytes([n]) * 32) for n in range(4))
+
+
+def fetching_with_anchors(
+    monkeypatch: pytest.MonkeyPatch, there: int = 0
+) -> tuple[Promotions, Path, Reads]:
+    """Promotions of a tree with anchors that has the first `there` pages of a path of four."""
+    moves, _, storage = fetching(monkeypatch, torch.arange((4 - there) * PAGE))
+    moves._anchors = Anchors()  # type: ignore[assignment]
+    moves._slots.claim_host_anchors = lambda pages: torch.arange(100, 100 + pages * 2)
+    moves._find = lambda path: Found(there * PAGE, 1, 1)  # type: ignore[method-assign]
+    moves._facts.brought = lambda keys: None  # type: ignore[method-assign]
+    return moves, Path(list(range(4 * PAGE)), LONG, None, None), storage
+
+
+def test_with_anchors_a_path_comes_whole_its_end_first_with_the_anchor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moves, path, storage = fetching_with_anchors(monkeypatch)
+    given = list[Any]()
+    monkeypatch.setattr(promotions.anchors, "given", lambda *what: given.append(what[1:]))
+    metrics = SimpleNamespace(log_prefetched_tokens=lambda tokens: None)
+    moves._context.tree.storage_metrics_collector = metrics
+    moves._fetch(Move(LONG[:1], Tier.STORAGE, Tier.HOST), path, 1.0)
+    reverse = [slot for page in (3, 2, 1, 0) for slot in range(page * PAGE, page * PAGE + PAGE)]
+    assert storage.begun == [(LONG[::-1], reverse)]
+    assert storage.anchor.tolist() == [102, 103, 100, 101], "the last page's first"
+    storage.on_page(0, ReadOutcome.MISS)
+    assert moves._fetches[0].poll.local[3] != 0, "the first that is read is the last page"
+    moves._land(moves._fetches[0], 4)
+    assert [(pool, behind, slots.tolist(), record) for pool, behind, slots, record in given] == [
+        ("swa", 1, [100, 101, 102, 103], "inserted")
+    ]
+
+
+def test_with_anchors_a_path_that_does_not_come_whole_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moves, path, _ = fetching_with_anchors(monkeypatch)
+    back, dropped = list[Any](), list[Any]()
+    moves._slots.put_back_host = moves._slots.put_back_host_anchors = back.append  # type: ignore
+    moves._facts.dropped = lambda keys, tier: dropped.append((keys, tier))  # type: ignore
+    moves._fetch(Move(LONG[:1], Tier.STORAGE, Tier.HOST), path, 1.0)
+    moves._land(moves._fetches[0], 3)
+    assert sorted(slot for slots in back for slot in slots.tolist()) == [
+        *range(4 * PAGE),
+        *range(100, 104),
+    ]
+    assert dropped == [(LONG, Tier.STORAGE)], "it is not read in vain again"
+    assert moves._host.grafted == [] == moves._host.pinned  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("there", "room", "reason"),
+    [pytest.param(3, 64, "no room", id="anchor begins earlier"), (0, 3, "no room")],
+)
+def test_with_anchors_what_cannot_come_whole_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, there: int, room: int, reason: str
+) -> None:
+    moves, path, storage = fetching_with_anchors(monkeypatch, there)
+    moves._most_unused = room
+    moves._fetch(Move(LONG[there:], Tier.STORAGE, Tier.HOST), path, 1.0)
+    assert storage.begun == [] == moves._host.pinned  # type: ignore[attr-defined]
+    assert moves._counters.failed_moves == {reason: 4 - there}
 
 
 def test_pages_that_the_tree_has_already_are_given_back_and_the_others_are_its_own() -> None:

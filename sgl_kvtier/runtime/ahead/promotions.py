@@ -9,6 +9,10 @@ storage to host memory.
                    host pages, then grafted into the tree. SGLang's prefetch and restorations
                    bring the pages of waiting requests from storage.
 
+A model with anchors (windows, states) goes on behind an anchor only. There a move brings the whole
+path as far as a request could begin behind it: from storage all that is missing, with the anchor at
+its end, or nothing.
+
 A move that cannot be carried out is reported as dropped in the target tier. Runs on the scheduler's
 thread; reads end on the store's. Several ranks begin the same moves in the same steps. The end of a
 move is a poll (`polls.py`), which reports it when all ranks have it.
@@ -21,13 +25,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sgl_kvtier.policy.ahead.budget import FIRST_HOP
 from sgl_kvtier.policy.messages import Fact, Move, TransferDone
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
-from sgl_kvtier.runtime.sglang import storage_ops
+from sgl_kvtier.runtime.sglang import anchors, storage_ops
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.host_tier import Pin
 from sgl_kvtier.runtime.sglang.tree_nodes import Found, TreeNodes
@@ -67,6 +72,8 @@ class _Fetch:
     deadline_at: float
     source: Tier
     onwards: bool
+    anchor: Any = None
+    """Host slots of what stands at the end of these pages."""
 
 
 @dataclass
@@ -109,6 +116,7 @@ class Promotions:
         self._counters = counters
         self._page = context.page
         self._host, self._device = context.host, context.device
+        self._anchors = context.anchors
         host, device = (port.tokens // self._page for port in (context.host, context.device))
         # With write-through what is on the device has its copy in host memory too, which cannot
         # leave: the rest is the room.
@@ -202,12 +210,15 @@ class Promotions:
             nodes = []
         absent = [n for n in nodes if n.full_value_len is None]
         fitting = [n for n in absent if n.path_end <= (last + 1) * self._page] or absent[:1]
+        if self._anchors is not None:
+            fitting = absent
         pages = (fitting[-1].path_end - absent[0].path_start) // self._page if fitting else 0
         reason = "not there"
         if pages:
             room = self._device.claimable() - owed_tokens
             needed = pages * self._page + self._device.locked_by_copies(fitting[-1].node_id)
-            reason = "" if needed <= room else "no room"
+            fits = needed <= room and (self._anchors is None or self._anchors.spares(1))
+            reason = "" if fits else "no room"
         if not reason:
             self._slots.claiming = True  # restorations need not give anything up for it
             try:
@@ -232,7 +243,7 @@ class Promotions:
         memory or on the device.
         """
         try:
-            if path.node is None:
+            if path.node is None or self._anchors is not None:
                 raise KeyError
             nodes = self._tree.path(path.node)
         except KeyError:
@@ -279,26 +290,25 @@ class Promotions:
             return
         found = self._find(path)
         start, anchor = found.tokens // self._page, found.host_node
-        keys = move.keys
-        first = path.keys.index(keys[0]) if keys[0] in path.keys else len(path.keys)
-        keys = keys[start - first :] if first <= start else ()
-        if (
-            not keys
-            or path.keys[start : start + len(keys)] != keys
-            or not self._host.takes_behind(anchor)
-        ):
+        keys = self._missing(move, path, start)
+        if not keys or not self._host.takes_behind(anchor):
             self._fail(move.keys, move.target, "gap")
             return
-        self._facts.failed(move.keys[: len(move.keys) - len(keys)], move.target)
+        self._facts.failed(
+            tuple(key for key in move.keys if key not in frozenset(keys)), move.target
+        )
         pin = self._host.pin(anchor)
         left = (
             self._most_unused - self._facts.unused - sum(len(fetch.keys) for fetch in self._fetches)
         )
-        self._fail(keys[max(0, left) :], move.target, "no room")
-        keys = keys[: max(0, left)]
+        fitting = keys[: max(0, left)]
+        if self._anchors is not None and len(fitting) < len(keys):
+            fitting = ()
+        self._fail(keys[len(fitting) :], move.target, "no room")
+        keys = fitting
         self.claiming_for = path
         try:
-            host = self._slots.claim_host(len(keys) * self._page) if keys else None
+            host, own = self._claim_host(len(keys), start) if keys else (None, None)
         finally:
             self.claiming_for = None
         if host is None:
@@ -312,13 +322,18 @@ class Promotions:
         )
 
         def on_page(page: int, outcome: ReadOutcome) -> None:
+            if own is not None:
+                page = len(keys) - 1 - page
             poll.mark(
                 page,
                 LANDED if outcome is ReadOutcome.OK else LOST[outcome],
                 now + time.monotonic() - started,
             )
 
-        job = storage.begin_read(keys, host, deadline_s, on_page, Urgency.AHEAD)
+        order, slots = keys, host
+        if own is not None:  # the last page first, for its anchor comes with it
+            order, slots = keys[::-1], host.view(-1, self._page).flip(0).flatten()
+        job = storage.begin_read(order, slots, deadline_s, on_page, Urgency.AHEAD, own)
         for page in range(len(keys) if job is None else 0):
             on_page(page, ReadOutcome.MISS)
         self._fetches.append(
@@ -334,8 +349,36 @@ class Promotions:
                 now + deadline_s,
                 move.source,
                 move.target is Tier.DEVICE,
+                own,
             )
         )
+
+    def _missing(self, move: Move, path: Path, start: int) -> tuple[PageKey, ...]:
+        """The pages of a move, behind the first `start` of its path, which the tree has; with
+        anchors all that follow. None where a page between is missing.
+        """
+        if self._anchors is not None:
+            return path.keys[start:]
+        first = path.keys.index(move.keys[0]) if move.keys[0] in path.keys else len(path.keys)
+        keys = move.keys[start - first :] if first <= start else ()
+        return keys if path.keys[start : start + len(keys)] == keys else ()
+
+    def _claim_host(self, pages: int, start: int) -> tuple[Any, Any]:
+        """Host slots for pages behind the first `start` of a path, and for their anchor, where the
+        model has some, the last page's first; None for both when there is no room, or the anchor
+        begins before them.
+        """
+        own = None
+        if self._anchors is not None:
+            count = self._anchors.before(pages, start == 0)
+            own = self._slots.claim_host_anchors(count) if count else None
+            if own is None:
+                return None, None
+            own = own.view(-1, self._anchors.page_slots).flip(0).flatten()
+        host = self._slots.claim_host(pages * self._page)
+        if host is None and own is not None:
+            self._slots.put_back_host_anchors(own)
+        return host, own if host is not None else None
 
     def look(self) -> None:
         """Takes note of what has ended since the last tick."""
@@ -352,7 +395,14 @@ class Promotions:
 
     def _land(self, fetch: _Fetch, pages: int) -> None:
         """Grafts the first `pages` pages into the tree and frees the rest. No read is under way."""
+        if fetch.anchor is not None and pages < len(fetch.keys):
+            # Nobody can begin behind the others. Until they are seen in storage again they count as
+            # lost, so that they are not read in vain once more.
+            self._facts.dropped(fetch.keys, fetch.source)
+            pages = 0
         kept = self._graft(fetch, pages) if pages else _NO_SPAN
+        if fetch.anchor is not None and not kept:
+            self._slots.put_back_host_anchors(fetch.anchor)
         self._host.unpin(fetch.pin)
         self._slots.put_back_host(fetch.host[: kept.start * self._page])
         self._slots.put_back_host(fetch.host[kept.stop * self._page :])
@@ -371,7 +421,13 @@ class Promotions:
         """
         page, names = self._page, [key.hex() for key in fetch.keys[:pages]]
         tokens = self._context.names.radix_key(fetch.path, fetch.start, fetch.start + pages)
-        taken = self._host.graft(fetch.pin.node, tokens, fetch.host[: pages * page], names)
+        taken = self._host.graft(
+            fetch.pin.node,
+            tokens,
+            fetch.host[: pages * page],
+            names,
+            None if fetch.anchor is None else partial(self._give_anchor, fetch),
+        )
         if taken is None:
             return _NO_SPAN
         fetch.path.node = taken.node or fetch.path.node
@@ -383,6 +439,14 @@ class Promotions:
         if fetch.begun_at > self._context.loaded_at:
             self._tell(TransferDone("", link, _NO_SPAN, nbytes, seconds, _LATER))
         return Span(taken.known_tokens // page, pages)
+
+    def _give_anchor(self, fetch: _Fetch, inserted: Any) -> None:
+        """The tree has put a fetch's pages into host memory, and gets their anchor."""
+        assert self._anchors is not None
+        in_order = fetch.anchor.view(-1, self._anchors.page_slots).flip(0).flatten()
+        tree, behind = self._context.tree, fetch.pin.node
+        anchors.given(tree, self._anchors.name, behind, in_order, inserted)
+        fetch.anchor = None
 
     def reset(self) -> None:
         """Ends all moves, before the pools are emptied, or for good: blocks until no read writes to
@@ -401,6 +465,8 @@ class Promotions:
             self._host.unpin(fetch.pin)
             if fetch.job is None or fetch.job.wait(max(0.0, end - time.monotonic())):
                 self._slots.put_back_host(fetch.host)
+                if fetch.anchor is not None:
+                    self._slots.put_back_host_anchors(fetch.anchor)
             else:
                 self._slots.give_host(len(fetch.host))
                 self._context.hung_reads.append(fetch.job)

@@ -170,11 +170,6 @@ UNPROVEN = (
 SIDE_PAGES = Refusal("the model keeps other pages beside its KV pages", _NO_FLAG)
 """Of what was built for the model, where its settings did not tell."""
 
-NOT_AHEAD = {
-    "windows": Refusal("not looking ahead: pages of windows do not follow the KV pages", _WHOLE),
-    "states": Refusal("not looking ahead: states do not follow the KV pages", _NO_FLAG),
-}
-"""By what stands at the end of a prefix (`anchors`)."""
 STAGES = Refusal("not looking ahead: more than one pipeline stage", "--pp-size 1")
 UNEVEN = Refusal(
     "not looking ahead: host memory does not hold equally many pages on all ranks",

@@ -35,7 +35,6 @@ from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.scheduler.refusals import (
-    NOT_AHEAD,
     STAGES,
     UNEVEN,
     WRITE_BACK,
@@ -46,7 +45,7 @@ from sgl_kvtier.runtime.scheduler.refusals import (
     unsupported,
 )
 from sgl_kvtier.runtime.settings import looks_ahead
-from sgl_kvtier.runtime.sglang import anchors, features, tree_ranks
+from sgl_kvtier.runtime.sglang import features, tree_ranks
 from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.context import StepContext
@@ -73,8 +72,6 @@ def own_way(args: Any, ctx: Any, policy: PolicyConfig) -> str | None:
     if line is not None:
         return f"kvtier: {line}"
     reason = unsupported(args, ctx) or nothing_to_do(args, policy)
-    if reason is None and kind is not None and in_force(args, policy).restore == "off":
-        reason = str(NOT_AHEAD[kind])
     return None if reason is None else _told(policy, reason)
 
 
@@ -151,10 +148,7 @@ def build(tree: Tree, server_args: Any) -> Parts:
     args = resolving_view(server_args)
     config = settings.of_server(args)
     policy = in_force(args, config.policy)
-    anchored = anchors.of(tree)
-    if anchored is not None:
-        policy = replace(policy, prefetch="off", eviction="lru")
-    elif looks_ahead(policy):
+    if looks_ahead(policy):
         features.require("lookahead")
     controller = tree.cache_controller
     first = tree_ranks.is_first(tree)
@@ -238,9 +232,6 @@ def build(tree: Tree, server_args: Any) -> Parts:
         parts.publish(replica)
     if unlike:
         logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", UNEVEN)
-    if anchored is not None and looks_ahead(in_force(args, config.policy)):
-        reason = NOT_AHEAD[anchored.what]
-        logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", reason)
     for line in not_followed(args, config.policy):
         logger.warning("%s", line)
     logger.info(

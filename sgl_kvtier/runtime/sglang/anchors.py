@@ -47,8 +47,17 @@ class Anchors(Protocol):
     def free(self, slots: torch.Tensor) -> None:
         """Gives device slots back."""
 
+    def spares(self, slots: int) -> bool:
+        """Whether so many device slots may be taken beside what running requests need."""
+
     def claim_host(self, slots: int) -> torch.Tensor | None:
         """Host slots, evicting the least recently used; None when there is no room."""
+
+    def before(self, pages: int, at_root: bool) -> int:
+        """How many of so many pages of a path come with their anchor when they are read from
+        storage, the last ones; 0 where the anchor would begin before them. `at_root`: the path
+        begins with them.
+        """
 
     def free_host(self, slots: torch.Tensor) -> None:
         """Gives host slots back that no I/O touches."""
@@ -108,6 +117,27 @@ def shorter_ends(operation: Any) -> list[int]:
     """Numbers of pages, fewer than its hit, at whose end this rank's storage has an anchor too."""
     result = operation.pool_storage_result
     return sorted(result.restorable_prefix_pages or ())
+
+
+def given(tree: Any, pool: str, behind: int, host_slots: torch.Tensor, inserted: Any) -> None:
+    """Gives an anchor that was read to the tree, at the end of host pages that were just put into
+    it behind a node. What the tree does not take it frees.
+    """
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer, PoolTransferResult
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+    from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
+
+    kind = ComponentType.SWA if pool == windows.POOL else ComponentType.MAMBA
+    done: list[Any] = []
+    tree.tree_core.commit_hicache_transfers(
+        behind,
+        CacheTransferPhase.PREFETCH,
+        {kind: [PoolTransfer(name=PoolName(pool), host_indices=host_slots)]},
+        cache_actions=done,
+        insert_result=inserted,
+        pool_storage_result=PoolTransferResult(0, {PoolName(pool): len(host_slots)}),
+    )
+    tree._apply_cache_actions(done)
 
 
 _IN_HOST = ("swa_host_hit_length", "mamba_host_hit_length")

@@ -113,8 +113,17 @@ class HostTier:
         ].host_indices
         return slots
 
-    def graft(self, anchor: int, key: Any, slots: torch.Tensor, names: list[str]) -> Grafted | None:
-        """Gives filled pages to the tree, behind `anchor`; None where it takes none."""
+    def graft(
+        self,
+        anchor: int,
+        key: Any,
+        slots: torch.Tensor,
+        names: list[str],
+        beside: Callable[[Any], None] | None = None,
+    ) -> Grafted | None:
+        """Gives filled pages to the tree, behind the node `anchor`; None where it takes none. With
+        `beside` something that belongs to their end is put there too, by SGLang's record of it.
+        """
         try:
             result = self._tree.tree_core.insert_host(anchor, key, slots, names)
         except KeyError:
@@ -122,6 +131,8 @@ class HostTier:
         self._tree._apply_cache_actions(result.cache_actions)
         if result.host_insert_dropped:
             return None
+        if beside is not None:
+            beside(result)
         return Grafted(result.prefix_len, result.inserted_host_node or None)
 
     def watch(self, came: Callable[[Sequence[str], torch.Tensor], None]) -> Callable[[], None]:

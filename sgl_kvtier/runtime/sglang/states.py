@@ -51,13 +51,22 @@ class States:
         no slot for a request that it runs, so some are left: one for each of those, and what one
         more takes.
         """
-        claimable = self._claimable()
-        if claimable - slots < (self._size - claimable) // 2 + _A_REQUEST:
+        if not self.spares(slots):
             return None
         if (short := slots - self.available()) > 0:
             self._evict(short)
         claimed: torch.Tensor | None = self._slots.alloc(slots)
         return claimed
+
+    def spares(self, slots: int) -> bool:
+        """Whether so many may be taken beside what running requests need."""
+        claimable = self._claimable()
+        return claimable - slots >= (self._size - claimable) // 2 + _A_REQUEST
+
+    def before(self, pages: int, at_root: bool) -> int:
+        """The last page's."""
+        del pages, at_root
+        return 1
 
     def _evict(self, slots: int) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams

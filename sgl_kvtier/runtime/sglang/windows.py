@@ -51,6 +51,15 @@ class Windows:
         """Never: SGLang counts these slots before it admits a request."""
         return False
 
+    def spares(self, slots: int) -> bool:
+        """Yes: SGLang copies nothing that there is no room for."""
+        del slots
+        return True
+
+    def before(self, pages: int, at_root: bool) -> int:
+        """A window, or all of a prefix that is shorter than one."""
+        return self.pages if pages >= self.pages else pages * at_root
+
     def free(self, slots: torch.Tensor) -> None:
         """Gives device slots back."""
         self._slots.free(slots)

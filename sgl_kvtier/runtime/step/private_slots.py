@@ -99,6 +99,11 @@ class PrivateSlots:
             return None
         return AnchorSlots(device, host, self._anchors.page_slots)
 
+    def claim_host_anchors(self, pages: int) -> torch.Tensor | None:
+        """What comes with so many pages, in host memory alone; None when there is no room."""
+        assert self._anchors is not None, "of a model with anchors"
+        return self._anchors.claim_host(pages * self._anchors.page_slots)
+
     def give_anchors(self, slots: int) -> None:
         """This many device slots of anchors belong to a request from now on."""
         self.anchor_slots -= slots
