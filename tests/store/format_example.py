@@ -1,4 +1,4 @@
-"""The worked example of docs/design/store-format.md: one page in one slot, and a hexdump of what
+"""The example of docs/design/store-format.txt: one page in one slot, and a hexdump of what
 the code writes for it.
 """
 

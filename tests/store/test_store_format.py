@@ -1,4 +1,4 @@
-"""The format is what its document says: sizes, the worked example byte for byte, and nothing read
+"""The format is what its document says: sizes, its example byte for byte, and nothing read
 past its end.
 """
 
@@ -23,7 +23,7 @@ from sgl_kvtier.store.disk.format import (
     unpack_segment_head,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "store-format.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "store-format.txt"
 
 
 def test_the_worked_example_in_the_document_is_what_the_code_writes() -> None:
