@@ -261,7 +261,7 @@ def run(
         with server:
             server.wait_until_healthy(START_S)
             row["starts"] = True
-            row |= _asked(Asked(server), _writes_late(recipe))
+            row |= _asked(Asked(server), writes_late(recipe))
             server.raise_if_ended("while it was asked")
     except (BenchError, OSError, ValueError) as error:
         row["reason"] = failure(log) or str(error).splitlines()[0]
@@ -283,7 +283,7 @@ def rows_checked(folder: Path) -> dict[str, dict[str, int]]:
     return found
 
 
-def _writes_late(recipe: Recipe) -> bool:
+def writes_late(recipe: Recipe) -> bool:
     """Whether SGLang copies pages to host memory only when they are evicted, or used twice."""
     policy = [flag[1] for flag in recipe.flags if flag[0] == "--hicache-write-policy"]
     return bool(policy) and policy != ["write_through"]

@@ -3,7 +3,8 @@
 A prefix of 16,384 tokens is stored. It is then restored by loading alone and from both ends, with
 a store that needs a quarter of the time that computing takes, as long, and four times as long. The
 best split (`restore.bound`) is made of times measured in the same run: computing, loading, and what
-a request takes whose prefix is in device memory.
+a request takes whose prefix is in device memory. Without lookahead, and without the proof of
+restored pages, which compares all of the first ones.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from sgl_kvtier.lab.outside.server import Launch
 
 PREFIX, ROUNDS, RATIOS = 16384, 3, (0.25, 1.0, 4.0)
 """Tokens; flushes and measurements of each; load time over compute time."""
+EVICTING = 3
+"""Other prompts, for servers that store what leaves the device."""
 _REST = 40
 """Tokens of the prompt behind its last whole page."""
 
@@ -72,7 +75,7 @@ def run(recipe: gauntlet.Recipe, dropped: dict[str, str], folder: Path) -> dict[
     folder.mkdir(parents=True)
     env = gauntlet.environment(recipe, folder)
     config = json.loads((folder / "kvtier.json").read_text())
-    config["policy"] |= {"prefetch": "off", "eviction": "lru"}
+    config["policy"] |= {"prefetch": "off", "eviction": "lru", "proof": "off"}
     (folder / "kvtier.json").write_text(json.dumps(config))
     gbps = config["lab"]["throttle"]["read_gbps"]
     words = gauntlet.arguments(recipe, dropped, folder)
@@ -87,6 +90,8 @@ def run(recipe: gauntlet.Recipe, dropped: dict[str, str], folder: Path) -> dict[
         ids = timed.prompt(PREFIX + _REST)
         computing_s = timed.seconds(ids)
         resident_s = min(timed.seconds(ids) for _ in range(3))
+        for _ in range(EVICTING if gauntlet.writes_late(recipe) else 0):
+            timed.seconds(timed.prompt(PREFIX))
         # What a token takes in the store: of the first load, at the speed that the server has now.
         first_s, _, _ = timed.restored(ids, "load", gbps)
         gbps *= max(first_s - resident_s, 1e-3) / (computing_s - resident_s)

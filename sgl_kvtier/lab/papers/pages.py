@@ -96,14 +96,20 @@ def write_papers(folder: Path) -> None:
 _SEEDS = range(1, 7)
 _MACHINE = Machine(device_bytes=8 << 30, host_bytes=8 << 30, storage_gbps=28)
 """Its memory is too small for these loads."""
+_STAYS = replace(AHEAD, prefetch="off")
+_AHEAD_OR_NOT = {
+    "kvtier": ("kvtier", AHEAD),
+    "kvtier, no lookahead": ("kvtier", replace(_STAYS, eviction="lru")),
+}
 _POLICIES = {
-    name: (name, AHEAD) for name in ("recompute", "stock", "cake", "kvtier", "restore", "unbounded")
+    **{name: (name, AHEAD) for name in ("recompute", "stock", "cake")},
+    **_AHEAD_OR_NOT,
+    "unbounded": ("unbounded", AHEAD),
 }
 _BY_ARRIVAL = {"kvtier by arrival": ("kvtier", replace(AHEAD, queue="arrival"))}
-_STAYS = replace(AHEAD, prefetch="off")
 
 _RIVALS = {
-    "restore": ("kvtier", _STAYS),
+    "no prefetching": ("kvtier", _STAYS),
     "order: Bidaw": ("kvtier", replace(_STAYS, rules=named(SmallestHeld))),
     "order: Cascade": ("kvtier", replace(_STAYS, rules=named(LeastBudget))),
     "order: unbounded": ("kvtier", replace(_STAYS, rules=named(Unbounded))),
@@ -129,6 +135,8 @@ SCENES: Mapping[str, tuple[Load, Rows]] = {
     "claude-code": (_CLAUDE_CODE, _POLICIES),
     "swe-rivals": (_SWE, _RIVALS),
     "claude-code-rivals": (_CLAUDE_CODE, _RIVALS),
+    "swe-5s": (replace(_SWE, pace=replace(_SWE.pace, gap_s=5.0)), _AHEAD_OR_NOT),
+    "swe-20s": (replace(_SWE, pace=replace(_SWE.pace, gap_s=20.0)), _AHEAD_OR_NOT),
 }
 
 

@@ -22,12 +22,14 @@ _WIDE_VOCABULARY = (1 << 31) - 1
 class Pace:
     """When sessions start and how long their clients wait. `mean_start_s`: mean time between two
     sessions' starts, drawn from an exponential distribution (0: as the trace has them).
-    `most_gap_s` cuts recorded waits between two calls.
+    `most_gap_s` cuts recorded waits between two calls. `gap_s` takes their place: a wait is that
+    long, give or take a fifth.
     """
 
     mean_start_s: float = 0.0
     most_gap_s: float = 600.0
     most_output_tokens: int = 512
+    gap_s: float | None = None
 
 
 def from_sessions(
@@ -50,6 +52,11 @@ def from_sessions(
         requests += _of_session(
             session, f"s{number}", start_s or session.start_s, page_tokens, pace, encoder
         )
+    if pace.gap_s is not None:
+        requests = [
+            replace(one, arrival_s=pace.gap_s * rng.uniform(0.8, 1.2)) if one.after else one
+            for one in requests
+        ]
     return requests
 
 
