@@ -90,15 +90,14 @@ class StoreConfig:
 
     path: str = setting(
         "",
-        "folder for the pages; created with mode 0700. ~ is this user's home, variables are not "
-        "expanded. A server without it takes $KVTIER_STORE_PATH, or kvtier/pages in this user's "
-        "cache folder",
+        "folder for the pages; created with mode 0700. ~ is this user's home; variables are not "
+        "expanded. Without it: $KVTIER_STORE_PATH, or kvtier/pages in this user's cache folder",
         is_path=True,
     )
     capacity_bytes: int = setting(
         64 << 30,
-        "most bytes on disk, all servers and ranks that use the folder together; as text also a "
-        'share of the disk, such as "80%"',
+        "most bytes on disk, over all servers and ranks of the folder; also a share of the disk, "
+        'such as "80%"',
         low=1 << 20,
         high=_MOST_BYTES,
         is_bytes=True,
@@ -119,8 +118,8 @@ class StoreConfig:
     )
     direct_io: str = setting(
         "auto",
-        "bypass the page cache: auto probes, but reads through it where TP ranks of one host have "
-        "the same pages (MLA), so that these come from the disk once; on insists, off never",
+        "bypass the page cache: auto = if the disk allows it, but not for pages that TP ranks of "
+        "one host share (MLA), so that these come from the disk once; on = or the start is refused",
         choices=("auto", "on", "off"),
     )
     io_threads: int = setting(8, "threads that read and write pages", low=1, high=256)
@@ -144,8 +143,8 @@ class StoreConfig:
     tenants: str = setting(
         "",
         "shares of the capacity that other tenants never evict, as NAME=DIGEST:SHARE, by commas: "
-        "DIGEST is that of a cache salt (kvtier stat --salt -), SHARE a size or a percentage, of "
-        "this model's part of the capacity. A tenant above its share evicts its own pages first",
+        "DIGEST of a cache salt (kvtier stat --salt -), SHARE a size or a percentage of this "
+        "model's part of the capacity",
         check=parse_tenants,
     )
     durable: bool = setting(
@@ -186,17 +185,16 @@ class PolicyConfig:
     restore: str = setting(
         "auto",
         "how a prefix found in a lower tier comes back: auto = fastest on one CPU rank and on one "
-        "NVIDIA GPU, off elsewhere; fastest = whatever is predicted fastest for each request, both "
-        "= compute its first pages while loading its last ones, load, compute, or off = as SGLang "
-        "does without kvtier",
+        "NVIDIA GPU, off elsewhere; fastest = as predicted fastest for each request; both = "
+        "compute its first pages while loading its last ones; load; compute; off = as without "
+        "kvtier",
         choices=("auto", "both", "load", "compute", "off", "fastest"),
     )
     proof: str = setting(
         "auto",
-        "which restored pages are compared with what they were loaded from, before they are used: "
-        "auto = on an accelerator all of the first 16 loads and 8 GiB, then a sample; all = every "
-        "page, on a CPU too; off = none. One that differs ends restoration for the server's life "
-        "(docs/manual/restore-on-gpu.md)",
+        "which restored pages are compared with their source before they are used: auto = on an "
+        "accelerator all of the first 16 loads and 8 GiB, then a sample; all = every page, on a "
+        "CPU too; off = none. A difference ends restoration (docs/manual/restore-on-gpu.md)",
         choices=("auto", "all", "off"),
     )
     min_restore_tokens: int = setting(
@@ -204,9 +202,8 @@ class PolicyConfig:
     )
     load_tokens: int = setting(
         128,
-        "most tokens per load, the unit that is in flight, lands or fails; fewer near the meeting "
-        "point if they take over 20 ms. On an accelerator loads far from that point have 128 MiB, "
-        "where that is more",
+        "most tokens per load, the unit that lands or fails; fewer near the meeting point if they "
+        "take over 20 ms. On an accelerator loads far from it have 128 MiB, where that is more",
         low=1,
         high=65536,
     )
@@ -218,29 +215,26 @@ class PolicyConfig:
     )
     max_stall_ms: float = setting(
         100.0,
-        "most milliseconds that chunks of restorations are predicted to take between two tokens of "
-        "running requests, but no less than ten times a chunk's fixed cost; 0 = no bound. Measured "
-        "gaps are longer, by up to about a third in p99 (docs/results/restore.md)",
+        "most milliseconds that restoring is predicted to add between two tokens of running "
+        "requests, but no less than ten times a chunk's fixed cost; 0 = no bound. Measured gaps "
+        "are longer, by up to about a third in p99 (docs/results/restore.md)",
         low=0,
         high=100_000,
     )
     queue: str = setting(
         "shortest",
         "which waiting request runs next: shortest = the one with the shortest predicted time to "
-        "first token, with a bound on how long one is overtaken; arrival = the order of arrival. "
-        "Another --schedule-policy, and priorities of requests, stay in force",
+        "first token, with a bound on how long one is overtaken; arrival = the oldest. Another "
+        "--schedule-policy, and priorities of requests, stay in force",
         choices=("shortest", "arrival"),
     )
     rules: str = setting(
-        "",
-        "a class of your own that decides instead (see sgl_kvtier/policy/rules.py); empty = "
-        "kvtier's own",
-        is_class=True,
+        "", "a class of your own that decides instead (sgl_kvtier/policy/rules.py)", is_class=True
     )
     prefetch: str = setting(
         "auto",
-        "on: pages of waiting requests and of sessions expected back are prefetched before their "
-        "turn, as far as links have time; auto = on for one NVIDIA GPU that restores, else off",
+        "prefetch pages of waiting requests and of sessions expected back, as far as links have "
+        "time; auto = on for one NVIDIA GPU that restores, else off",
         choices=("auto", "on", "off"),
     )
     prefetch_share: float = setting(
@@ -252,8 +246,8 @@ class PolicyConfig:
     eviction: str = setting(
         "auto",
         "which pages leave device and host memory first: lru = least recently used, next-use = "
-        "those needed last, or a class of your own (examples/own_eviction.py); auto = next-use "
-        "for one NVIDIA GPU that restores, else lru",
+        "needed last, or a class of your own (examples/own_eviction.py); auto = next-use for one "
+        "NVIDIA GPU that restores, else lru",
         choices=("auto", "lru", "next-use"),
         is_class=True,
     )
