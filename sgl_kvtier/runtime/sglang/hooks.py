@@ -78,7 +78,7 @@ _EVERYWHERE = (
         _ROOT + "arg_groups.pipeline._page_size_default",
         "after",
         "plugin:choose_page_size",
-        "pages of 64 tokens on a GPU where `--page-size` was left away: with SGLang's one token "
+        "pages of 64 tokens on a GPU where `--page-size` is omitted: with SGLang's one token "
         "nothing is restored",
     ),
 )
@@ -102,21 +102,21 @@ _IN_SCHEDULERS = (
         _CONTROLLER + "_stop_storage_threads",
         "around",
         "backend.hooks:cut_reads_short",
-        "reads under way are cut short; with several ranks they come to rest first",
+        "reads in flight are cut short; with several ranks they come to rest first",
     ),
     (
         "zero-copy",
         _CONTROLLER + "_page_transfer",
         "around",
         "backend.hooks:read_ahead",
-        "the next pages of a prefix are under way while SGLang waits for 128 of them",
+        "the next pages of a prefix are in flight while SGLang waits for 128 of them",
     ),
     (
         "zero-copy",
         _CONTROLLER + "_reduce_prefetch_ack",
         "around",
         "backend.hooks:note_reduction",
-        "notes that a reduction of the ranks is under way",
+        "notes that a reduction of the ranks is in flight",
     ),
     (
         "tenants",
@@ -228,7 +228,7 @@ _IN_SCHEDULERS = (
         _SCHEDULER + "is_fully_idle",
         "around",
         "scheduler.hooks:is_fully_idle",
-        "not idle while a load is under way",
+        "not idle while a load is in flight",
     ),
     (
         "restore",
