@@ -705,7 +705,8 @@ kills: integer; processes killed
 points.<call>: integer; kills at a system call
 deletes: integer; deletes answered before a kill, or in question after a fault
 pages_checked: integer; pages read back and compared
-recent, recent_found: integer; pages acknowledged last before each kill, and those found
+recent, recent_found: integer; pages looked for that had to be there, where there is room for all,
+    and those found
 recovered_share: number or null; their fraction
 io_faults, io_calls: integer; failures injected; system calls in the life that was swept
 io_faults_by_kind.<kind>: integer; failures injected, by errno, once or from then on; with `sweep`
@@ -724,8 +725,8 @@ stall: object; a device that hangs
   late_pages, in_flight_while_stalled, canary_touched: integer; pages; writes after the deadline
 together: object; processes that share one folder
   <count>: integer; how often a trouble was made (kill, stop, suspend, a step of the clock, no
-      descriptor, no space, the folder taken away), and pages, deletes, clears and opens by what
-      became of them
+      descriptor, no space, the folder taken away, a log that ends in the middle of a frame), and
+      pages, deletes, clears and opens by what became of them
   wrong, resurrected, lost, failed_open, exception, stats_raised, follower_stopped: integer; must be
       0, as above
   over_cap_bytes: integer; must be 0, as above

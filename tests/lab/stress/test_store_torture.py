@@ -12,8 +12,7 @@ import pytest
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.stress.store import command, faults
 from sgl_kvtier.lab.stress.store.command import PARTS, QUICK, bad, torture
-from sgl_kvtier.lab.stress.store.faults import engines
-from sgl_kvtier.lab.stress.store.kills import POINTS
+from sgl_kvtier.lab.stress.store.faults import POINTS, engines
 from sgl_kvtier.lab.stress.store.oracle import Oracle, content, open_at, page_key
 from sgl_kvtier.store.base import PageWrite
 
@@ -30,10 +29,10 @@ def in_compiled_threads(by_call: dict[str, int]) -> int:
 
 
 DONE = {
-    "kills": lambda r: r["kills"] == QUICK.kills and r["recovered_share"] > 0.9,
+    "kills": lambda r: r["kills"] >= QUICK.kills and r["recovered_share"] == 1,
     "points": lambda r: r["points"] == dict.fromkeys(map(" ".join, POINTS), QUICK.per_point),
     "deletes": lambda r: (
-        r["kills"] == QUICK.delete_kills and r["deletes"] > 10 and r["recovered_share"] > 0.9
+        r["kills"] >= QUICK.delete_kills and r["deletes"] > 10 and r["pages_checked"] > 10
     ),
     "sweep": lambda r: (
         r["io_faults"] > 100
@@ -71,17 +70,6 @@ def test_the_oracle_tells_a_page_that_was_deleted_from_one_that_is_wrong(tmp_pat
     assert bad(torture(str(tmp_path), QUICK, seed=1, parts=()) | {"resurrected": 1}) == 1
 
 
-def test_what_is_under_way_while_everything_is_deleted_may_stay_or_go() -> None:
-    oracle = Oracle()
-    for word, names, *rest in (
-        ("put", [0, 1], 1), ("stored", [0, 1], 1, []), ("put", [1], 2), ("delete", [0, 1, 2], "a"), ("put", [2], 3), ("deleted", [], "a"),
-        ("stored", [1], 2, []), ("stored", [2], 3, []), ("put", [0], 4), ("stored", [0], 4, []),
-    ):  # fmt: skip
-        oracle.hear(word, names, rest)
-    assert oracle.gone == {0: {1}, 1: {1}, 2: set()} and oracle.allowed == {0: {4}, 1: {2}, 2: {3}}
-    assert oracle.sure == {0: 4} and oracle.answered == 1
-
-
 LONG = ("sweep", "points")
 
 
@@ -98,7 +86,7 @@ def test_a_point_that_every_opening_passes_is_met_with_pages_in_the_folder(tmp_p
     few = dataclasses.replace(QUICK, points=(("list", "after"), ("lock", "after")))
     result = torture(str(tmp_path), few, seed=3, parts=("points",))
     assert bad(result) == 0
-    assert result["recent_found"] == result["recent"] >= 60  # after the life before, and the kill
+    assert result["recent_found"] == result["recent"] >= 60
 
 
 def test_the_command_says_what_it_did_in_json(tmp_path: Path) -> None:

@@ -5,14 +5,16 @@ went wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +31,12 @@ from sgl_kvtier.console import (
 )
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.stress.store.busy import busy, stall
+from sgl_kvtier.lab.stress.store.campaign import Campaign, Plan, alone
 from sgl_kvtier.lab.stress.store.damage import torture_bytes
-from sgl_kvtier.lab.stress.store.faults import arm, engines
-from sgl_kvtier.lab.stress.store.kills import AMPLE, EVICTING, POINTS, Killing
+from sgl_kvtier.lab.stress.store.faults import POINTS, arm, engines
 from sgl_kvtier.lab.stress.store.oracle import Verdict
 from sgl_kvtier.lab.stress.store.power import torture_power
 from sgl_kvtier.lab.stress.store.sweep import sweep
-from sgl_kvtier.lab.stress.store.together import Pace, Together
 
 SCHEMA = "kvtier.torture/1"
 
@@ -53,13 +54,13 @@ class Amounts:
     clean_reads: int
     crowd_s: float
     stalls: int
-    together: Pace
+    together: Plan
     points: tuple[tuple[str, str], ...] = POINTS
     """Where to kill, of `POINTS`. Each has its own seed, whichever are chosen."""
 
 
-FULL = Amounts(1000, 100, 1000, 1, 10_000, 100_000, 1_000_000, 300.0, 20, Pace(1000, 0.8, 20.0))
-QUICK = Amounts(25, 1, 20, 183, 100, 2_000, 20_000, 3.0, 3, Pace(20, 0.1, 1.0))
+FULL = Amounts(1000, 100, 1000, 1, 10_000, 100_000, 1_000_000, 300.0, 20, Plan(1000, 0.8, 20.0))
+QUICK = Amounts(25, 1, 20, 183, 100, 2_000, 20_000, 3.0, 3, Plan(20, 0.1, 1.0))
 FAILING = ("points", "deletes", "sweep", "stall")
 """Parts that need the I/O threads with faults."""
 PARTS = ("kills", "points", "deletes", "sweep", "power", "damage", "crowd", "stall", "together")
@@ -159,6 +160,7 @@ def torture(
             found = part.run(folder, amounts, seed, shown)
         shutil.rmtree(folder)
         result["engine"][name] = sorted(found.pop("engine"))
+        found.pop("campaign", None)
         for what, value in found.items():
             result[what] = result[what] + value if what in _COUNTS else value
     for share, found_of, of in (
@@ -186,49 +188,63 @@ class Part:
 
 
 def _kills(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
-    return _kill_at_random([Killing(root, seed)], amounts.kills, shown)
+    return _campaign(root, seed, alone(amounts.kills), shown)
 
 
 def _deletes(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
-    rooms = [
-        Killing(os.path.join(root, str(room)), seed, room, threads=4, troubled=True)
-        for room in (EVICTING, AMPLE)
-    ]
-    return _kill_at_random(rooms, amounts.delete_kills, shown)
+    return _campaign(root, seed, alone(amounts.delete_kills, threads=4, troubled=True), shown)
 
 
-def _kill_at_random(rooms: list[Killing], kills: int, shown: Progress) -> Found:
-    for number in range(kills):
-        rooms[number % len(rooms)].at_random()
-        shown.advance()
-    return _killed(rooms)
+def _together(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
+    found = _campaign(root, seed, amounts.together, shown)
+    return {**found, "together": found.pop("campaign")}
 
 
 def _points(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
-    killings = {}
+    total: Counter[str] = Counter()
+    kinds: set[str] = set()
+    at = {}
     for number, point in enumerate(POINTS):
         if point not in amounts.points:
             continue
-        killing = Killing(os.path.join(root, str(number)), seed + number)
-        tries = 0
-        while killing.kills < amounts.per_point and tries < 20 * amounts.per_point + 20:
-            tries += 1
-            shown.advance(float(killing.at_point(point)), " ".join(point))
-        killings[" ".join(point)] = killing
-        shutil.rmtree(killing.root, ignore_errors=True)
-    at = {name: killing.kills for name, killing in killings.items()}
-    return {**_killed(killings.values()), "points": at}
+        name = " ".join(point)
+        folder = os.path.join(root, str(number))
+        os.mkdir(folder)
+        campaign = Campaign(folder, seed + number, alone(amounts.per_point))
+        with _told(campaign):
+            step = functools.partial(shown.advance, note=name)
+            at[name] = campaign.kill_at(point, amounts.per_point, step)
+        found = _counted(campaign)
+        kinds |= set(found.pop("engine"))
+        total.update({what: found[what] for what in _OF_CAMPAIGN})
+        shutil.rmtree(folder)
+    return {**total, "engine": kinds, "points": at}
 
 
-def _killed(killings: Iterable[Killing]) -> Found:
-    total: Counter[str] = Counter()
-    kinds: set[str] = set()
-    for one in killings:
-        kinds |= one.oracle.engines
-        names = ("kills", "failed_opens", "recent", "recent_found")
-        total.update({name: getattr(one, name) for name in names})
-        total.update({"deletes": one.oracle.answered, **_judged(one.verdict)})
-    return {**total, "engine": kinds}
+def _campaign(root: str, seed: int, plan: Plan, shown: Progress) -> Found:
+    campaign = Campaign(root, seed, plan)
+    with _told(campaign):
+        campaign.run(lambda ended: shown.advance(ended, f"{campaign.faults} faults"))
+    return _counted(campaign)
+
+
+@contextlib.contextmanager
+def _told(campaign: Campaign) -> Iterator[None]:
+    """Tells what led to each fault, also of a run that was interrupted: it may not go wrong
+    again.
+    """
+    try:
+        yield
+    finally:
+        for history in campaign.result()["histories"]:
+            print("\n".join(history), file=sys.stderr)
+
+
+def _counted(campaign: Campaign) -> Found:
+    found = campaign.result()
+    counted = {name: found[own] for name, own in _OF_CAMPAIGN.items()}
+    kinds = [name for name in engines() if found[name]]
+    return {"engine": kinds, **counted, "campaign": found}
 
 
 def _judged(verdict: Verdict) -> Found:
@@ -288,20 +304,7 @@ def _stall(root: str, amounts: Amounts, _: int, shown: Progress) -> Found:
     return {"engine": kinds, "canary_touched": found["canary_touched"], "stall": found}
 
 
-def _together(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
-    campaign = Together(root, seed, amounts.together)
-    try:
-        campaign.run(lambda ended: shown.advance(ended, f"{campaign.faults} faults"))
-    finally:
-        # Also of a run that was interrupted: it may not go wrong again.
-        found = campaign.result()
-        for history in found["histories"]:
-            print("\n".join(history), file=sys.stderr)
-    counted = {name: found[own] for name, own in _OF_TOGETHER.items()}
-    return {"engine": engines(), **counted, "together": found}  # drawn for each owner
-
-
-_OF_TOGETHER = {
+_OF_CAMPAIGN = {
     "kills": "kill",
     "deletes": "deletes",
     "pages_checked": "compared",

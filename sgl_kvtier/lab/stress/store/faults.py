@@ -10,13 +10,18 @@ from __future__ import annotations
 import enum
 import errno
 import os
+import random
+import signal
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.extras import how_to_compile
 from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.format import BLOCK
 from sgl_kvtier.store.io.native_threads import io_uring_error
 
 _faults: Any
@@ -225,3 +230,122 @@ def _half(buffers: Sequence[memoryview]) -> list[memoryview]:
             cut.append(buffer[:left])
             left -= min(left, len(buffer))
     return cut
+
+
+POINTS = (
+    *(
+        (call, moment)
+        for call in (
+            "open",
+            "pwritev",
+            "allocate",
+            "rename",
+            "unlink",
+            "sync",
+            "list",
+            "size",
+            "lock",
+            "preadv",
+        )
+        for moment in ("before", "after")
+    ),
+    ("pwritev", "within"),
+    ("pwritev", "within a sector"),
+)
+"""Every system call that changes or finds something, before and after it, and writes torn at two
+sizes. Reads through a ring count as preadv; they are killed when they have ended.
+"""
+
+_TORN = {"within": 4096, "within a sector": 512}
+"""Moments at which a write is torn, and of how many bytes it leaves a whole number."""
+_MOVING = {"preadv": (Call.READ, Call.COMPLETION), "pwritev": (Call.WRITE,)}
+"""Calls that the compiled I/O threads make too: they are counted there."""
+
+
+_WRITES = 400
+"""Writes of pages after which their troubles are the same again."""
+
+
+class DeadlyEnv(HookedEnv):
+    """Kills its own process at the `nth` call of one kind, Python's or an I/O thread's. One at a
+    time in a process.
+    """
+
+    def __init__(
+        self, point: tuple[str, str], nth: int, alone: AbstractContextManager[Any]
+    ) -> None:
+        """A call of Python's kills within `alone`: no other thread is in there then."""
+        self._call, self._moment = point
+        self._left = nth
+        self._alone = alone
+        what = What.KILL_BEFORE if self._moment == "before" else What.KILL_AFTER
+        amount = -_TORN[self._moment] if self._moment in _TORN else MOST
+        arm([Planned(call, nth - 1, nth - 1, what, amount) for call in _MOVING.get(self._call, ())])
+
+    def around(self, call: str, act: Callable[..., Any], *args: Any) -> Any:
+        due = self._due(call)
+        if due and self._moment == "before":
+            self._die()
+        if due and self._moment in _TORN:
+            _tear(_TORN[self._moment], *args)
+        else:
+            result = act(*args)
+        if due:
+            self._die()
+        return result
+
+    def _die(self) -> None:
+        with self._alone:
+            signal.raise_signal(signal.SIGKILL)
+
+    def _due(self, call: str) -> bool:
+        if call in _MOVING:
+            return take(_MOVING[call][0])[0] != What.NOTHING
+        if call != self._call:
+            return False
+        self._left -= 1
+        return self._left == 0
+
+
+def _tear(step: int, fd: int, data: Sequence[memoryview], offset: int) -> None:
+    """Writes some units of `step` bytes."""
+    whole = b"".join(data)
+    cut = random.Random(len(whole) + offset).randrange(0, max(1, len(whole) // step)) * step
+    with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), whole[:cut], offset)
+
+
+class TroubledEnv(HookedEnv):
+    """Pages are written slowly and sometimes not at all; now and then the log or a removal
+    fails. One at a time in a process.
+    """
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._logs: set[int] = set()
+        arm([self._trouble(number) for number in range(_WRITES)], _WRITES)
+
+    def _trouble(self, number: int) -> Planned:
+        if self._chance.random() < 0.05:
+            return Planned(Call.WRITE, number, number, What.FAIL, errno.EIO)
+        return Planned(Call.WRITE, number, number, What.DELAY, self._chance.choice((0, 500, 3000)))
+
+    def _fail(self, share: float) -> None:
+        if self._chance.random() < share:
+            raise fail(errno.EIO)
+
+    def around(self, call: str, act: Callable[..., Any], *args: Any) -> Any:
+        if call == "unlink":
+            self._fail(0.05)
+        elif call == "pwritev" and args[0] in self._logs:
+            self._fail(0.01)
+        elif call == "pwritev" and sum(map(len, args[1])) > BLOCK:
+            what, amount = take(Call.WRITE)
+            if what == What.FAIL:
+                raise fail(amount)
+            time.sleep(amount / 1e6)
+        result = act(*args)
+        if call == "open":
+            is_log = os.path.basename(args[0]).startswith("index.log")
+            (self._logs.add if is_log else self._logs.discard)(result)
+        return result

@@ -1,22 +1,19 @@
-"""The answers a store may give: an account of pages kept outside it, and the work whose pages it
-accounts for.
-"""
+"""Small stores to try, their pages, and the answers one of them may give."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from sgl_kvtier.config import StoreConfig
-from sgl_kvtier.store.base import PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import PageRead, PageStore, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import DiskStore, open_store
@@ -81,30 +78,12 @@ class Verdict:
 @dataclass(slots=True)
 class Oracle:
     """Which versions of each page may be returned. A miss is always allowed; any other bytes are
-    wrong. Calls of several threads may be in flight: a delete or clear takes back what was answered
-    before it began, and what is in flight meanwhile may stay.
+    wrong. One call at a time; `shared_oracle.py` accounts for several processes and threads.
     """
 
-    replaces: bool = True
-    """Whether a page that was stored is the only version from then on. Where calls fail, an older
-    one may still be found.
-    """
     allowed: dict[int, set[int]] = field(default_factory=dict)
     gone: dict[int, set[int]] = field(default_factory=dict)
     """Versions of each page that were deleted."""
-    sure: dict[int, int] = field(default_factory=dict)
-    """The version of each page that was stored and that no delete can have met since its put
-    began, in the order they were stored.
-    """
-    answered: int = 0
-    """Deletes and clears."""
-    version: int = 0
-    """The highest one that was put."""
-    engines: set[str] = field(default_factory=set)
-    """The I/O threads of the stores that were opened, as `DiskStore.io` calls them."""
-    _met: set[int] = field(default_factory=set)
-    _puts: dict[int, set[int]] = field(default_factory=dict)
-    _deletes: dict[str, dict[int, set[int]]] = field(default_factory=dict)
 
     def intends(self, name: int, version: int) -> None:
         self.allowed.setdefault(name, set()).add(version)
@@ -114,50 +93,6 @@ class Oracle:
 
     def deleted(self, name: int) -> None:
         self.gone.setdefault(name, set()).update(self.allowed.pop(name, set()))
-
-    def hear(self, word: str, names: list[int], rest: list[Any]) -> None:
-        """One line of a worker's journal."""
-        if word == "opened":
-            self.engines.add(rest[0])
-        elif word == "put":
-            self.version = max(self.version, rest[0])
-            for name in names:
-                self.intends(name, rest[0])
-                self._puts.setdefault(name, set()).add(rest[0])
-        elif word == "stored":
-            version, refused = rest
-            for name in [*names, *refused]:
-                self._puts[name].discard(version)
-            for name in names:
-                if self.replaces:
-                    self.stored(name, version)
-                if version not in self._met:
-                    self.sure.pop(name, None)
-                    self.sure[name] = version
-            for name in refused:
-                self.allowed[name].discard(version)
-        elif word == "delete":
-            self._deletes[rest[0]] = {
-                name: self.allowed.get(name, set()) - self._puts.get(name, set()) for name in names
-            }
-            for name in names:
-                self.sure.pop(name, None)
-        elif word == "deleted":
-            self.answered += 1
-            for name, versions in self._deletes.pop(rest[0]).items():
-                self.allowed.setdefault(name, set()).difference_update(versions)
-                self.gone.setdefault(name, set()).update(versions)
-                self.sure.pop(name, None)
-                self._met |= self._puts.get(name, set())
-
-    def killed(self) -> None:
-        """Nothing of what was in flight will be answered."""
-        for before in self._deletes.values():
-            for name in before:
-                self.sure.pop(name, None)
-        self._puts.clear()
-        self._deletes.clear()
-        self._met.clear()
 
     def check(self, store: PageStore, names: Iterable[int]) -> Verdict:
         """Reads pages and judges each. A page read as OK whose bytes are no allowed version is
@@ -183,56 +118,6 @@ class Oracle:
             else:
                 verdict.missing += 1
         return verdict
-
-
-class Journal:
-    """A worker's messages to the oracle before and after each call, through a pipe that survives
-    the worker.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def say(self, *words: Any) -> None:
-        os.write(self._fd, json.dumps(words).encode() + b"\n")
-
-
-def work(
-    store: PageStore, journal: Journal, seed: int, mine: range, numbers: Iterator[int], calls: float
-) -> None:
-    """Puts and deletes pages that no other thread does, clears everything now and then, reads
-    whatever there is. Each call is announced before and reported after, until `calls` are done.
-    """
-    chance = random.Random(seed)
-    token = f"{mine.start}"
-    while (calls := calls - 1) >= 0:
-        act = chance.random()
-        names = chance.sample(mine, chance.randint(1, 8))
-        if act < 0.25:
-            journal.say("delete", names, token)
-            store.delete([page_key(n) for n in names])
-            journal.say("deleted", names, token)
-        elif act < 0.26:
-            journal.say("delete", list(range(NAMES)), token)
-            store.clear()
-            journal.say("deleted", [], token)
-        elif act < 0.4:
-            some = chance.sample(range(NAMES), 6)
-            store.read(
-                [PageRead(page_key(n), [b]) for n, b in zip(some, buffers(some), strict=True)]
-            ).wait(60)
-        else:
-            version = next(numbers)
-            journal.say("put", names, version)
-            outcomes = store.put(
-                [PageWrite(page_key(n), [memoryview(content(n, version))]) for n in names]
-            )
-            stored = [
-                n
-                for n, outcome in zip(names, outcomes, strict=True)
-                if outcome is PutOutcome.STORED
-            ]
-            journal.say("stored", stored, version, [n for n in names if n not in stored])
 
 
 def occupied(root: str) -> int:

@@ -1,10 +1,11 @@
-"""One process that owns a folder of shared pages, and works until it is killed or told to stop."""
+"""One process that owns a folder of pages, and works until it is killed or told to stop."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import random
@@ -21,6 +22,7 @@ import numpy as np
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.lab.stress.store.faults import DeadlyEnv, TroubledEnv
 from sgl_kvtier.lab.stress.store.oracle import IDENTITY
 from sgl_kvtier.lab.stress.store.shared_oracle import (
     Act,
@@ -42,7 +44,6 @@ from sgl_kvtier.store.index.slots import Rows
 
 PATIENCE_NS = 10_000_000_000
 """A follower that runs undisturbed for that long has seen what was answered before."""
-_THREADS = 2
 _BATCH = 500
 _FOLLOWER = "kvtier-follow"
 _LOGGERS = "sgl_kvtier"
@@ -147,6 +148,21 @@ class Life:
     descriptors: int | None = None
     """How many more it may open while it opens the store."""
     only_looks: bool = False
+    threads: int = 2
+    rest_s: float = 0.02
+    """Seconds between two calls of a thread, on average."""
+    calls: int | None = None
+    """After so many of each thread it ends by itself."""
+    point: tuple[str, str] | None = None
+    """Where it kills itself: in the `nth` call of this kind (`faults.POINTS`)."""
+    nth: int = 1
+    troubled: bool = False
+    """Its writes are slow, and some of its writes and removals fail."""
+
+    @property
+    def ends_itself(self) -> bool:
+        """Whether nobody has to tell it to stop."""
+        return self.only_looks or self.calls is not None
 
 
 class Owner:
@@ -159,7 +175,7 @@ class Owner:
         self._board = board
         self._life = life
         self._opener = opener
-        self._env = OwnersEnv(board, life.slot)
+        self._env = _env_of(oracle, board, life)
         self._store: Any = None
         self._known_ns = 0
         """The beginning of the last `follow`, or of the opening."""
@@ -192,6 +208,8 @@ class Owner:
                 self._watch_evictions(self._store)
             with self._oracle.lock:
                 self._oracle.counts[self._life.slot, Count.OPENED] += 1
+                if isinstance(self._store, DiskStore):
+                    self._oracle.counts[self._life.slot, Count[self._store.io.upper()]] += 1
                 number = _folder_number(self._store)
                 self._oracle.note(Act.OPENED, self._life.number, number=number)
             return True
@@ -206,7 +224,7 @@ class Owner:
             return
         threads = [
             threading.Thread(target=self._act_on, args=(chance.getrandbits(60),), daemon=True)
-            for _ in range(_THREADS)
+            for _ in range(self._life.threads)
         ]
         for thread in threads:
             thread.start()
@@ -339,13 +357,15 @@ class Owner:
 
     def _act_on(self, seed: int) -> None:
         chance = random.Random(seed)
-        parent = os.getppid()
-        while not self._told_to_stop() and os.getppid() == parent:
+        parent, calls = os.getppid(), self._life.calls
+        for _ in itertools.count() if calls is None else range(calls):
+            if self._told_to_stop() or os.getppid() != parent:
+                return
             try:
                 self._act(chance)
             except BaseException:
                 self._blame(Fault.EXCEPTION, traceback.format_exc())
-            time.sleep(chance.expovariate(1 / 0.02))
+            time.sleep(chance.expovariate(1 / self._life.rest_s))
 
     def _act(self, chance: random.Random) -> None:
         act = chance.random()
@@ -456,6 +476,13 @@ class Owner:
         logger.handlers = [_Blaming(self)]
         for name in (_LOGGERS, f"{_LOGGERS}.store"):
             logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _env_of(oracle: SharedOracle, board: Board, life: Life) -> Env:
+    """The operating system of a life. Its plan of failing calls is this process's from now on."""
+    if life.point is not None:
+        return DeadlyEnv(life.point, life.nth, oracle.lock)
+    return TroubledEnv(random.Random(life.seed)) if life.troubled else OwnersEnv(board, life.slot)
 
 
 def _folder_number(store: Any) -> int:

@@ -94,6 +94,10 @@ class Count(IntEnum):
     """Opens that a shortage of descriptors or of space refused with a sentence."""
     FOLLOWED = 10
     EVICTED = 11
+    IO_URING = 12
+    """Stores opened with these I/O threads (`DiskStore.io`)."""
+    THREADS = 13
+    PYTHON = 14
 
 
 class Act(IntEnum):

@@ -1,14 +1,15 @@
-"""Processes that own folders with the same pages, all at work on one folder, killed, stopped,
-suspended and troubled one after the other.
+"""Processes that own folders of pages, killed, stopped, suspended and troubled one after the other:
+at random moments, or within a system call.
 
-Each folder has three owners at all times, and up to two more that come later. They put, read,
-delete and clear pages, follow each other, and have different capacities. In one folder there is
-room for everything; in the other the owners evict. What each may find is the account of
-`shared_oracle.py`. Random numbers come from the seed; which process is faster does not.
+They put, read, delete and clear pages. In one folder there is room for everything; in the other the
+owners evict. Several owners of a folder have the same pages, follow each other, and have different
+capacities. What each may find is the account of `shared_oracle.py`; every process begins with a
+look at all pages. Random numbers come from the seed; which process is faster does not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -16,12 +17,13 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.config import StoreConfig
-from sgl_kvtier.lab.stress.store.oracle import SEGMENT, occupied
+from sgl_kvtier.lab.stress.store.oracle import CAPACITY, SEGMENT, occupied
 from sgl_kvtier.lab.stress.store.owner import Board, Life, Opener, live, open_owner
 from sgl_kvtier.lab.stress.store.shared_oracle import (
     Act,
@@ -35,9 +37,7 @@ from sgl_kvtier.lab.stress.store.shared_oracle import (
 
 AMPLE = (2 << 30, 1 << 30, 4 << 30)
 EVICTING = (8 << 20, 4 << 20, 2 << 20)
-OWNERS = 3
-_MORE = 2
-_NAMES = 1200
+LITTLE = (CAPACITY, CAPACITY // 2)
 _HISTORIES = 10
 _PATIENT_S = 90.0
 """Seconds after which a process that was told to stop, or opened for the last look, hangs."""
@@ -47,6 +47,15 @@ _SETTLED_S = 5.0
 """Seconds after a trouble in which the owners come back to their capacity."""
 _SHIFTS_S = (0, 0, 30, -30, 3600, -3600, 86_400, -86_400)
 
+_DELETED_S = 5.0
+"""Half of the kills come right after a delete was answered, if one is within that time."""
+_CUT = 0.2
+"""Share of the kills after which the logs of a folder that no process has end in the middle of a
+frame. It looks as if the frame had been written at that moment.
+"""
+_CALLS = 40
+"""Calls of a process that is to kill itself."""
+
 _ACTS = (
     ("kill", 50), ("stop", 20), ("suspend", 10), ("step_clock", 7), ("step_own_clock", 3),
     ("short_of_descriptors", 5), ("disk_full", 4), ("take_folder", 1),
@@ -54,15 +63,36 @@ _ACTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How much, and how fast."""
+class Plan:
+    """How much, how fast, and by whom."""
 
     ends: int
     """Kills and orderly stops together."""
     gap_s: float
     """Seconds between two acts of the campaign, on average."""
-    longest_s: float
+    longest_s: float = 0.0
     """Seconds that an owner is suspended for at most."""
+    owners: int = 3
+    """Processes of a folder at all times."""
+    more: int = 2
+    """And at most so many that come later."""
+    names: int = 1200
+    acts: tuple[tuple[str, int], ...] = _ACTS
+    """What is done to the processes, and how often."""
+    rooms: tuple[tuple[int, ...], ...] = (AMPLE, EVICTING)
+    """The capacities of each folder's owners."""
+    threads: int = 2
+    rest_s: float = 0.02
+    troubled: bool = False
+    """The writes of half of the processes are slow and fail at times. Then no page is owed."""
+
+
+def alone(kills: int, threads: int = 1, *, troubled: bool = False) -> Plan:
+    """A process of its own in each of two folders, killed again and again."""
+    return Plan(
+        kills, 0.05, owners=1, more=0, names=150, acts=(("kill", 1),), rooms=(AMPLE, LITTLE),
+        threads=threads, rest_s=0.002, troubled=troubled,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -95,53 +125,75 @@ class _Folder:
     """The last moment at which a process may have missed what others hold."""
 
 
-class Together:
+class Campaign:
     """The whole campaign."""
 
-    def __init__(
-        self,
-        root: str,
-        seed: int,
-        pace: Pace,
-        opener: Opener = open_owner,
-        rooms: tuple[tuple[int, ...], ...] = (AMPLE, EVICTING),
-    ) -> None:
+    def __init__(self, root: str, seed: int, plan: Plan, opener: Opener = open_owner) -> None:
         self._chance = random.Random(seed)
-        self._pace = pace
+        self._plan = plan
         self._opener = opener
         self._root = root
         self._lives = 0
         self.acts: Counter[str] = Counter()
         self.journal = Journal(os.path.join(root, "lock"))
-        self.folders = []
-        for number, capacities in enumerate(rooms):
+        self.folders: list[_Folder] = []
+        for number, capacities in enumerate(plan.rooms):
             path = os.path.join(root, str(number))
             os.mkdir(path, 0o700)
-            oracle = SharedOracle(
-                self.journal, number, _NAMES, OWNERS + _MORE, owes=min(capacities) >= min(AMPLE)
-            )
-            folder = _Folder(path, capacities, oracle, Board(OWNERS + _MORE))
-            folder.begin_at = dict.fromkeys(range(OWNERS), 0.0)
+            slots = plan.owners + plan.more
+            owes = min(capacities) >= min(AMPLE) and not plan.troubled
+            oracle = SharedOracle(self.journal, number, plan.names, slots, owes=owes)
+            folder = _Folder(path, capacities, oracle, Board(slots))
             self.folders.append(folder)
 
     def run(self, step: Callable[[int], None] = lambda _: None) -> None:
         """Until as many processes as asked were killed or stopped, and all pages looked at once
         more.
         """
-        try:
+        with self._ending():
+            for folder in self.folders:
+                folder.begin_at = dict.fromkeys(range(self._plan.owners), 0.0)
             next_at = time.monotonic()
-            while (ended := self._ended()) < self._pace.ends:
+            while (ended := self._ended()) < self._plan.ends:
                 time.sleep(0.005)
                 for folder in self.folders:
                     self._tend(folder)
                 if time.monotonic() >= next_at:
-                    next_at = time.monotonic() + self._chance.expovariate(1 / self._pace.gap_s)
+                    next_at = time.monotonic() + self._chance.expovariate(1 / self._plan.gap_s)
                     self._act(self._chance.choice(self.folders))
                 step(self._ended() - ended)
             for folder in self.folders:
                 self._calm(folder)
                 self._end_all(folder)
                 self._look_once_more(folder)
+
+    def kill_at(
+        self, point: tuple[str, str], kills: int, step: Callable[[int], None] = lambda _: None
+    ) -> int:
+        """Processes that kill themselves there, in each folder in turn, all pages being looked at
+        behind each. Returns how many got there: as many as asked, unless most do not.
+        """
+        done, rare = 0, point[0] in ("rename", "unlink", "allocate", "list", "lock", "size")
+        with self._ending():
+            for number in range(20 * kills + 20):
+                if done == kills:
+                    break
+                folder = self.folders[number % len(self.folders)]
+                if not folder.oracle.total(Count.PUT):
+                    # Some are on the way to every first page: they would be met in an empty folder.
+                    self._let_live(folder)
+                nth = self._chance.randint(1, 2 if rare else 12)
+                killed = self._let_live(folder, point, nth)
+                self._look_once_more(folder)
+                done += killed
+                step(killed)
+        return done
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """No process is left behind the block."""
+        try:
+            yield
         finally:
             for folder in self.folders:
                 for running in list(folder.running.values()):
@@ -162,7 +214,8 @@ class Together:
             kind.name.lower(): sum(int(f.oracle.fault_counts[kind]) for f in self.folders)
             for kind in Fault
         }
-        found: dict[str, Any] = {name: self.acts[name] for name, _ in _ACTS} | counts | faults
+        acts = {name: self.acts[name] for name in (*dict(_ACTS), "cut_log")}
+        found: dict[str, Any] = acts | counts | faults
         found["over_cap_bytes"] = max(folder.over_cap_bytes for folder in self.folders)
         found["seconds"] = round((now_ns() - self.journal.began_ns) / 1e9, 1)
         kept = self.journal.faults()
@@ -174,7 +227,7 @@ class Together:
         return self.acts["kill"] + self.acts["stop"]
 
     def _act(self, folder: _Folder) -> None:
-        names, weights = zip(*_ACTS, strict=True)
+        names, weights = zip(*self._plan.acts, strict=True)
         name = self._chance.choices(names, weights)[0]
         if folder.taken_at:
             return
@@ -197,6 +250,17 @@ class Together:
         self.acts[name] += 1
 
     def _kill(self, folder: _Folder, running: _Running) -> None:
+        if self._chance.random() < 0.5 and not running.suspended_until:
+            deletes = folder.oracle.counts[running.life.slot, [Count.DELETES, Count.CLEARS]]
+            until = time.monotonic() + _DELETED_S
+            while (
+                time.monotonic() < until
+                and (
+                    deletes
+                    == folder.oracle.counts[running.life.slot, [Count.DELETES, Count.CLEARS]]
+                ).all()
+            ):
+                time.sleep(0.0005)
         self._end(folder, running, signal.SIGKILL)
 
     def _stop(self, folder: _Folder, running: _Running) -> None:
@@ -205,7 +269,7 @@ class Together:
         folder.board.stop[running.life.slot] = True
 
     def _suspend(self, folder: _Folder, running: _Running) -> None:
-        seconds = self._chance.choice((0.02, 0.1, 0.4, 1.0)) * self._pace.longest_s
+        seconds = self._chance.choice((0.02, 0.1, 0.4, 1.0)) * self._plan.longest_s
         with folder.oracle.lock:
             os.kill(running.pid, signal.SIGSTOP)
             # It stands before the lock is free again: it must not be suspended while it has it.
@@ -281,7 +345,7 @@ class Together:
         with folder.oracle.lock:
             folder.oracle.begin_anew(folder.epochs)
         folder.taken_at = 0.0
-        folder.begin_at = dict.fromkeys(range(OWNERS), 0.0)
+        folder.begin_at = dict.fromkeys(range(self._plan.owners), 0.0)
 
     def _tend(self, folder: _Folder) -> None:
         """What is due in a folder, and who has ended there."""
@@ -300,15 +364,25 @@ class Together:
             if now >= at:
                 del folder.begin_at[slot]
                 self._begin(folder, slot)
-        more = [s for s in range(OWNERS, OWNERS + _MORE) if s not in folder.running]
-        if more and self._chance.random() < 0.0005 / self._pace.gap_s:
+        slots = range(self._plan.owners, self._plan.owners + self._plan.more)
+        more = [slot for slot in slots if slot not in folder.running]
+        if more and self._chance.random() < 0.0005 / self._plan.gap_s:
             self._begin(folder, more[0])
 
-    def _begin(self, folder: _Folder, slot: int, *, last: bool = False) -> None:
-        """`last`: the process only looks at all pages."""
-        chance, board = self._chance, folder.board
+    def _begin(
+        self,
+        folder: _Folder,
+        slot: int,
+        *,
+        last: bool = False,
+        calls: int | None = None,
+        point: tuple[str, str] | None = None,
+        nth: int = 1,
+    ) -> None:
+        """`last`: the process only looks at all pages. The others as in `Life`."""
+        chance, board, plan = self._chance, folder.board, self._plan
         self._lives += 1
-        short = not last and chance.random() < 0.06
+        short = "short_of_descriptors" in dict(plan.acts) and not last and chance.random() < 0.06
         life = Life(
             number=self._lives,
             slot=slot,
@@ -322,13 +396,19 @@ class Together:
                 native_io=chance.random() < 0.8,
                 io=chance.choice(("auto", "threads")),
                 direct_io=chance.choice(("auto", "off")),
-                durable=chance.random() < 0.05,
+                durable=chance.random() < 0.05 or (point is not None and point[0] == "sync"),
             ),
             writes=chance.random() < 0.9,
             follows=chance.random() < 0.6,
             same_pid=chance.random() < 0.5,
             descriptors=chance.randrange(3, 40) if short else None,
             only_looks=last,
+            threads=plan.threads,
+            rest_s=plan.rest_s,
+            calls=calls,
+            point=point,
+            nth=nth,
+            troubled=plan.troubled and not last and chance.random() < 0.5,
         )
         board.stop[slot] = False
         board.own_shift_ns[slot] = 0
@@ -357,9 +437,16 @@ class Together:
             self._blame_for_ending(folder, running, status)
         self.acts["kill"] += counted
         self._gone(folder, running)
+        if counted and not folder.running and self._chance.random() < _CUT:
+            self.acts["cut_log"] += 1
+            for log in Path(folder.root).glob("*/*/index.log"):
+                with log.open("ab") as file:
+                    file.write(b"KVTF")
 
-    def _reap(self, folder: _Folder, running: _Running) -> None:
-        """Notices a process that has ended by itself, or hangs when it was told to stop."""
+    def _reap(self, folder: _Folder, running: _Running) -> bool:
+        """Notices a process that has ended by itself, or hangs when it was told to stop. Returns
+        whether it killed itself where it was to.
+        """
         pid, status = os.waitpid(running.pid, os.WNOHANG)
         stopping = running.stopping_since
         if not pid:
@@ -367,15 +454,18 @@ class Together:
                 note = f"the process did not stop within {_PATIENT_S:.0f} seconds"
                 folder.oracle.blame(Fault.EXCEPTION, running.life.number, note)
                 self._end(folder, running, signal.SIGKILL)
-            return
+            return False
+        killed = running.life.point is not None and status == signal.SIGKILL
         with folder.oracle.lock:
             folder.oracle.bury(running.life.slot)
-            act = Act.STOPPED if stopping else Act.ENDED_BY_ITSELF
+            act = Act.STOPPED if stopping else Act.KILLED if killed else Act.ENDED_BY_ITSELF
             folder.oracle.note(act, running.life.number)
-        if not stopping or status:
+        if not killed and (status or not (stopping or running.life.ends_itself)):
             self._blame_for_ending(folder, running, status)
-        self.acts["stop"] += bool(stopping)
+        self.acts["stop"] += bool(stopping) and not running.life.ends_itself
+        self.acts["kill"] += killed
         self._gone(folder, running)
+        return killed
 
     def _blame_for_ending(self, folder: _Folder, running: _Running, status: int) -> None:
         note = f"the process ended by itself with status {os.waitstatus_to_exitcode(status)}"
@@ -385,14 +475,15 @@ class Together:
         """Measures the folder, and lets another process begin in its place."""
         slot = running.life.slot
         del folder.running[slot]
-        if slot < OWNERS:
-            wait_s = self._chance.choice((0.0, 0.0, 0.5, 2.0)) * min(1.0, 2 * self._pace.gap_s)
+        if slot < self._plan.owners:
+            wait_s = self._chance.choice((0.0, 0.0, 0.5, 2.0)) * min(1.0, 2 * self._plan.gap_s)
             folder.begin_at[slot] = time.monotonic() + wait_s
         now = time.monotonic()
         if any(other.trouble_until for other in folder.running.values()):
             folder.troubled_at = now
-        if now - folder.troubled_at > _SETTLED_S and not folder.taken_at:
-            most = max(folder.capacities) + (OWNERS + _MORE) * _SEGMENT
+        settled = now - folder.troubled_at > _SETTLED_S and not self._plan.troubled
+        if settled and not folder.taken_at:
+            most = max(folder.capacities) + (self._plan.owners + self._plan.more) * _SEGMENT
             folder.over_cap_bytes = max(folder.over_cap_bytes, occupied(folder.root) - most)
 
     def _calm(self, folder: _Folder) -> None:
@@ -424,7 +515,21 @@ class Together:
         self._begin(folder, 0, last=True)
         folder.running[0].stopping_since = time.monotonic()
         self._wait_for_stopping(folder)
-        self.acts["stop"] -= 1
+
+    def _let_live(
+        self, folder: _Folder, point: tuple[str, str] | None = None, nth: int = 1
+    ) -> bool:
+        """One process that ends after some calls, or kills itself before; returns whether it
+        did.
+        """
+        self._begin(folder, 0, calls=_CALLS, point=point, nth=nth)
+        running = folder.running[0]
+        running.stopping_since = time.monotonic()
+        killed = False
+        while folder.running:
+            time.sleep(0.001)
+            killed = self._reap(folder, running)
+        return killed
 
 
 def _wait_until_it_stands(pid: int) -> None:

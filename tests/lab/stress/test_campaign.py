@@ -21,6 +21,7 @@ from sgl_kvtier import cli
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.lab.stress.store import command, owner
+from sgl_kvtier.lab.stress.store.campaign import Campaign, Plan
 from sgl_kvtier.lab.stress.store.owner import Board, Life, Owner, OwnersEnv, open_owner
 from sgl_kvtier.lab.stress.store.shared_oracle import (
     Count,
@@ -32,7 +33,6 @@ from sgl_kvtier.lab.stress.store.shared_oracle import (
     now_ns,
     page_of,
 )
-from sgl_kvtier.lab.stress.store.together import Pace, Together
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome, StoreStats
 from sgl_kvtier.types import Lookup
 
@@ -505,8 +505,8 @@ def test_a_campaign_against_a_forgetful_store_fails_and_prints_histories(
     def opener(*args: Any) -> Forgetful:
         return Forgetful(open_owner(*args))
 
-    monkeypatch.setattr(command, "Together", functools.partial(Together, opener=opener))
-    short = dataclasses.replace(command.QUICK, together=Pace(10, 0.4, 0.2))
+    monkeypatch.setattr(command, "Campaign", functools.partial(Campaign, opener=opener))
+    short = dataclasses.replace(command.QUICK, together=Plan(10, 0.4, 0.2))
     monkeypatch.setattr(command, "QUICK", short)
     out = tmp_path / "torture.json"
     status = cli.main(
@@ -534,7 +534,7 @@ def test_a_run_that_is_interrupted_tells_what_went_wrong_until_then(
         def result(self) -> dict[str, Any]:
             return {"histories": [["page 7 is lost", "life 2 put began"]]}
 
-    monkeypatch.setattr(command, "Together", Interrupted)
+    monkeypatch.setattr(command, "Campaign", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         command._together(str(tmp_path), command.QUICK, 1, None)  # type: ignore[arg-type]
     assert "page 7 is lost\nlife 2 put began" in capsys.readouterr().err
