@@ -21,7 +21,6 @@ from sgl_kvtier.lab.outside.client import Client
 
 PAGE = 16
 PAGE_BYTES = 1024
-CHOICES = ("auto", "both", "load", "compute", "off")
 
 
 @dataclass
@@ -76,7 +75,9 @@ class RestoringServer(FakeServer):
 
     def add_routes(self, app: web.Application) -> None:
         app.router.add_post("/set_internal_state", self.set_state)
-        app.router.add_put("/hicache/storage-backend", self.set_policy)
+        app.router.add_get("/kvtier/settings", self.policy)
+        app.router.add_post("/kvtier/settings", self.set_policy)
+        app.router.add_put("/hicache/storage-backend", self.set_prefetch)
         app.router.add_delete("/hicache/storage-backend", self.note)
         app.router.add_post("/abort_request", self.abort)
 
@@ -91,10 +92,6 @@ class RestoringServer(FakeServer):
         if request.headers.get("Authorization") != f"Bearer {self.admin_key}":
             return web.Response(status=401, text="no")
         values = (await request.json())["server_args"]
-        if any(name in self.refuses for name in values):
-            return web.json_response([False])
-        if "kvtier.policy.restore" in values:
-            self.restore = CHOICES[int(values["kvtier.policy.restore"])]
         self.turn = values.get("kvtier.rules.place", self.turn)
         if "kvtier.throttle.read_gbps" in values:
             self.gbps = values["kvtier.throttle.read_gbps"]
@@ -102,6 +99,18 @@ class RestoringServer(FakeServer):
         return web.json_response([True])
 
     async def set_policy(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {self.admin_key}":
+            return web.Response(status=401, text="no")
+        values = (await request.json())["policy"]
+        if refused := [name for name in values if name in self.refuses]:
+            return web.json_response({"reason": f"policy.{refused[0]} is fixed"}, status=400)
+        self.restore = values.get("restore", self.restore)
+        return web.json_response({"reason": ""})
+
+    async def policy(self, _: web.Request) -> web.Response:
+        return web.json_response({"settings": {"policy": {"restore": self.restore}}})
+
+    async def set_prefetch(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {self.admin_key}":
             return web.Response(status=400, text="admin api key missing")
         self.prefetch = (await request.json()).get("hicache_storage_prefetch_policy", self.prefetch)

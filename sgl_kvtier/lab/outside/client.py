@@ -271,9 +271,27 @@ class Client:
         """
         await self._post("/abort_request", "abort a request", {"rid": rid, "abort_all": False})
 
+    async def policy(self) -> dict[str, Any]:
+        """Settings of the section `policy` in force that a running server may change. Raises
+        BenchError when it has no such route.
+        """
+        answer = await self._post("/kvtier/settings", "say its settings", method="GET")
+        try:
+            return dict(_object(answer)["settings"]["policy"])
+        except (ValueError, KeyError) as error:
+            raise BenchError(
+                f"the server at {self.url} answered with {shown(answer)}, not with its settings"
+            ) from error
+
+    async def set_policy(self, **values: Any) -> None:
+        """Changes settings of the section `policy` of the running server. Raises BenchError when it
+        refuses them.
+        """
+        await self._post("/kvtier/settings", f"change {values}", {"policy": values})
+
     async def set_state(self, values: Mapping[str, float]) -> None:
-        """Changes settings of the running server. Raises BenchError when one of its processes
-        refuses.
+        """Changes numbers that are no setting (runtime/control.py) in the running server. Raises
+        BenchError when one of its processes refuses.
         """
         answer = await self._post(
             "/set_internal_state", "change its settings", {"server_args": dict(values)}

@@ -134,7 +134,8 @@ def test_settings_aborts_and_policies_go_to_their_routes_with_the_admin_key() ->
 
     async def go() -> None:
         async with server.up(), Client(server.url, admin_key="secret") as client:
-            await client.set_state({"kvtier.policy.restore": 3.0, "kvtier.throttle.read_gbps": 0.5})
+            await client.set_policy(restore="compute")
+            await client.set_state({"kvtier.throttle.read_gbps": 0.5})
             await client.set_prefetch_policy("kvtier", "wait_complete")
             await client.abort("r1")
             await client.reconnect()
@@ -166,13 +167,13 @@ def test_a_connection_that_its_server_may_be_closing_is_not_used_again(
 
 
 def test_a_setting_that_is_refused_is_an_error() -> None:
-    server = RestoringServer(refuses=("kvtier.policy.restore",))
+    server = RestoringServer(refuses=("restore",))
 
     async def go() -> None:
         async with server.up(), Client(server.url, admin_key="secret") as client:
-            await client.set_state({"kvtier.policy.restore": 3.0})
+            await client.set_policy(restore="compute")
 
-    with pytest.raises(BenchError, match=r"kvtier\.policy\.restore"):
+    with pytest.raises(BenchError, match=r"policy\.restore is fixed"):
         asyncio.run(go())
 
 

@@ -8,9 +8,9 @@ kvtier.json. Another is how long SGLang itself waits for its storage
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import BenchError
@@ -142,12 +142,6 @@ def check_restore_arms(arms: Sequence[str]) -> None:
         )
 
 
-def restore_choice(name: str) -> float:
-    """The number that stands for a value of policy.restore in a message to a running server."""
-    setting = next(f for f in dataclasses.fields(PolicyConfig) if f.name == "restore")
-    return float(setting.metadata["choices"].index(name))
-
-
 class ArmSwitch:
     """Sets a server to an arm and a bandwidth, and sends only what changes.
 
@@ -165,20 +159,26 @@ class ArmSwitch:
         self._arms = arms
         self._slower = bytes_scale * client.dilation
         self._prefetch: str | None = None
-        self._state = {"kvtier.policy.max_stall_ms": _STALL_MS * client.dilation}
+        self._state: dict[str, float] = {}
+        self._policy: dict[str, Any] = {"max_stall_ms": _STALL_MS * client.dilation}
 
     async def use(self, arm: str, read_gbps: float) -> None:
         """Switches the server to an arm, from the next request on. Raises BenchError when the
         server refuses.
         """
         wanted = self._arms[arm]
-        await self._set("kvtier.policy.restore", restore_choice(wanted.restore))
+        policy = {
+            "restore": wanted.restore,
+            "max_stall_ms": wanted.stall_ms * self._client.dilation,
+        }
+        if not policy.items() <= self._policy.items():
+            await self._client.set_policy(**policy)
+            self._policy = policy
         if wanted.prefetch != self._prefetch:
             await self._client.set_prefetch_policy(_BACKEND, wanted.prefetch)
             self._prefetch = wanted.prefetch
         if wanted.rule is not None:
             await self._set("kvtier.rules.place", list(IN_TURN).index(wanted.rule))
-        await self._set("kvtier.policy.max_stall_ms", wanted.stall_ms * self._client.dilation)
         await self._set("kvtier.throttle.read_gbps", read_gbps / self._slower)
 
     async def _set(self, name: str, value: float) -> None:

@@ -13,7 +13,6 @@ import time
 import aiohttp
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.lab.experiment.restore.arms import restore_choice
 from sgl_kvtier.lab.stress.server.chaos import Chaos
 from sgl_kvtier.lab.stress.server.stage import GBPS, Stage
 
@@ -160,27 +159,15 @@ def storage_requests() -> list[Request]:
     ]
 
 
-def extreme_settings(rng: random.Random) -> dict[str, float]:
-    """One setting of a running server at the end of its range, which is allowed."""
+def extreme_setting(rng: random.Random) -> dict[str, float]:
+    """One setting of the policy at the end of its range, which is allowed."""
     fields = [
         f
         for f in dataclasses.fields(PolicyConfig)
         if f.metadata["low"] is not None and f.metadata["high"] is not None
     ]
-    chosen = rng.choice([f for f in fields if f.name not in ("map_pages",)])
-    return {
-        f"kvtier.policy.{chosen.name}": float(
-            rng.choice((chosen.metadata["low"], chosen.metadata["high"]))
-        )
-    }
-
-
-def default_settings() -> list[dict[str, float]]:
-    """The defaults of the settings that `extreme_settings` may have changed, one at a time. Some
-    settings are fixed, and the server refuses those.
-    """
-    fields = [f for f in dataclasses.fields(PolicyConfig) if f.metadata["low"] is not None]
-    return [{f"kvtier.policy.{f.name}": float(getattr(PolicyConfig(), f.name))} for f in fields]
+    chosen = rng.choice([f for f in fields if f.name != "map_pages"])
+    return {chosen.name: rng.choice((chosen.metadata["low"], chosen.metadata["high"]))}
 
 
 async def hostile_requests(stage: Stage, seconds: float) -> int:
@@ -188,6 +175,8 @@ async def hostile_requests(stage: Stage, seconds: float) -> int:
     connection is a finding; the settings are at the end as they were. Returns how many were sent.
     """
     rng = random.Random(stage.options.seed)
+    async with stage.client() as client:
+        before = await client.policy()
     requests = [*hint_requests(), *state_requests(), *storage_requests()]
     rng.shuffle(requests)
     until, sent = time.monotonic() + seconds, 0
@@ -202,22 +191,11 @@ async def hostile_requests(stage: Stage, seconds: float) -> int:
             await _send(stage, session, request)
             sent += 1
             if sent % 5 == 0:
-                await _send(
-                    stage,
-                    session,
-                    Request(
-                        "POST", _STATE, json.dumps({"server_args": extreme_settings(rng)}).encode()
-                    ),
-                )
+                extreme = json.dumps({"policy": extreme_setting(rng)}).encode()
+                await _send(stage, session, Request("POST", _SETTINGS, extreme))
             await asyncio.sleep(_AGAIN_S)
-        for values in default_settings():
-            await _send(
-                stage,
-                session,
-                Request("POST", _STATE, json.dumps({"server_args": values}).encode()),
-            )
     async with stage.client() as client:
-        await client.set_state({"kvtier.policy.restore": restore_choice("auto")})
+        await client.set_policy(**before)
         await client.set_state({"kvtier.throttle.read_gbps": GBPS})
     return sent
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.load import Load
-from sgl_kvtier.lab.experiment.restore.arms import restore_choice
 from sgl_kvtier.lab.outside.client import Client, Completion
 from sgl_kvtier.lab.stress.server.chaos import Accident, Chaos, Fate
 from sgl_kvtier.lab.stress.server.log import Answer, Attempt, FuzzLog, prompt_name
@@ -431,7 +430,7 @@ class FuzzRun:
 
     async def _switch(self, mode: str, gbps: float | None) -> None:
         try:
-            await self._client.set_state({"kvtier.policy.restore": restore_choice(mode)})
+            await self._client.set_policy(restore=mode)
             if gbps is not None:
                 read_gbps = gbps * self._options.gbps_scale
                 await self._client.set_state({"kvtier.throttle.read_gbps": read_gbps})
