@@ -224,7 +224,7 @@ def test_causes_that_lie_in_the_store(attached: Served) -> None:
     model = attached.call("GET", "/server_info")["model_path"]
     attached.call("POST", "/update_weights_from_disk", {"model_path": model}, ADMIN)
     attach(attached)
-    says = "made another fingerprint, and kvtier stat shows those"
+    says = "made another fingerprint, and kvtier stat FOLDER says"
     found = cause_of(attached, lambda: attached.ask(ids), "empty store", says)
     assert found["store"]["pages"] >= TOKENS // PAGE and not found["prompts"]["storage"]
 

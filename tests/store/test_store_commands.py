@@ -68,6 +68,18 @@ def test_stat_lists_identities_pages_and_owners(
     assert "other" in capsys.readouterr().out
 
 
+def test_stat_says_how_a_models_fingerprints_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in ("1", "2"):
+        fields = {"model": {"seed": seed, "dtype": "bf16"}, "layout": "1"}
+        open_at(tmp_path, Identity(fields, name="m")).close()
+    open_at(tmp_path, OTHER).close()
+    run(STAT, str(tmp_path))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "differs" in line)
+    assert line.endswith('opened last: model.seed = "1", not "2"')
+
+
 def test_json_alone_goes_to_standard_output(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(STAT, str(root), "--json", "-")
     assert len(json.loads(capsys.readouterr().out)["namespaces"]) == 2

@@ -145,7 +145,7 @@ def _of_new(figures: Figures, tokens: int) -> Advice:
             "empty store",
             "The store had no page of this model fingerprint when this server opened it: if it "
             "should have, other weights, flags or versions made another fingerprint, and kvtier "
-            "stat shows those in the folder.",
+            "stat FOLDER says in what they differ.",
         )
     return Advice(
         "new prompts",

@@ -23,6 +23,7 @@ from sgl_kvtier.console import (
     write_json,
 )
 from sgl_kvtier.errors import StoreBusyError, StoreError
+from sgl_kvtier.outside import shown
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.namespace import PATIENT, is_open
 from sgl_kvtier.store.disk.removal import look_through, remove_namespace
@@ -41,6 +42,8 @@ SCHEMA_STAT = "kvtier.stat/1"
 SCHEMA_STAT_REMOTE = "kvtier.stat.remote/1"
 SCHEMA_FSCK = "kvtier.fsck/1"
 SCHEMA_PURGE = "kvtier.purge/1"
+_MOST_FIELDS = 4
+"""Of a difference between two identities, in words."""
 
 
 class Learned(NamedTuple):
@@ -102,7 +105,12 @@ class Stat:
             f"Page store {args.path}",
             columns,
             rows,
-            notes=[f"{format_bytes(total)} in all", *notes, *_left_out(found)],
+            notes=[
+                f"{format_bytes(total)} in all",
+                *notes,
+                *_differences(found),
+                *_left_out(found),
+            ],
         )
         _show(args, table, SCHEMA_STAT, {"path": args.path, "namespaces": rows})
         if args.json != "-" and any(one["digest"] for one in tenants):
@@ -138,11 +146,11 @@ class Fsck:
                 raise StoreError(namespace.problem)
         rows: list[dict[str, Any]] = []
         pages = sum(count_pages(env, namespace, rank) for namespace, rank in ranks)
-        with progress("checking", float(pages) or None, "pages") as shown:
+        with progress("checking", float(pages) or None, "pages") as bar:
             for namespace, rank in ranks:
-                shown.describe(os.path.relpath(rank, args.path))
+                bar.describe(os.path.relpath(rank, args.path))
                 check = check_rank(
-                    env, namespace, rank, repair=args.repair, step=lambda _: shown.advance()
+                    env, namespace, rank, repair=args.repair, step=lambda _: bar.advance()
                 )
                 rows.append({"rank": os.path.relpath(rank, args.path), **dataclasses.asdict(check)})
         names = ("pages", "good", "corrupt", "unreadable", "not_indexed", "stale", "erased")
@@ -242,12 +250,12 @@ def _by_tenant(rows: list[dict[str, Any]], digest: str | None) -> Table:
         Column("pages", "pages", decimals=0),
         Column("nbytes", "on disk", format=_size),
     ]
-    shown = [
+    chosen = [
         {**row, "tenant": row["digest"] or "(none named)"}
         for row in rows
         if digest in (None, row["digest"])
     ]
-    return Table("By tenant", columns, shown)
+    return Table("By tenant", columns, chosen)
 
 
 def _stat_remote(args: argparse.Namespace) -> int:
@@ -340,6 +348,24 @@ def _row(env: Env, namespace: Namespace) -> dict[str, Any]:
         "opened": opened.strftime("%Y-%m-%d %H:%M UTC") if namespace.opened_ns else None,
         "in_use": _in_use(env, namespace),
     }
+
+
+def _differences(found: list[Namespace]) -> list[str]:
+    """For each identity of a model that has several, how it differs from the one opened last."""
+    lines = []
+    whole = sorted((n for n in found if not n.problem), key=lambda n: n.opened_ns, reverse=True)
+    latest: dict[str, tuple[str, dict[str, str]]] = {}
+    for namespace in whole:
+        (folder, flat) = (os.path.basename(namespace.path), _flat(namespace))
+        (last, other) = latest.setdefault(flat["name"], (folder, flat))
+        fields = [f for f in sorted({*flat, *other}) if flat.get(f) != other.get(f)]
+        if not fields:
+            continue
+        said = [f"{f} = {shown(flat.get(f))}, not {shown(other.get(f))}" for f in fields]
+        if len(said) > _MOST_FIELDS:
+            said[_MOST_FIELDS:] = [f"{len(said) - _MOST_FIELDS} more (--json - has them all)"]
+        lines.append(f"{folder} differs from {last}, opened last: {'; '.join(said)}")
+    return lines
 
 
 def _in_use(env: Env, namespace: Namespace) -> str:
