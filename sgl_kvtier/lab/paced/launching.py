@@ -204,12 +204,13 @@ class Paced:
         return self.env(log, SERVE_LOG_BYTES)
 
     def flags(self) -> tuple[str, ...]:
-        """Arguments of the server beside those of a CPU."""
+        """Arguments of a comparison's server beside those of a CPU."""
         return ("--load-format", "dummy", "--skip-server-warmup")
 
     def serve_flags(self) -> tuple[str, ...]:
-        """The same for a user's own server, with pages and chunks of a GPU's. Its device pool has
-        the size that such a card would have left.
+        """Those of a user's own server, with pages and chunks of a GPU's. Its device pool has
+        the size that such a card would have left. The seed of dummy weights is in the fingerprint,
+        and SGLang draws another one at each start: a fixed one lets the next start find the pages.
         """
         tokens = DEVICE_TOKENS * (2 if self.profile.kv_dtype == profile.FP8 else 1)
         sizes = {
@@ -219,8 +220,10 @@ class Paced:
             "--max-total-tokens": tokens,
             "--context-length": tokens,
             "--max-running-requests": MOST_RUNNING,
+            "--load-format": "dummy",
+            "--random-seed": 0,
         }
-        return (*(str(word) for pair in sizes.items() for word in pair), *self.flags())
+        return tuple(str(word) for pair in sizes.items() for word in pair)
 
     def settings(self) -> dict[str, Any]:
         """SGLang's time-outs, for any backend's file behind

@@ -132,6 +132,12 @@ def test_a_users_server_gets_settings_that_the_product_accepts(tmp_path, capsys)
     assert parse_config(json.loads(given)).lab.throttle.read_gbps == pytest.approx(0.1)
 
 
+def test_a_users_server_finds_its_pages_again_after_a_restart(tmp_path, capsys):
+    """The seed of dummy weights is part of the fingerprint; SGLang draws one where none is given."""
+    assert serve(*PACED, "--store", str(tmp_path / "s")) == 0
+    assert " --load-format dummy --random-seed 0 " in capsys.readouterr().out
+
+
 def serve(*words, extra=()):
     """`kvtier serve --print` with these words, and `extra` behind --."""
     parser = argparse.ArgumentParser()
