@@ -518,7 +518,7 @@ def _allowed(f: Any) -> str:
         float: "a number",
     }[type(f.default)]
     if meta["is_bytes"]:
-        name = "a size such as 67108864 or 64MiB"
+        name = "a size such as 64MiB"
     return (
         name if meta["low"] is None else f"{name} from {show(meta['low'])} to {show(meta['high'])}"
     )
