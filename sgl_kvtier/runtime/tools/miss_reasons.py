@@ -22,15 +22,12 @@ DECLINED: Final = {
         "lower `policy.min_restore_tokens`",
     ),
     "input log-probs": Reason(
-        "the client wants log-probabilities of its prompt, which only computing it gives",
-        "do not ask for them where they are not needed (`logprob_start_len` = -1)",
+        "only computing the prompt gives its log-probabilities",
+        "`logprob_start_len` = -1 where they are not needed",
     ),
-    "hidden states": Reason(
-        "the client wants hidden states, which only computing the prefix gives",
-        "omit `return_hidden_states`",
-    ),
+    "hidden states": Reason("only computing the prefix gives them", "omit `return_hidden_states`"),
     "routed experts": Reason(
-        "the client wants routed experts, which only computing the prefix gives",
+        "only computing the prefix gives them",
         "omit `return_routed_experts` and `return_indexer_topk`",
     ),
     "input embeddings": Reason("tokens alone do not name its pages", "send text or token ids"),
@@ -50,24 +47,23 @@ DECLINED: Final = {
         "the prefix is shorter than the model's window, or storage has no window at its end", ""
     ),
     "window in host memory": Reason(
-        "the window at the end of the prefix is in host memory: SGLang copies it from there", ""
+        "SGLang copies the window at the end of the prefix from host memory", ""
     ),
     "state not stored": Reason(
         "storage was asked for no state of the linear layers at the end of the prefix", ""
     ),
     "state in host memory": Reason(
-        "the state at the end of the prefix is in host memory: SGLang copies it from there", ""
+        "SGLang copies the state at the end of the prefix from host memory", ""
     ),
-    "host memory": Reason("it is in host memory, and computing part of it would not save time", ""),
+    "host memory": Reason("it is in host memory, and computing part of it saves no time", ""),
     "loading is faster": Reason(
-        "storage is so fast that all of it would be loaded: SGLang prefetches it into host memory",
-        "",
+        "all of it would be loaded: SGLang prefetches it into host memory", ""
     ),
     "computing is faster": Reason(
-        "its first pages are missing in storage, and loading the later ones would not save time", ""
+        "its first pages are not stored, and loading the later ones saves no time", ""
     ),
     "not measured yet": Reason(
-        "storage or prefill was not measured so far: SGLang's own read measures it", ""
+        "storage or prefill was not measured yet: SGLang's own read measures it", ""
     ),
     "no room": Reason(
         "device memory is short for it and the requests before it, or holds pages that are needed "
@@ -80,13 +76,11 @@ DECLINED: Final = {
         "`PUT /hicache/storage-backend` with `kvtier`",
     ),
     "paused": Reason(
-        "restoration pauses for a minute, since decode steps were slower while it loaded; the "
-        "server's log has the numbers",
+        "decode steps were slower while it loaded: restoration pauses for a minute",
         "`policy.restore` = `off` if it goes on",
     ),
     "switched off": Reason(
-        "`policy.restore` was set to `off` in the running server, or a page differed from its "
-        "proof",
+        "`policy.restore` was set to `off`, or a page differed from its proof",
         "set `policy.restore` again; the log says whether a page differed",
     ),
     "planner failed": Reason("a defect; the log has the error", "please report it"),
