@@ -21,6 +21,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "README.md"
@@ -39,9 +40,7 @@ def served(model: str, store: Path) -> Iterator[str]:
     kvtier = Path(sys.executable).with_name("kvtier")
     command = [str(kvtier), "serve", model, "--store", str(store), "--port", str(port)]
     with (store.parent / f"server-{port}.log").open("w") as log:
-        server = subprocess.Popen(
-            [*command, "--max-total-tokens", "16384"], stdout=log, stderr=subprocess.STDOUT
-        )
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
     try:
         while not answers(url):
@@ -49,6 +48,8 @@ def served(model: str, store: Path) -> Iterator[str]:
                 raise SystemExit(f"the server ended: see {log.name}")
             time.sleep(1)
         yield url
+    except (OSError, HTTPException) as error:
+        raise SystemExit(f"the server does not answer ({error}): see {log.name}") from error
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)

@@ -23,6 +23,8 @@ from sgl_kvtier.types import PACED
 HOST = "127.0.0.1"
 GPU_PAGE = 64
 """Tokens of a page on a GPU. SGLang's default there is one, which restoring cannot follow."""
+CPU_TOKENS = 16384
+"""Tokens of the device pool on a CPU. SGLang sizes it by free memory and may refuse to start."""
 
 
 def device_flags(device: str) -> list[str]:
@@ -79,6 +81,7 @@ def serve_flags(model: str, device: str, settings: str, extra: Sequence[str] = (
             "--page-size",
             "16",
             *device_flags(device),
+            *("--max-total-tokens", str(CPU_TOKENS)),
             *cache_flags(device, 2.0),
             *storage_flags("kvtier", settings),
         ]

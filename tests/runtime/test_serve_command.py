@@ -50,6 +50,17 @@ def test_a_host_without_a_gpu_is_told_that_the_flags_are_a_cpus(
     assert "No GPU" not in printed(capsys, "--store", str(tmp_path / "s"))
 
 
+def test_a_cpus_pool_has_a_size_of_its_own_unless_another_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--store", str(tmp_path / "s"), "--device")
+    assert " --max-total-tokens 16384 " in printed(capsys, *words, "cpu")
+    assert "--max-total-tokens" not in printed(capsys, *words, "cuda")
+    command = shlex.split(printed(capsys, *words, "cpu", "--max-total-tokens", "4096"))
+    sizes = [command[at + 1] for at, word in enumerate(command) if word == "--max-total-tokens"]
+    assert sizes == ["16384", "4096"]  # the last one counts
+
+
 def test_modes_are_settings_and_other_flags_are_sglangs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
