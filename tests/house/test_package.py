@@ -24,6 +24,35 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 README = "[a](docs/glossary.md#why) [b](https://x.org) [c](#here)"
 
 
+PIP = """#!/bin/sh
+echo 'Installing build dependencies: started'
+echo 'Installing collected packages: one, two, three'
+mkdir -p lib/python3.11/site-packages/one.dist-info
+echo > begun; while [ ! -e shown ]; do sleep 0.1; done
+"""
+INSTALL = """set -euo pipefail
+sleep() { until [ -e begun ]; do command sleep 0.1; done; SECONDS=$((SECONDS + 15)); }
+echo() { builtin echo "$@"; touch shown; }
+eval "$(sed -n '/^packages()/,/^}/p' "$1")"
+pip_install . whatever
+"""
+
+
+def test_the_installation_counts_packages_while_pip_says_nothing(tmp_path: Path) -> None:
+    """A stand-in for pip has installed one of three packages; the clock goes by 15 s a look."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(PIP)
+    (tmp_path / "bin" / "python").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", INSTALL, "-", str(ROOT / "scripts" / "install")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ": installed 1 of 3 packages\n" in done.stdout
+
+
 @pytest.fixture
 def index_page(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], str]:
     """The function of setup.py, which builds nothing here."""
