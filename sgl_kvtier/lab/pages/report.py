@@ -127,13 +127,14 @@ def _series(name: tuple[Any, ...], *numbers: Any) -> plots.Series:
 def grids_page(data: dict[str, Any]) -> str:
     """A self-contained page: the plot if there is one, then every grid with its command."""
     tables = [html.table_html(table) for table in grid_tables(data)]
-    sections = [html.Section("grids", "Grids", "\n".join(tables))]
+    sections = [html.Section("grids", "Tables", "\n".join(tables))]
     if "plot" in data:
         body = html.no_plots_html()
         if plots.plots_available():
             body = html.figure_html(grids_plot(data), data["plot"]["title"])
         sections.insert(0, html.Section("plot", "Plot", body))
-    return html.page(data["page"], data.get("about", "All figures behind this page"), sections)
+    title = f"Figures of docs/results/{data['page']}"
+    return html.page(title, data.get("about", "Every table with its command"), sections)
 
 
 def read_result(path: Path) -> dict[str, Any]:
