@@ -693,6 +693,8 @@ TORTURE = Schema(
     "crashes, faults and damage against a page store. Counts are 0 for parts left out with --only",
     """
 seed: integer; what made the accidents
+must_be_zero: list of strings; counts that fail the run
+findings: list of strings; the first of them, in words
 wrong_pages, resurrected, undetected: integer; must be 0: pages with other bytes, deleted pages
     returned, damaged pages returned
 failed_opens, false_alarms, exceptions: integer; must be 0: opens refused after a crash, sound pages
@@ -713,7 +715,6 @@ io_faults_by_kind.<kind>: integer; failures injected, by errno, once or from the
 io_faults_by_engine.<engine>.<call>: integer; the same by the store's I/O threads (`io_uring`,
     `threads`: compiled; `python`) and by the call that failed; with `sweep`
 engine.<part>: list of strings; the I/O threads that the stores of a part had
-exception_texts.<number>: string; the first exceptions
 power_loss_states: integer; folders opened as a power loss could have left them
 synced, synced_found: integer; pages that had been synced, and those found
 synced_recovered_share: number or null; their fraction

@@ -25,7 +25,6 @@ from sgl_kvtier.lab.stress.store.campaign import Campaign, Plan
 from sgl_kvtier.lab.stress.store.owner import Board, Life, Owner, OwnersEnv, open_owner
 from sgl_kvtier.lab.stress.store.shared_oracle import (
     Count,
-    Fault,
     Journal,
     SharedLock,
     SharedOracle,
@@ -33,6 +32,7 @@ from sgl_kvtier.lab.stress.store.shared_oracle import (
     now_ns,
     page_of,
 )
+from sgl_kvtier.lab.stress.trouble import OF_A_STORE, Finding
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome, StoreStats
 from sgl_kvtier.types import Lookup
 
@@ -94,8 +94,10 @@ class Site:
         life = Life(slot + 1, slot, 1, StoreConfig(path="nowhere"))
         return Owner(self.oracle, self.board, life, opener or (lambda *_: self.pages))
 
-    def faults(self) -> dict[Fault, int]:
-        return {kind: int(n) for kind, n in zip(Fault, self.oracle.fault_counts, strict=True) if n}
+    def faults(self) -> dict[Finding, int]:
+        return {
+            kind: int(n) for kind, n in zip(OF_A_STORE, self.oracle.fault_counts, strict=True) if n
+        }
 
     def key(self, name: int) -> tuple[bytes, str]:
         page = page_of(0, 1, name)
@@ -132,21 +134,21 @@ def test_other_bytes_are_a_wrong_page(site: Site) -> None:
     data[-1] ^= 1
     site.pages.kept[site.key(3)] = bytes(data)
     site.first.check(NAMES)
-    assert site.faults() == {Fault.WRONG: 1}
+    assert site.faults() == {Finding.WRONG: 1}
 
 
 def test_another_page_in_place_of_the_right_one_is_a_wrong_page(site: Site) -> None:
     site.first.put(NAMES)
     site.pages.kept[site.key(3)] = site.pages.kept[site.key(6)]
     site.first.check(NAMES)
-    assert site.faults() == {Fault.WRONG: 1}
+    assert site.faults() == {Finding.WRONG: 1}
 
 
 def test_a_page_of_a_generation_that_nobody_put_is_a_wrong_page(site: Site) -> None:
     site.first.put(NAMES)
     site.pages.kept[site.key(3)] = content(page_of(0, 1, 3), 2)
     site.first.check(NAMES)
-    assert site.faults() == {Fault.WRONG: 1}
+    assert site.faults() == {Finding.WRONG: 1}
 
 
 @pytest.mark.parametrize("clears", [False, True])
@@ -158,7 +160,7 @@ def test_a_page_that_its_deleter_finds_again_is_resurrected(site: Site, clears: 
     else:
         site.second.delete(NAMES[:1])
     site.second.check(NAMES)
-    assert site.faults() == {Fault.RESURRECTED: 1}
+    assert site.faults() == {Finding.RESURRECTED: 1}
     assert "life 2 " + ("clear" if clears else "delete") + " answered, page 0" in site.history()
 
 
@@ -170,7 +172,7 @@ def test_a_deleted_page_is_resurrected_for_another_owner_once_that_one_followed(
     assert site.faults() == {}
     site.first.follow()
     site.first.check(NAMES)
-    assert site.faults() == {Fault.RESURRECTED: 1}
+    assert site.faults() == {Finding.RESURRECTED: 1}
 
 
 def test_an_older_generation_in_place_of_a_new_page_is_resurrected(site: Site) -> None:
@@ -181,7 +183,7 @@ def test_an_older_generation_in_place_of_a_new_page_is_resurrected(site: Site) -
     assert site.pages.kept[site.key(0)] != old[site.key(0)]
     site.pages.kept[site.key(0)] = old[site.key(0)]
     site.first.check(NAMES)
-    assert site.faults() == {Fault.RESURRECTED: 1}
+    assert site.faults() == {Finding.RESURRECTED: 1}
 
 
 def test_a_page_that_was_answered_for_and_is_missing_is_lost(site: Site) -> None:
@@ -191,7 +193,7 @@ def test_a_page_that_was_answered_for_and_is_missing_is_lost(site: Site) -> None
     assert site.faults() == {}  # it has neither opened nor followed since the answer
     site.second.follow()
     site.second.check(NAMES)
-    assert site.faults() == {Fault.LOST: 1}
+    assert site.faults() == {Finding.LOST: 1}
     assert "reading it: MISS (also after another look)" in site.history()
     assert "life 1 put answered, page 3, generation 1 (owed)" in site.history()
 
@@ -202,7 +204,7 @@ def test_who_stored_a_page_must_find_it_at_once(site: Site) -> None:
     site.second.check(NAMES)
     assert site.faults() == {}
     site.first.check(NAMES[:4])
-    assert site.faults() == {Fault.LOST: 4}
+    assert site.faults() == {Finding.LOST: 4}
 
 
 def test_what_was_deleted_or_is_evicted_is_not_owed(site: Site, tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ def test_a_page_that_the_reader_is_putting_itself_may_be_missed(site: Site) -> N
     site.first.follow()
     site.pages.kept.clear()
     site.first.check(NAMES)
-    assert site.faults() == {Fault.LOST: len(NAMES)}
+    assert site.faults() == {Finding.LOST: len(NAMES)}
 
 
 def test_a_put_that_cannot_know_of_a_delete_yet_owes_nothing(site: Site) -> None:
@@ -278,7 +280,7 @@ def test_an_open_that_fails_is_a_fault_and_one_that_a_shortage_refuses_is_none(s
         return site.pages
 
     assert site.owner(0, opener).open()
-    assert site.faults() == {Fault.FAILED_OPEN: 1}
+    assert site.faults() == {Finding.FAILED_OPEN: 1}
     assert site.oracle.total(Count.REFUSED_OPENS) == 2
     assert "IndexError: of ours" in site.history()
 
@@ -301,7 +303,7 @@ def test_stats_that_raise_are_a_fault(site: Site) -> None:
     assert site.faults() == {} and site.oracle.total(Count.EVICTED) == 7
     site.pages.stats = lambda: len(SimpleNamespace())  # type: ignore[assignment, arg-type]
     site.first._stats()
-    assert site.faults() == {Fault.STATS_RAISED: 1}
+    assert site.faults() == {Finding.STATS_RAISED: 1}
 
 
 def test_what_only_a_call_of_follow_finds_shows_that_the_follower_stopped(
@@ -314,7 +316,7 @@ def test_what_only_a_call_of_follow_finds_shows_that_the_follower_stopped(
     site.pages.followed = lambda: site.pages.kept.update(kept)
     monkeypatch.setattr(owner, "PATIENCE_NS", 0)
     site.second.check(NAMES)
-    assert site.faults() == {Fault.FOLLOWER_STOPPED: 1}
+    assert site.faults() == {Finding.FOLLOWER_STOPPED: 1}
 
 
 def test_a_follower_that_was_suspended_a_moment_ago_is_not_blamed(
@@ -341,7 +343,7 @@ def test_what_is_not_found_in_trouble_says_nothing_and_what_was_stored_in_troubl
     assert site.faults() == {}
     site.board.troubles[1] += 1
     site.second.check(NAMES)
-    assert site.faults() == {Fault.LOST: len(NAMES)}
+    assert site.faults() == {Finding.LOST: len(NAMES)}
 
 
 def test_a_delete_that_others_cannot_be_told_of_is_in_flight_until_its_process_ends(
@@ -358,7 +360,7 @@ def test_a_delete_that_others_cannot_be_told_of_is_in_flight_until_its_process_e
     site.first.put(NAMES)
     assert len(site.oracle.owed()) == 0 and site.faults() == {}
     site.second.check(NAMES)
-    assert site.faults() == {Fault.RESURRECTED: len(NAMES)}  # it knows of its own delete
+    assert site.faults() == {Finding.RESURRECTED: len(NAMES)}  # it knows of its own delete
     with site.oracle.lock:
         site.oracle.bury(1)
     site.first.follow()

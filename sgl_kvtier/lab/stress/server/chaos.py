@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.stress.trouble import chance
 
 KINDS = (
     "errors",
@@ -174,7 +175,7 @@ class Chaos:
         return shuffled
 
     def _random(self, what: str, number: int) -> random.Random:
-        return random.Random(f"{self.seed}:{what}:{number}")
+        return chance(self.seed, what, number)
 
 
 def parse_kinds(text: str, *, ahead: bool = False) -> tuple[str, ...]:

@@ -5,8 +5,6 @@ random while both are fuzzed.
 from __future__ import annotations
 
 import asyncio
-import random
-import signal
 import subprocess
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,6 +16,7 @@ from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.stress.server.log import FuzzLog
 from sgl_kvtier.lab.stress.server.run import FuzzOptions, FuzzRun
 from sgl_kvtier.lab.stress.server.server import FuzzServer
+from sgl_kvtier.lab.stress.trouble import chance, halted
 from sgl_kvtier.remote.servers import Servers, missing_engine
 
 NAMES = ("a", "b")
@@ -46,7 +45,7 @@ class Menace:
             raise BenchError(reason)
         self.engine = Servers(SEGMENT_BYTES)
         self._log = log
-        self._random = random.Random(f"{seed}:remote")
+        self._random = chance(seed, "remote")
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Menace:
@@ -78,13 +77,9 @@ class Menace:
             await self._random.choice(accidents)(name)
 
     async def _halt(self, name: str) -> None:
-        process = self._processes[name]
-        process.send_signal(signal.SIGSTOP)
         self._log.note(f"{name} stopped")
-        try:
+        with halted([self._processes[name].pid]):
             await asyncio.sleep(self._random.uniform(*_STOPPED_S))
-        finally:
-            process.send_signal(signal.SIGCONT)
 
     async def _kill(self, name: str) -> None:
         self._processes[name].kill()

@@ -43,6 +43,7 @@ from sgl_kvtier.lab.stress.store.oracle import (
     open_at,
     page_key,
 )
+from sgl_kvtier.lab.stress.trouble import chance
 from sgl_kvtier.store.base import PageRead, PageWrite, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
@@ -85,10 +86,10 @@ def busy(root: str, seconds: float, seed: int) -> Busy:
     descriptors = len(os.listdir("/proc/self/fd"))
     for life in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):
         io, direct = _KINDS[life % len(_KINDS)]
-        chance = random.Random(seed * 1000 + life)
+        drawn = chance(seed, "busy", life)
         failing = BUILT and life % 3 == 1
         if failing:
-            arm(_plan(chance), _PERIOD)
+            arm(_plan(drawn), _PERIOD)
         folder = os.path.join(
             root, f"{life % 2}"
         )  # every other store opens what the one before last left
@@ -108,7 +109,7 @@ def busy(root: str, seconds: float, seed: int) -> Busy:
             continue
         result.stores += 1
         result.io[store.io] = result.io.get(store.io, 0) + 1
-        _one_life(store, chance, result, failing)
+        _one_life(store, drawn, result, failing)
         result.faults += counts().faults[Call.ANY] if failing else 0
         result.strange += len(os.listdir("/proc/self/fd")) != descriptors
         if not failing:
@@ -117,20 +118,20 @@ def busy(root: str, seconds: float, seed: int) -> Busy:
     return result
 
 
-def _plan(chance: random.Random) -> list[Planned]:
+def _plan(drawn: random.Random) -> list[Planned]:
     """One call in three of the I/O threads fails, is cut short or comes late."""
     plan = []
     for number in range(0, _PERIOD, 3):
-        what, amounts = chance.choice(_TROUBLES)
-        plan.append(Planned(Call.ANY, number, number, what, chance.choice(amounts)))
+        what, amounts = drawn.choice(_TROUBLES)
+        plan.append(Planned(Call.ANY, number, number, what, drawn.choice(amounts)))
     return plan
 
 
-def _one_life(store: DiskStore, chance: random.Random, result: Busy, failing: bool) -> None:
+def _one_life(store: DiskStore, drawn: random.Random, result: Busy, failing: bool) -> None:
     closed = threading.Event()
     seen: list[tuple[int, int, int]] = []
     works = [
-        functools.partial(_work, store, closed, chance.getrandbits(60)) for _ in range(_THREADS)
+        functools.partial(_work, store, closed, drawn.getrandbits(60)) for _ in range(_THREADS)
     ]
     threads = [
         threading.Thread(target=lambda work: seen.append(work()), args=(work,)) for work in works
@@ -149,11 +150,11 @@ def _one_life(store: DiskStore, chance: random.Random, result: Busy, failing: bo
 
 
 def _work(store: DiskStore, closed: threading.Event, seed: int) -> tuple[int, int, int]:
-    chance = random.Random(seed)
+    drawn = chance(seed)
     compared = wrong = strange = 0
     while not closed.is_set():
-        names = chance.sample(range(NAMES), chance.randint(1, 16))
-        act = chance.random()
+        names = drawn.sample(range(NAMES), drawn.randint(1, 16))
+        act = drawn.random()
         if act < 0.35:
             store.put([PageWrite(page_key(n), [memoryview(_page(n))]) for n in names])
         elif act < 0.42:
@@ -165,22 +166,22 @@ def _work(store: DiskStore, closed: threading.Event, seed: int) -> tuple[int, in
             store.expect([page_key(n) for n in names])
             store.stats()
         else:
-            right, other, odd = _read(store, names, chance)
+            right, other, odd = _read(store, names, drawn)
             compared, wrong, strange = compared + right + other, wrong + other, strange + odd
     return compared, wrong, strange
 
 
-def _read(store: DiskStore, names: list[int], chance: random.Random) -> tuple[int, int, int]:
+def _read(store: DiskStore, names: list[int], drawn: random.Random) -> tuple[int, int, int]:
     """Reads in one of many ways: (right, wrong, neither read nor missing)."""
     into = buffers(names)
     told: list[int] = []
     job = store.read(
         [PageRead(page_key(n), [b]) for n, b in zip(names, into, strict=True)],
-        priority=chance.randint(0, 3),
-        deadline_s=chance.choice((None, None, 0.0, 0.001, 1.0)),
-        on_page=(lambda index, _: told.append(index)) if chance.random() < 0.3 else None,
+        priority=drawn.randint(0, 3),
+        deadline_s=drawn.choice((None, None, 0.0, 0.001, 1.0)),
+        on_page=(lambda index, _: told.append(index)) if drawn.random() < 0.3 else None,
     )
-    how = chance.random()
+    how = drawn.random()
     if how < 0.1:
         return 0, 0, 0  # dropped while it is under way
     if how < 0.3:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import resource
 import shutil
 import signal
@@ -25,15 +24,8 @@ from typing import Any
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.lab.stress.store.oracle import CAPACITY, SEGMENT, occupied
 from sgl_kvtier.lab.stress.store.owner import Board, Life, Opener, live, open_owner
-from sgl_kvtier.lab.stress.store.shared_oracle import (
-    Act,
-    Count,
-    Fault,
-    How,
-    Journal,
-    SharedOracle,
-    now_ns,
-)
+from sgl_kvtier.lab.stress.store.shared_oracle import Act, Count, How, Journal, SharedOracle, now_ns
+from sgl_kvtier.lab.stress.trouble import OF_A_STORE, Finding, chance, resume, suspend
 
 AMPLE = (2 << 30, 1 << 30, 4 << 30)
 EVICTING = (8 << 20, 4 << 20, 2 << 20)
@@ -129,7 +121,7 @@ class Campaign:
     """The whole campaign."""
 
     def __init__(self, root: str, seed: int, plan: Plan, opener: Opener = open_owner) -> None:
-        self._chance = random.Random(seed)
+        self._chance = chance(seed, "campaign")
         self._plan = plan
         self._opener = opener
         self._root = root
@@ -212,14 +204,14 @@ class Campaign:
         }
         faults = {
             kind.name.lower(): sum(int(f.oracle.fault_counts[kind]) for f in self.folders)
-            for kind in Fault
+            for kind in OF_A_STORE
         }
         acts = {name: self.acts[name] for name in (*dict(_ACTS), "cut_log")}
         found: dict[str, Any] = acts | counts | faults
         found["over_cap_bytes"] = max(folder.over_cap_bytes for folder in self.folders)
         found["seconds"] = round((now_ns() - self.journal.began_ns) / 1e9, 1)
         kept = self.journal.faults()
-        first = [[f for f in kept if f["kind"] == kind][: _HISTORIES // 3] for kind in Fault]
+        first = [[f for f in kept if f["kind"] == kind][: _HISTORIES // 3] for kind in OF_A_STORE]
         found["histories"] = [self.journal.history(fault) for some in first for fault in some]
         return found
 
@@ -271,9 +263,8 @@ class Campaign:
     def _suspend(self, folder: _Folder, running: _Running) -> None:
         seconds = self._chance.choice((0.02, 0.1, 0.4, 1.0)) * self._plan.longest_s
         with folder.oracle.lock:
-            os.kill(running.pid, signal.SIGSTOP)
             # It stands before the lock is free again: it must not be suspended while it has it.
-            _wait_until_it_stands(running.pid)
+            suspend(running.pid)
             folder.board.calm_since_ns[running.life.slot] = _NEVER
             folder.oracle.note(Act.SUSPENDED, running.life.number)
         running.suspended_until = time.monotonic() + seconds
@@ -285,7 +276,7 @@ class Campaign:
         with folder.oracle.lock:
             folder.board.calm_since_ns[running.life.slot] = now_ns()
             folder.oracle.note(Act.CONTINUED, running.life.number)
-        os.kill(running.pid, signal.SIGCONT)
+        resume(running.pid)
 
     def _step_own_clock(self, folder: _Folder, running: _Running) -> None:
         seconds = self._chance.choice(_SHIFTS_S)
@@ -380,35 +371,35 @@ class Campaign:
         nth: int = 1,
     ) -> None:
         """`last`: the process only looks at all pages. The others as in `Life`."""
-        chance, board, plan = self._chance, folder.board, self._plan
+        drawn, board, plan = self._chance, folder.board, self._plan
         self._lives += 1
-        short = "short_of_descriptors" in dict(plan.acts) and not last and chance.random() < 0.06
+        short = "short_of_descriptors" in dict(plan.acts) and not last and drawn.random() < 0.06
         life = Life(
             number=self._lives,
             slot=slot,
-            seed=chance.getrandbits(60),
+            seed=drawn.getrandbits(60),
             config=StoreConfig(
                 path=folder.root,
-                capacity_bytes=chance.choice(folder.capacities),
-                segment_bytes=chance.choice((SEGMENT, _SEGMENT)),
+                capacity_bytes=drawn.choice(folder.capacities),
+                segment_bytes=drawn.choice((SEGMENT, _SEGMENT)),
                 min_free_bytes=0,
                 io_threads=2,
-                native_io=chance.random() < 0.8,
-                io=chance.choice(("auto", "threads")),
-                direct_io=chance.choice(("auto", "off")),
-                durable=chance.random() < 0.05 or (point is not None and point[0] == "sync"),
+                native_io=drawn.random() < 0.8,
+                io=drawn.choice(("auto", "threads")),
+                direct_io=drawn.choice(("auto", "off")),
+                durable=drawn.random() < 0.05 or (point is not None and point[0] == "sync"),
             ),
-            writes=chance.random() < 0.9,
-            follows=chance.random() < 0.6,
-            same_pid=chance.random() < 0.5,
-            descriptors=chance.randrange(3, 40) if short else None,
+            writes=drawn.random() < 0.9,
+            follows=drawn.random() < 0.6,
+            same_pid=drawn.random() < 0.5,
+            descriptors=drawn.randrange(3, 40) if short else None,
             only_looks=last,
             threads=plan.threads,
             rest_s=plan.rest_s,
             calls=calls,
             point=point,
             nth=nth,
-            troubled=plan.troubled and not last and chance.random() < 0.5,
+            troubled=plan.troubled and not last and drawn.random() < 0.5,
         )
         board.stop[slot] = False
         board.own_shift_ns[slot] = 0
@@ -422,7 +413,7 @@ class Campaign:
             live(folder.oracle, board, life, self._opener)
         folder.running[slot] = running = _Running(life, pid)
         if short:
-            running.trouble_until = time.monotonic() + chance.uniform(0.3, 2.0)
+            running.trouble_until = time.monotonic() + drawn.uniform(0.3, 2.0)
 
     def _end(
         self, folder: _Folder, running: _Running, how: signal.Signals, *, counted: bool = True
@@ -452,7 +443,7 @@ class Campaign:
         if not pid:
             if stopping and time.monotonic() - stopping > _PATIENT_S:
                 note = f"the process did not stop within {_PATIENT_S:.0f} seconds"
-                folder.oracle.blame(Fault.EXCEPTION, running.life.number, note)
+                folder.oracle.blame(Finding.EXCEPTION, running.life.number, note)
                 self._end(folder, running, signal.SIGKILL)
             return False
         killed = running.life.point is not None and status == signal.SIGKILL
@@ -469,7 +460,7 @@ class Campaign:
 
     def _blame_for_ending(self, folder: _Folder, running: _Running, status: int) -> None:
         note = f"the process ended by itself with status {os.waitstatus_to_exitcode(status)}"
-        folder.oracle.blame(Fault.EXCEPTION, running.life.number, note)
+        folder.oracle.blame(Finding.EXCEPTION, running.life.number, note)
 
     def _gone(self, folder: _Folder, running: _Running) -> None:
         """Measures the folder, and lets another process begin in its place."""
@@ -530,12 +521,6 @@ class Campaign:
             time.sleep(0.001)
             killed = self._reap(folder, running)
         return killed
-
-
-def _wait_until_it_stands(pid: int) -> None:
-    """Until a suspended process does not run any more, or has ended."""
-    while os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT) is None:
-        pass
 
 
 def _limit_descriptors(pid: int, soft: int | None) -> None:

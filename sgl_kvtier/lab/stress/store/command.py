@@ -19,16 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier import arguments
-from sgl_kvtier.console import (
-    Column,
-    Progress,
-    Table,
-    check_target,
-    envelope,
-    print_table,
-    progress,
-    write_json,
-)
+from sgl_kvtier.console import Progress, check_target, envelope, print_table, progress, write_json
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.stress.store.busy import busy, stall
 from sgl_kvtier.lab.stress.store.campaign import Campaign, Plan, alone
@@ -37,6 +28,7 @@ from sgl_kvtier.lab.stress.store.faults import POINTS, arm, engines
 from sgl_kvtier.lab.stress.store.oracle import Verdict
 from sgl_kvtier.lab.stress.store.power import torture_power
 from sgl_kvtier.lab.stress.store.sweep import sweep
+from sgl_kvtier.lab.stress.trouble import Finding, counted
 
 SCHEMA = "kvtier.torture/1"
 
@@ -100,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     """Tortures; 1 when anything was wrong. Raises KVTierError."""
     if args.json is not None:
         check_target(args.json)
-    parts = tuple(args.only or PARTS)
+    parts, seed = tuple(args.only or PARTS), args.seed
     if not set(parts).isdisjoint(FAILING):
         arm()
     try:
@@ -111,27 +103,17 @@ def run(args: argparse.Namespace) -> int:
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # every warning here is caused on purpose
     try:
-        result = torture(root, QUICK if args.quick else FULL, args.seed, parts)
+        result = torture(root, QUICK if args.quick else FULL, seed, parts)
     finally:
         logger.setLevel(level)
         shutil.rmtree(root, ignore_errors=True)
     if args.json != "-":
-        rows = [
-            {"what": name.replace("_", " "), "value": value}
-            for name, value in result.items()
-            if not isinstance(value, dict)
-        ]
-        rows += [
-            {"what": f"I/O threads of {part}", "value": ", ".join(kinds)}
-            for part, kinds in result["engine"].items()
-        ]
-        print_table(
-            Table(
-                "Torture of the page store",
-                [Column("what", "what"), Column("value", "value")],
-                rows,
-            )
-        )
+        tried = [name for name in _COUNTS if name not in MUST_BE_ZERO and result[name]]
+        kinds = {f"I/O threads of {n}": ", ".join(used) for n, used in result["engine"].items()}
+        figures = {"seed": seed, **{name: result[name] for name in tried}, **kinds}
+        print_table(counted("What was tried", figures))
+        print_table(counted("What must be 0", result, MUST_BE_ZERO))
+        print("\n".join(result["findings"][:10]))
     if args.json is not None:
         write_json(envelope(SCHEMA, ["kvtier", *sys.argv[1:]], result), args.json)
     return 1 if bad(result) else 0
@@ -139,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 def bad(result: dict[str, Any]) -> int:
     """Everything that must be 0."""
-    return sum(int(result[name]) for name in _MUST_BE_ZERO)
+    return sum(int(result[name]) for name in MUST_BE_ZERO)
 
 
 def torture(
@@ -148,6 +130,8 @@ def torture(
     """Runs the parts below `root` and returns the counts, zero for parts left out."""
     result: dict[str, Any] = dict.fromkeys(_COUNTS, 0) | {
         "seed": seed,
+        "must_be_zero": list(MUST_BE_ZERO),
+        "findings": [],
         "points": {},
         "damage_by_kind": {},
         "engine": {},
@@ -160,7 +144,7 @@ def torture(
             found = part.run(folder, amounts, seed, shown)
         shutil.rmtree(folder)
         result["engine"][name] = sorted(found.pop("engine"))
-        found.pop("campaign", None)
+        result["findings"] += found.pop("findings", ())
         for what, value in found.items():
             result[what] = result[what] + value if what in _COUNTS else value
     for share, found_of, of in (
@@ -188,21 +172,24 @@ class Part:
 
 
 def _kills(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
-    return _campaign(root, seed, alone(amounts.kills), shown)
+    return _counted(_played(Campaign(root, seed, alone(amounts.kills)), shown))
 
 
 def _deletes(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
-    return _campaign(root, seed, alone(amounts.delete_kills, threads=4, troubled=True), shown)
+    plan = alone(amounts.delete_kills, threads=4, troubled=True)
+    return _counted(_played(Campaign(root, seed, plan), shown))
 
 
 def _together(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
-    found = _campaign(root, seed, amounts.together, shown)
-    return {**found, "together": found.pop("campaign")}
+    campaign = _played(Campaign(root, seed, amounts.together), shown)
+    found = _counted(campaign)
+    return {**found, "together": campaign.result()}
 
 
 def _points(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
     total: Counter[str] = Counter()
     kinds: set[str] = set()
+    findings: list[str] = []
     at = {}
     for number, point in enumerate(POINTS):
         if point not in amounts.points:
@@ -216,16 +203,16 @@ def _points(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
             at[name] = campaign.kill_at(point, amounts.per_point, step)
         found = _counted(campaign)
         kinds |= set(found.pop("engine"))
+        findings += found["findings"]
         total.update({what: found[what] for what in _OF_CAMPAIGN})
         shutil.rmtree(folder)
-    return {**total, "engine": kinds, "points": at}
+    return {**total, "engine": kinds, "findings": findings, "points": at}
 
 
-def _campaign(root: str, seed: int, plan: Plan, shown: Progress) -> Found:
-    campaign = Campaign(root, seed, plan)
+def _played(campaign: Campaign, shown: Progress) -> Campaign:
     with _told(campaign):
-        campaign.run(lambda ended: shown.advance(ended, f"{campaign.faults} faults"))
-    return _counted(campaign)
+        campaign.run(lambda ended: shown.advance(ended, f"{campaign.faults} findings"))
+    return campaign
 
 
 @contextlib.contextmanager
@@ -242,9 +229,9 @@ def _told(campaign: Campaign) -> Iterator[None]:
 
 def _counted(campaign: Campaign) -> Found:
     found = campaign.result()
-    counted = {name: found[own] for name, own in _OF_CAMPAIGN.items()}
+    counts = {name: found[own] for name, own in _OF_CAMPAIGN.items()}
     kinds = [name for name in engines() if found[name]]
-    return {"engine": kinds, **counted, "campaign": found}
+    return {"engine": kinds, "findings": [lines[0] for lines in found["histories"]], **counts}
 
 
 def _judged(verdict: Verdict) -> Found:
@@ -265,7 +252,7 @@ def _sweep(root: str, amounts: Amounts, _: int, shown: Progress) -> Found:
         "io_faults_by_kind": dict(found.by_kind),
         "io_faults_by_engine": {name: dict(by) for name, by in found.by_engine.items()},
         "exceptions": len(found.exceptions),
-        "exception_texts": {str(i): text for i, text in enumerate(found.exceptions[:20])},
+        "findings": [f"{Finding.EXCEPTION.label}: {text}" for text in found.exceptions[:20]],
         "deletes": found.deletes,
         **_judged(found.verdict),
     }
@@ -274,15 +261,15 @@ def _sweep(root: str, amounts: Amounts, _: int, shown: Progress) -> Found:
 def _power(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
     found = torture_power(root, seed, amounts.power_states, shown.advance)
     names = ("power_loss_states", "failed_opens", "deletes", "synced", "synced_found")
-    counted = {name: getattr(found, name) for name in names}
-    return {"engine": found.engines, **counted, **_judged(found.verdict)}
+    counts = {name: getattr(found, name) for name in names}
+    return {"engine": found.engines, **counts, **_judged(found.verdict)}
 
 
 def _damage(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
     found = torture_bytes(root, seed, amounts.corruptions, amounts.clean_reads, shown.advance)
     names = ("corruptions", "undetected", "clean_reads", "false_alarms")
-    counted = {name: getattr(found, name) for name in names}
-    return {"engine": [found.engine], **counted, "damage_by_kind": dict(found.by_kind)}
+    counts = {name: getattr(found, name) for name in names}
+    return {"engine": [found.engine], **counts, "damage_by_kind": dict(found.by_kind)}
 
 
 def _crowd(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
@@ -319,12 +306,12 @@ _OF_CAMPAIGN = {
     "followers_stopped": "follower_stopped",
     "over_cap_bytes": "over_cap_bytes",
 }
-_MUST_BE_ZERO = (
+MUST_BE_ZERO = (
     "wrong_pages", "resurrected", "failed_opens", "undetected", "false_alarms", "exceptions",
     "over_cap_bytes", "canary_touched", "lost_pages", "stats_raised", "followers_stopped",
 )  # fmt: skip
 _COUNTS = (
-    *_MUST_BE_ZERO,
+    *MUST_BE_ZERO,
     "kills", "deletes", "pages_checked", "recent", "recent_found", "io_faults", "io_calls",
     "power_loss_states", "synced", "synced_found", "corruptions", "clean_reads", "crowd_pages",
 )  # fmt: skip

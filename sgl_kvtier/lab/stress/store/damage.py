@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sgl_kvtier.lab.stress.store.oracle import open_at, page_key, quick_pages
+from sgl_kvtier.lab.stress.trouble import chance
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.format import BLOCK, SlotHead
 from sgl_kvtier.store.disk.segment import segment_name
@@ -50,7 +50,7 @@ class Bench:
     """A store of one segment whose file is also edited from outside."""
 
     def __init__(self, root: str, seed: int, io: str) -> None:
-        self._chance = random.Random(seed)
+        self._chance = chance(seed, "damage")
         # The page cache, because the file is edited through it; io_uring all the same, where
         # threads would do for it.
         self._store: DiskStore = open_at(

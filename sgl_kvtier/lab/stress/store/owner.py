@@ -27,7 +27,6 @@ from sgl_kvtier.lab.stress.store.oracle import IDENTITY
 from sgl_kvtier.lab.stress.store.shared_oracle import (
     Act,
     Count,
-    Fault,
     Names,
     Seen,
     SharedOracle,
@@ -37,6 +36,7 @@ from sgl_kvtier.lab.stress.store.shared_oracle import (
     page_of,
     shared_array,
 )
+from sgl_kvtier.lab.stress.trouble import Finding, chance
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore, open_store
@@ -199,7 +199,7 @@ class Owner:
                 if excused and with_advice:
                     self._oracle.count(self._life.slot, Count.REFUSED_OPENS)
                 else:
-                    self._blame(Fault.FAILED_OPEN, traceback.format_exc())
+                    self._blame(Finding.FAILED_OPEN, traceback.format_exc())
                 time.sleep(0.3)
                 continue
             self._maimed = not self._calm(troubles)
@@ -217,13 +217,13 @@ class Owner:
 
     def work(self) -> None:
         """Looks at every page, and then does at random what owners do, in several threads."""
-        chance = random.Random(self._life.seed)
+        drawn = chance(self._life.seed, "threads")
         with self._reported("the first look at all pages"):
             self.check(self._all)
         if self._life.only_looks:
             return
         threads = [
-            threading.Thread(target=self._act_on, args=(chance.getrandbits(60),), daemon=True)
+            threading.Thread(target=self._act_on, args=(drawn.getrandbits(60),), daemon=True)
             for _ in range(self._life.threads)
         ]
         for thread in threads:
@@ -308,7 +308,7 @@ class Owner:
             if late.faults:
                 self._follower_is_late(late.faults)
 
-    def _follower_is_late(self, faults: list[tuple[int, Fault, int, str]]) -> None:
+    def _follower_is_late(self, faults: list[tuple[int, Finding, int, str]]) -> None:
         """What a follower should have seen long ago: does one look find it?"""
         troubles = self._troubles()
         self.follow()
@@ -322,11 +322,11 @@ class Owner:
             self._blamed_follower = True
             name, kind, generation, note = faults[0]
             self._blame(
-                Fault.FOLLOWER_STOPPED,
+                Finding.FOLLOWER_STOPPED,
                 f"{note}, until `follow` was called ({kind.name.lower()})", name, generation,
             )  # fmt: skip
 
-    def _again(self, name: int, kind: Fault) -> str:
+    def _again(self, name: int, kind: Finding) -> str:
         """Whether another look mends a fault."""
         began = now_ns()
         self._store.follow()
@@ -356,20 +356,20 @@ class Owner:
         ]
 
     def _act_on(self, seed: int) -> None:
-        chance = random.Random(seed)
+        drawn = chance(seed)
         parent, calls = os.getppid(), self._life.calls
         for _ in itertools.count() if calls is None else range(calls):
             if self._told_to_stop() or os.getppid() != parent:
                 return
             try:
-                self._act(chance)
+                self._act(drawn)
             except BaseException:
-                self._blame(Fault.EXCEPTION, traceback.format_exc())
-            time.sleep(chance.expovariate(1 / self._life.rest_s))
+                self._blame(Finding.EXCEPTION, traceback.format_exc())
+            time.sleep(drawn.expovariate(1 / self._life.rest_s))
 
-    def _act(self, chance: random.Random) -> None:
-        act = chance.random()
-        some = np.array(sorted(chance.sample(range(self._oracle.names), chance.randint(1, 24))))
+    def _act(self, drawn: random.Random) -> None:
+        act = drawn.random()
+        some = np.array(sorted(drawn.sample(range(self._oracle.names), drawn.randint(1, 24))))
         if act < 0.4:
             if self._life.writes:
                 self.put(some)
@@ -382,8 +382,8 @@ class Owner:
         elif act < 0.85:
             if self._life.follows:
                 self.follow()
-            known = self._oracle.gone() if chance.random() < 0.5 else self._oracle.owed()
-            self.check(np.array(sorted(chance.sample(known.tolist(), min(60, len(known)))), int))
+            known = self._oracle.gone() if drawn.random() < 0.5 else self._oracle.owed()
+            self.check(np.array(sorted(drawn.sample(known.tolist(), min(60, len(known)))), int))
         elif act < 0.95:
             self._stats()
         else:
@@ -397,12 +397,12 @@ class Owner:
                 self._oracle.counts[self._life.slot, Count.EVICTED] += evicted - self._evicted
                 self._evicted = evicted
         except Exception:
-            self._blame(Fault.STATS_RAISED, traceback.format_exc())
+            self._blame(Finding.STATS_RAISED, traceback.format_exc())
         alive = {thread.name for thread in threading.enumerate()}
         followed = isinstance(self._store, DiskStore)
         if followed and _FOLLOWER not in alive and not self._blamed_follower:
             self._blamed_follower = True
-            self._blame(Fault.FOLLOWER_STOPPED, "its thread has ended")
+            self._blame(Finding.FOLLOWER_STOPPED, "its thread has ended")
 
     def _watch_evictions(self, store: DiskStore) -> None:
         """Tells the account of each page that is evicted for another one, before it is gone. Where
@@ -434,7 +434,7 @@ class Owner:
         evicted = oracle.begin_evicting(life.slot, life.number, np.array(names, np.int64))
         self._mine.evicted.append(evicted)
         if self._calm(self._mine.troubles) and epoch == oracle.epoch != 0:
-            self._blame(Fault.LOST, f"pages {names} were evicted although there was room")
+            self._blame(Finding.LOST, f"pages {names} were evicted although there was room")
 
     def _valid(self, known_ns: int, troubles: int) -> int:
         """`known_ns`, or 0 where what this process has found since then says nothing."""
@@ -449,7 +449,7 @@ class Owner:
     def _told_to_stop(self) -> bool:
         return bool(self._board.stop[self._life.slot])
 
-    def _blame(self, kind: Fault, note: str, name: int = -1, of: int = 0) -> int:
+    def _blame(self, kind: Finding, note: str, name: int = -1, of: int = 0) -> int:
         return self._oracle.blame(kind, self._life.number, note, name, of)
 
     @contextlib.contextmanager
@@ -457,17 +457,17 @@ class Owner:
         try:
             yield
         except BaseException:
-            self._blame(Fault.EXCEPTION, f"{what}: {traceback.format_exc()}")
+            self._blame(Finding.EXCEPTION, f"{what}: {traceback.format_exc()}")
 
     def watch_threads(self) -> None:
         """From now on what ends a thread, and what is logged as an exception, is a fault."""
 
         def ended(args: Any) -> None:
             text = "".join(traceback.format_exception(args.exc_value))
-            self._blame(Fault.EXCEPTION, f"thread {args.thread and args.thread.name}: {text}")
+            self._blame(Finding.EXCEPTION, f"thread {args.thread and args.thread.name}: {text}")
 
         def ignored(args: Any) -> None:
-            self._blame(Fault.EXCEPTION, f"ignored: {args.exc_value!r} in {args.object!r}")
+            self._blame(Finding.EXCEPTION, f"ignored: {args.exc_value!r} in {args.object!r}")
 
         threading.excepthook = ended
         sys.unraisablehook = ignored
@@ -482,7 +482,7 @@ def _env_of(oracle: SharedOracle, board: Board, life: Life) -> Env:
     """The operating system of a life. Its plan of failing calls is this process's from now on."""
     if life.point is not None:
         return DeadlyEnv(life.point, life.nth, oracle.lock)
-    return TroubledEnv(random.Random(life.seed)) if life.troubled else OwnersEnv(board, life.slot)
+    return TroubledEnv(chance(life.seed, "calls")) if life.troubled else OwnersEnv(board, life.slot)
 
 
 def _folder_number(store: Any) -> int:
@@ -503,7 +503,7 @@ class _Blaming(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
             text = "".join(traceback.format_exception(*record.exc_info))
-            self._owner._blame(Fault.EXCEPTION, f"logged: {record.getMessage()}: {text}")
+            self._owner._blame(Finding.EXCEPTION, f"logged: {record.getMessage()}: {text}")
 
 
 def live(oracle: SharedOracle, board: Board, life: Life, opener: Opener = open_owner) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.lab.stress.store.faults import HookedEnv
 from sgl_kvtier.lab.stress.store.oracle import Oracle, Verdict, content, open_at, page_key
+from sgl_kvtier.lab.stress.trouble import chance
 from sgl_kvtier.store.base import PageWrite, PutOutcome
 
 _NAMES = 90
@@ -95,7 +96,7 @@ class PowerLoss:
 
 def record(root: str, seed: int) -> Record:
     """A run of puts, evictions, deletes and clears, two of its three stores syncing every batch."""
-    chance = random.Random(seed)
+    drawn = chance(seed, "record")
     env = RecordingEnv()
     run = Record(root, env.events)
     version = 0
@@ -111,8 +112,8 @@ def record(root: str, seed: int) -> Record:
         run.engine = store.io
         unsynced: dict[int, None] = {}
         for _ in range(14):
-            names = chance.sample(range(_NAMES), chance.randint(1, 8))
-            if (act := chance.random()) < 0.2:
+            names = drawn.sample(range(_NAMES), drawn.randint(1, 8))
+            if (act := drawn.random()) < 0.2:
                 gone = names[:1] if act < 0.15 else list(range(_NAMES))
                 run.marks += [(len(env.events), "deleting", n, 0) for n in gone]
                 if act < 0.15:
@@ -147,21 +148,21 @@ def torture_power(
 ) -> PowerLoss:
     """Opens `states` folders as a power loss could leave them, and reads every page."""
     result = PowerLoss()
-    chance = random.Random(seed)
+    drawn = chance(seed, "power")
     while result.power_loss_states < states:
         folder = os.path.join(root, f"record{result.power_loss_states}")
-        run = record(folder, chance.getrandbits(32))
+        run = record(folder, drawn.getrandbits(32))
         result.engines.add(run.engine)
         for _ in range(min(250, states - result.power_loss_states)):
-            _one_state(run, os.path.join(root, "state"), chance, result)
+            _one_state(run, os.path.join(root, "state"), drawn, result)
             step(1)
         shutil.rmtree(folder)
     return result
 
 
-def _one_state(run: Record, target: str, chance: random.Random, result: PowerLoss) -> None:
-    cut = chance.randrange(len(run.events) + 1)
-    materialise(run, target, cut, chance)
+def _one_state(run: Record, target: str, drawn: random.Random, result: PowerLoss) -> None:
+    cut = drawn.randrange(len(run.events) + 1)
+    materialise(run, target, cut, drawn)
     oracle, synced = _oracle(run, cut)
     result.power_loss_states += 1
     try:
@@ -200,7 +201,7 @@ def _oracle(run: Record, cut: int) -> tuple[Oracle, list[int]]:
     return oracle, [name for name in list(latest)[-12:] if latest[name] == "synced"]
 
 
-def materialise(run: Record, target: str, cut: int, chance: random.Random) -> None:
+def materialise(run: Record, target: str, cut: int, drawn: random.Random) -> None:
     """Writes the folder as it may be after a power loss following event `cut`."""
     files: dict[str, bytearray] = {}
     pending: dict[str, list[Event]] = {}
@@ -228,7 +229,7 @@ def materialise(run: Record, target: str, cut: int, chance: random.Random) -> No
             pending[event.other] = pending.pop(path, [])
     for path, writes in pending.items():
         if path in files:
-            _lose(files[path], writes, chance)
+            _lose(files[path], writes, drawn)
     for path, data in files.items():
         where = _moved(run, path, target)
         os.makedirs(os.path.dirname(where), mode=0o700, exist_ok=True)
@@ -236,18 +237,18 @@ def materialise(run: Record, target: str, cut: int, chance: random.Random) -> No
             file.write(data)
 
 
-def _lose(data: bytearray, writes: list[Event], chance: random.Random) -> None:
+def _lose(data: bytearray, writes: list[Event], drawn: random.Random) -> None:
     """Some of the writes not synced reach the disk, in any order, some of them in part."""
-    kept = [write for write in writes if chance.random() < chance.choice((0.2, 0.5, 0.9, 1.0))]
-    if chance.random() < 0.5:
-        chance.shuffle(kept)
+    kept = [write for write in writes if drawn.random() < drawn.choice((0.2, 0.5, 0.9, 1.0))]
+    if drawn.random() < 0.5:
+        drawn.shuffle(kept)
     for write in kept:
         content_ = write.data
-        step = chance.choice((0, 0, 512, 4096))
+        step = drawn.choice((0, 0, 512, 4096))
         if step and len(content_) > step:
             sectors = range(0, len(content_), step)
             for start in sectors:
-                if chance.random() < 0.5:
+                if drawn.random() < 0.5:
                     _apply(data, write.offset + start, content_[start : start + step])
             continue
         _apply(data, write.offset, content_)

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_kvtier.lab.stress.trouble import OF_A_STORE, Finding
 from sgl_kvtier.store.base import PutOutcome
 from sgl_kvtier.types import PageKey
 
@@ -51,25 +52,6 @@ _NOTE_BYTES = 1800
 _SHOWN_EVENTS = 60
 _UNTOLD = 1 << 62
 """As the moment since which a page is gone: only for the process that deleted it."""
-
-
-class Fault(IntEnum):
-    """What must not happen, not once."""
-
-    WRONG = 0
-    """A page was returned whose bytes were never put under its key."""
-    RESURRECTED = 1
-    """A deleted page was returned."""
-    LOST = 2
-    """A page that is owed was not found."""
-    FAILED_OPEN = 3
-    EXCEPTION = 4
-    """A call of the store raised, one of its threads ended or logged an exception, or a process
-    ended by itself.
-    """
-    STATS_RAISED = 5
-    FOLLOWER_STOPPED = 6
-    """What siblings did was not seen for a long time without a call of `follow`."""
 
 
 class Count(IntEnum):
@@ -282,7 +264,14 @@ class Journal:
         self._heads[0] = head + len(names)
 
     def fault(
-        self, room: int, epoch: int, kind: Fault, life: int, note: str, name: int = -1, of: int = 0
+        self,
+        room: int,
+        epoch: int,
+        kind: Finding,
+        life: int,
+        note: str,
+        name: int = -1,
+        of: int = 0,
     ) -> int:
         """The fault's number. `of`: the generation. Faults beyond the first thousand are only
         counted.
@@ -305,7 +294,7 @@ class Journal:
 
     def history(self, fault: Any) -> list[str]:
         """What is known of a fault, and what happened to its page and its folder before."""
-        kind = Fault(int(fault["kind"])).name.lower().replace("_", " ")
+        kind = Finding(int(fault["kind"])).label
         about = f"{kind}: folder {fault['room']}, life {fault['life']}"
         if fault["name"] >= 0:
             about += f", page {fault['name']}, generation {fault['generation']}"
@@ -364,7 +353,7 @@ class Seen(NamedTuple):
 class Verdict(NamedTuple):
     """The judgement of one read."""
 
-    faults: list[tuple[int, Fault, int, str]]
+    faults: list[tuple[int, Finding, int, str]]
     """(name, kind, generation, what is known)."""
     compared: int
     looked_for: int
@@ -392,7 +381,7 @@ class SharedOracle:
         """Beginnings and ends of puts."""
         self._deleting = shared_array((slots, names), np.uint16)
         self.counts = shared_array((slots, len(Count)), np.int64)
-        self.fault_counts = shared_array(len(Fault), np.int64)
+        self.fault_counts = shared_array(len(OF_A_STORE), np.int64)
 
     @property
     def epoch(self) -> int:
@@ -406,7 +395,7 @@ class SharedOracle:
     def total(self, what: Count) -> int:
         return int(self.counts[:, what].sum())
 
-    def blame(self, kind: Fault, life: int, note: str, name: int = -1, of: int = 0) -> int:
+    def blame(self, kind: Finding, life: int, note: str, name: int = -1, of: int = 0) -> int:
         """Counts a fault, and keeps it with what is known of it. Returns its number."""
         with self.lock:
             self.fault_counts[kind] += 1
@@ -594,26 +583,26 @@ class SharedOracle:
         gone &= (old.gone_since < followed_ns) | (old.deleter == life)
         earlier = (old.earlier_gone_since > 0) & same_epoch
         earlier &= (old.earlier_gone_since < followed_ns) | (old.earlier_deleter == life)
-        faults: list[tuple[int, Fault, int, str]] = []
+        faults: list[tuple[int, Finding, int, str]] = []
         found = 0
         for i, (name, data) in enumerate(zip(before.names.tolist(), pages, strict=True)):
             now = int(new.generation[i])
             if isinstance(data, str):
                 if owed[i]:
                     faults.append(
-                        (name, Fault.LOST, now, f"the page is owed, and reading it: {data}")
+                        (name, Finding.LOST, now, f"the page is owed, and reading it: {data}")
                     )
                 continue
             found += bool(owed[i])
             was = generation_of(page_of(self.room, before.epoch, name), data)
             if was is None or (same_epoch and not 0 < was <= now):
                 known = "of no generation" if was is None else f"of generation {was}"
-                faults.append((name, Fault.WRONG, now, f"the bytes are {known}"))
+                faults.append((name, Finding.WRONG, now, f"the bytes are {known}"))
             elif was == now and gone[i]:
-                faults.append((name, Fault.RESURRECTED, now, "the page was deleted"))
+                faults.append((name, Finding.RESURRECTED, now, "the page was deleted"))
             elif was < int(old.generation[i]) and earlier[i]:
                 note = f"the page is of generation {was}, which was deleted"
-                faults.append((name, Fault.RESURRECTED, now, note))
+                faults.append((name, Finding.RESURRECTED, now, note))
         compared = sum(isinstance(data, bytes) for data in pages)
         return Verdict(faults, compared, int(owed.sum()), found, int(gone.sum()))
 
