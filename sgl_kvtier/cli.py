@@ -88,11 +88,6 @@ COMMANDS = {
         "that runs at the same time loses",
         "kvtier bench copy-table --mib 2,16,128",
     ),
-    "bench equal": Command(
-        "sgl_kvtier.lab.stress.server.equal",
-        "restored answers, beside how far SGLang's own differ between two chunk sizes",
-        "kvtier bench equal --device cpu",
-    ),
     "bench restore-fuzz": Command(
         "sgl_kvtier.lab.stress.server.command",
         "agent sessions against a server in trouble: nothing hangs, leaks or differs",
@@ -101,7 +96,7 @@ COMMANDS = {
     "bench store": Command(
         "sgl_kvtier.lab.storebench.command",
         "the page store against fio and HiCache's file backend on this disk",
-        "kvtier bench store --dir /mnt/nvme --quick",
+        "kvtier bench store --dir /mnt/nvme --pages 256KiB --bytes 128MiB",
     ),
     "bench torture": Command(
         "sgl_kvtier.lab.stress.store.command",

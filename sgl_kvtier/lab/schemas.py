@@ -475,6 +475,10 @@ FUZZ = Schema(
     f"""{_PACED}
 workload: workload; what was replayed
 settings: object; model, pools, load; chaos is what went wrong and how often
+floor: object or null; with --floor: differences between SGLang's own answers with two chunk sizes
+  logprob: number; largest difference of a log-prob
+  answers, forked: integer; answers, and those with other tokens from some place on
+  allowed: number; most that a log-prob may differ by
 counts: object; requests by what became of them
   requests, completed, aborted, disconnected: integer; requests sent, and how they ended
   under_a_kill: integer; requests in flight while a server was killed
@@ -486,6 +490,8 @@ counts: object; requests by what became of them
   events.<kind>: integer; what was done to the server
   compared: integer; answers compared
   checked_tokens: integer; tokens whose keys and values an emulated H100 compared in place
+  audited_pages.<outcome>: integer; loaded pages that were compared with the store's; with --floor:
+      equal, differs, not read, skipped
   hangs, crashes, leaks, scenes, failed: integer; must be 0: requests without an end, exceptions,
       lost memory, faults of scenes, failed requests
   drifts: integer; must be 0: faults of the map of tiers at the end
@@ -559,24 +565,6 @@ rows: list of objects; one per way, page and size
   note: string; wrong, or the error; empty where it was measured
   device, torch: string; what the row was measured on
   layers, heads, head_dim: integer; shape of the KV cache
-""",
-)
-
-EQUAL = Schema(
-    "kvtier.equal/1",
-    "kvtier bench equal",
-    "restored answers, and how far SGLang's own differ between two chunk sizes",
-    """
-settings: object; settings of the servers; chunks are the two chunk sizes
-floor: object; differences between SGLang's own answers
-  logprob: number; largest difference of a log-prob
-  answers, forked: integer; answers, and those with other tokens from some place on
-  allowed: number; most that a restored log-prob may differ by
-verdicts.<verdict>: integer; restored answers: equal, forked at a tie, other log-probs, other
-    tokens, incomplete
-restored_tokens: list of integers; tokens of each prompt that were loaded
-audited_pages.<outcome>: number; pages read back from the device: equal, differs, not read, skipped
-sound: boolean; no wrong answer, no page that differs, and something was restored
 """,
 )
 

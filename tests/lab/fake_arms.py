@@ -124,6 +124,10 @@ class Restoring(RestoringServer):
 
     async def metrics(self, request: web.Request) -> web.Response:
         answer = await super().metrics(request)
+        differ = self.place.task == "altered" and self.asked > 9
+        for result, pages in {"equal": 2 * self.asked, "differs": int(differ)}.items():
+            name = f'kvtier:restore_audited_pages_total{{result="{result}"}}'
+            answer.text = f"{answer.text}{name} {pages}\n"
         if self.place.task == "hoard":
             answer.text = (
                 f'{answer.text}sglang:hicache_host_used_tokens{{tp_rank="0",pp_rank="0"}} 32\n'

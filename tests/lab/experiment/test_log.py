@@ -28,6 +28,7 @@ from sgl_kvtier.lab.outside.replay import Sample
 from sgl_kvtier.lab.outside.server import Usage
 from sgl_kvtier.lab.stress.server import command as fuzz
 from sgl_kvtier.lab.stress.server.log import FuzzLog
+from sgl_kvtier.lab.stress.trouble import Finding
 
 ABOUT = {
     "workload": {"source": "generated:swe-mini", "requests": 3},
@@ -85,7 +86,7 @@ def round_log(path: Path) -> list[Any]:
 
 def fuzz_log(path: Path) -> list[str]:
     log = FuzzLog.open(path, {})
-    log.find("leak: 16 tokens")
+    log.find(Finding.LEAK, "16 tokens")
     return log.findings
 
 

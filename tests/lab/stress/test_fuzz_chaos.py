@@ -18,6 +18,7 @@ from sgl_kvtier.lab.stress.server.log import (
     prompt_name,
     suspicious,
 )
+from sgl_kvtier.lab.stress.trouble import Finding
 
 
 def attempt(**changed: object) -> Attempt:
@@ -172,12 +173,13 @@ def test_the_file_has_what_the_log_has(tmp_path: Path) -> None:
     log.add("reference", ("p", Answer((1, 2), (-0.5, -0.25))))
     log.keep(attempt(storage_tokens=64))
     log.note("flush")
-    log.find("leak: 16 tokens")
+    log.find(Finding.LEAK, "16 tokens")
     log.add("ends", {"met": 3})
     log.add("ends", {"met": 2, "aborted": 1})
     with path.open("a") as file:
         file.write('{"attempt": {"run"')
     again = FuzzLog.open(path, {})
+    assert again.findings == ["leak: 16 tokens"]
     assert (again.references, again.attempts, again.events, again.findings, again.ends) == (
         log.references, log.attempts, log.events, log.findings, log.ends,
     )  # fmt: skip
@@ -199,7 +201,7 @@ def test_the_file_has_what_the_log_has(tmp_path: Path) -> None:
 )
 def test_lines_of_a_log_that_nobody_wants_are_found(line: str, kind: str | None) -> None:
     found = suspicious(f"before\n{line}\nafter\n")
-    assert [text.split(":")[0] for text in found] == ([] if kind is None else [kind])
+    assert [finding.label for finding, _ in found] == ([] if kind is None else [kind])
 
 
 def test_a_server_that_asked_itself_before_it_listened_did_not_crash() -> None:

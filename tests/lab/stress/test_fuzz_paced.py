@@ -62,7 +62,7 @@ def test_a_log_keeps_what_was_compared(tmp_path: Path) -> None:
 
 
 def test_a_server_gets_the_modelled_disk_and_trouble_at_its_own_pace() -> None:
-    args = argparse.Namespace(fault_rank=None, lookahead=False)
+    args = argparse.Namespace(fault_rank=None, lookahead=False, floor=False, scene=None)
     found = sections(SETUP, Chaos(), args)
     assert found["policy"]["load_deadline_s"] == 0.2
     assert found["policy"]["min_restore_tokens"] == found["policy"]["load_tokens"] == 128
@@ -72,7 +72,7 @@ def test_a_server_gets_the_modelled_disk_and_trouble_at_its_own_pace() -> None:
 
 
 def test_every_restored_page_is_compared_on_a_cpu() -> None:
-    args = argparse.Namespace(fault_rank=None, lookahead=False)
+    args = argparse.Namespace(fault_rank=None, lookahead=False, floor=False, scene=None)
     assert sections(replace(SETUP, device="cpu"), Chaos(), args)["policy"]["proof"] == "all"
 
 

@@ -98,6 +98,42 @@ def test_a_run_ends_after_so_many_restored_requests(fuzz: Command) -> None:
     assert result["counts"]["restored"] >= 5
 
 
+def settings(folder: Path) -> dict:
+    return json.loads((folder / "work" / "fuzzed" / "storage.json").read_text())
+
+
+def test_a_floor_is_measured_once_and_every_loaded_page_is_compared(
+    fuzz: Command, tmp_path: Path
+) -> None:
+    words = [
+        "--requests",
+        "20",
+        "--chaos",
+        "flush",
+        "--floor",
+        "--log",
+        str(tmp_path / "log.jsonl"),
+    ]
+    result = fuzz(*words).result
+    assert result["floor"]["answers"] > 0
+    assert result["counts"]["audited_pages"]["equal"] > 0
+    assert settings(tmp_path)["lab"]["audit"] is True
+    chunks = [path.name for path in (tmp_path / "work").glob("computed*")]
+    assert sorted(chunks) == ["computed", "computed-48"]
+    done = fuzz(*words, task="kvtier:altered")
+    assert done.status == 1 and done.result["floor"] == result["floor"]
+    assert done.result["counts"]["mismatches"] == 1
+
+
+def test_without_one_pages_are_not_read_back_and_with_it_not_where_reads_fail(
+    fuzz: Command, tmp_path: Path
+) -> None:
+    assert fuzz("--requests", "5", "--chaos", "flush").result["floor"] is None
+    assert settings(tmp_path)["lab"]["audit"] is False
+    fuzz("--requests", "5", "--chaos", "errors", "--floor")
+    assert settings(tmp_path)["lab"]["audit"] is False
+
+
 def test_host_memory_in_use_that_holds_no_page_is_a_leak(fuzz: Command) -> None:
     done = fuzz("--requests", "5", "--chaos", "none", "--lookahead", task="kvtier:hoard")
     result = done.result

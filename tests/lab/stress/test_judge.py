@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from sgl_kvtier.config import load_config
-from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
-from sgl_kvtier.lab.stress.server import equal as command
 from sgl_kvtier.lab.stress.server.judge import LEAST, SPARE, Answer, Floor, Verdict, floor_of, judge
 from sgl_kvtier.lab.stress.server.log import Attempt, FuzzLog, counts
 
 REFERENCE = Answer((5, 9, 2, 7), (-0.1, -0.4, -0.2, -0.3), (3.0, 0.02, 5.0, 2.0))
 FLOOR = Floor(0.02, 10)
-SETUP = Setup("/m", "m", device="cuda", page_size=64, chunk_tokens=4096)
 
 
 def moved(by: float) -> Answer:
@@ -91,64 +82,6 @@ def test_noise_of_one_size_passes_and_a_wrong_page_does_not() -> None:
     assert judge(references[0], wrong, floor) is Verdict.OTHER_LOGPROBS
 
 
-def test_a_result_is_sound_only_if_something_was_restored_and_every_page_was_equal() -> None:
-    first, second = [REFERENCE] * 2, [moved(0.01)] * 2
-
-    def sound(restored: list[Answer], tokens: list[int], pages: dict[str, float]) -> bool:
-        found = command.make_result(SETUP, (4096, 960), first, second, restored, tokens, pages)
-        return bool(found["sound"])
-
-    assert sound(second, [128, 0], {"equal": 2.0})
-    assert not sound(second, [0, 0], {"equal": 2.0})
-    assert not sound(second, [128, 0], {"equal": 0.0})
-    assert not sound(second, [128, 0], {"equal": 2.0, "differs": 1.0})
-    assert not sound([moved(0.2)] * 2, [128, 0], {"equal": 2.0})
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_settings_of_its_servers_are_settings_that_a_server_takes(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "write_named", lambda name, seed: tmp_path / name)
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    words = ["--device", device, "--tokens", "2k"]
-    setup, chunks = command.make_setup(parser.parse_args(words))
-    assert all(chunk % setup.page_size == 0 for chunk in chunks)
-    prepare(OURS, setup, tmp_path)
-    found = load_config(tmp_path / "storage.json")
-    assert (found.policy.restore, found.lab.audit) == ("both", True)
-
-
-def test_the_floor_of_a_result_is_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "equal.json"
-    pairs = [REFERENCE], [moved(0.01)]
-    result = command.make_result(SETUP, (4096, 960), *pairs, pairs[1], [128], {"equal": 1.0})
-    path.write_text(json.dumps(result))
-    assert command.read_floor(path, SETUP) == floor_of(zip(*pairs, strict=True))
-    with pytest.raises(BenchError, match="kvtier bench equal"):
-        command.read_floor(tmp_path / "none.json", SETUP)
-
-
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ({"served_name": "lab-gpu-tiny"}, "its model is"),
-        ({"device": "cpu"}, "its device is"),
-        ({"dtype": "float32"}, "its dtype is"),
-    ],
-)
-def test_a_floor_of_another_model_device_or_dtype_is_refused(
-    tmp_path: Path, other: dict[str, str], said: str
-) -> None:
-    path = tmp_path / "equal.json"
-    pairs = [REFERENCE], [moved(0.01)]
-    result = command.make_result(SETUP, (4096, 960), *pairs, pairs[1], [128], {"equal": 1.0})
-    path.write_text(json.dumps(result))
-    with pytest.raises(BenchError, match=said):
-        command.read_floor(path, replace(SETUP, **other))  # type: ignore[arg-type]
-
-
 def attempt(answer: Answer, *, complete: bool = True) -> Attempt:
     return Attempt(
         "run", 0, "p", 10, "auto", "answered", 1.0,
@@ -174,37 +107,3 @@ def test_a_fuzz_run_with_a_floor_excuses_noise_and_ties_and_nothing_else() -> No
     without.references = log.references
     without.attempts = [attempt(moved(0.02))]
     assert counts(without)["unequal_logprobs"] == 1
-
-
-@pytest.mark.parametrize(
-    ("ends", "kept"), [("sound", False), ("not sound", True), ("failed", True), ("stopped", False)]
-)
-def test_logs_in_a_temporary_folder_are_kept_when_something_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, kept: bool
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(command, "missing_packages", list)
-    monkeypatch.setattr(command, "write_named", lambda name, seed: Path(name))
-
-    def computed(_setup: Setup, _asked: object, folder: Path) -> list[Answer]:
-        folder.mkdir()
-        (folder / "server.log").write_text("why")
-        if ends == "failed":
-            raise BenchError(f"a server did not start; see {folder / 'server.log'}")
-        if ends == "stopped":
-            raise KeyboardInterrupt
-        return [REFERENCE]
-
-    pages = {"equal": 4.0 if ends == "sound" else 0.0}
-    monkeypatch.setattr(command, "_computed", computed)
-    monkeypatch.setattr(command, "_restored", lambda *_: ([REFERENCE], [128], pages))
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    args = parser.parse_args(["--device", "cpu", "--prompts", "1", "--tokens", "256"])
-    if ends == "failed":
-        with pytest.raises(BenchError):
-            command.run(args)
-    else:
-        assert command.run(args) == {"sound": 0, "not sound": 1, "stopped": 130}[ends]
-    logs = list(tmp_path.glob("**/server.log"))
-    assert bool(logs) is kept

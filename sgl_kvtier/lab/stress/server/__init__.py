@@ -1,1 +1,1 @@
-"""`kvtier bench restore-fuzz` and `kvtier bench equal`: a server in trouble, seen from outside."""
+"""`kvtier bench restore-fuzz`: a server in trouble, seen from outside."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from sgl_kvtier import __version__
 from sgl_kvtier.arguments import above_nought, not_negative, positive
-from sgl_kvtier.console import Column, Table, progress
+from sgl_kvtier.console import Table, progress
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
     RUN,
@@ -35,7 +35,7 @@ from sgl_kvtier.lab.outside.lab_model import write_named
 from sgl_kvtier.lab.paced.launching import Paced, is_paced, parse
 from sgl_kvtier.lab.pages.html import marked
 from sgl_kvtier.lab.stress.server.chaos import Chaos, parse_kinds
-from sgl_kvtier.lab.stress.server.equal import read_floor
+from sgl_kvtier.lab.stress.server.judge import floor_of
 from sgl_kvtier.lab.stress.server.log import MUST_BE_ZERO, Attempt, FuzzLog, counts
 from sgl_kvtier.lab.stress.server.remote import NAMES, Menace, fuzz_two, halves
 from sgl_kvtier.lab.stress.server.run import Asked, FuzzOptions, FuzzRun, calls_of, take_references
@@ -45,11 +45,13 @@ from sgl_kvtier.lab.stress.server.server import (
     CHUNK,
     PACED_CHUNK,
     FuzzServer,
+    audits,
     fuzzed_model,
     make_setup,
     sections,
 )
 from sgl_kvtier.lab.stress.server.stage import StageOptions
+from sgl_kvtier.lab.stress.trouble import counted
 
 SCHEMA = "kvtier.restore-fuzz/1"
 _LOAD = LoadOptions(sessions=16, turns=6, divisor=4, most_output_tokens=8)
@@ -161,10 +163,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--floor",
-        type=Path,
-        metavar="FILE",
-        help="judge answers against the noise floor in this result of kvtier bench equal, as on a "
-        "card",
+        action="store_true",
+        help="for numbers that chunk borders move, as bfloat16 on a GPU: answers may differ as far "
+        "as SGLang's own do with two chunk sizes, which is measured first. Without failing reads "
+        "loaded pages are also compared bit for bit",
     )
     server = parser.add_argument_group("server")
     add_options(
@@ -219,9 +221,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = load(wanted, choose_encoder(model, wanted.divisor))
     sessions = calls_of(chosen, wanted.most_output_tokens)
     setup = make_setup(args, model, chosen)
-    floor = None if args.floor is None else read_floor(args.floor, setup)
     log = FuzzLog.open(args.log, about(setup))
-    log.floor = floor
     one = Fuzzing(args, chaos, setup, chosen, sessions, log, scenes)
     with work_folder(args.folder, lambda: not one.is_sound()) as folder:
         return Experiment(
@@ -270,7 +270,7 @@ class Fuzzing:
         if not self.scenes:
             _fuzz(self, folder)
             return
-        _reference(self.setup, self.sessions, log, folder)
+        _reference(self, folder)
         options = StageOptions(
             args.scale, args.concurrency, args.deadline, args.lookahead, args.seed
         )
@@ -290,6 +290,7 @@ class Fuzzing:
                 "deadline_s": args.deadline,
                 "chaos": asdict(self.chaos),
             },
+            "floor": None if self.log.floor is None else self.log.floor.document(),
             "counts": counts(self.log),
             "must_be_zero": list(MUST_BE_ZERO),
             "findings": self.log.findings,
@@ -304,7 +305,8 @@ class Fuzzing:
         figures = counts(self.log)
         shown = bool(self.scenes) or figures["compared"] > 0
         shown = shown and (self.setup.paced is None or figures["checked_tokens"] > 0)
-        shown = shown and (not self.args.remote or self.remote.get("pages_read", 0) > 0)
+        audited = not audits(self.args, self.chaos) or figures["audited_pages"].get("equal", 0) > 0
+        shown = shown and audited and (not self.args.remote or self.remote.get("pages_read", 0) > 0)
         return shown and not any(figures[name] for name in MUST_BE_ZERO)
 
     def notes(self) -> list[str]:
@@ -313,6 +315,7 @@ class Fuzzing:
         events = ", ".join(f"{count} {name}" for name, count in figures["events"].items())
         ahead = f"Looking ahead, by the servers' counters: {figures['ahead']}"
         vain = "No answer was compared: the run showed nothing. Give it more time."
+        floor, audited = self.log.floor, figures["audited_pages"]
         paced = self.setup.paced is not None
         checked = f"Keys and values compared in place: {figures['checked_tokens']:,} tokens."
         return [
@@ -327,6 +330,8 @@ class Fuzzing:
                 else []
             ),
             *([checked] if paced else []),
+            *([f"SGLang's own answers with two chunk sizes: {floor}"] if floor else []),
+            *([f"Loaded pages, bit for bit: {audited}"] if audited else []),
             *([] if figures["compared"] or self.scenes else [vain]),
             *self.log.findings[:10],
             *figures["error_messages"],
@@ -337,15 +342,10 @@ def tables(result: dict[str, Any]) -> list[Table]:
     """Tables of the trials, the scenes, and the counts that must be 0."""
     figures = result["counts"]
 
-    def counted(title: str, names: Sequence[str], more: dict[str, int]) -> Table:
-        found = {**{name: figures[name] for name in names}, **more}
-        rows = [{"what": name.replace("_", " "), "count": n} for name, n in found.items()]
-        return Table(title, (Column("what", "What"), Column("count", "Count")), rows)
-
     ours = {"restored by kvtier": figures["restorations"].get("met", 0)}
-    tried = counted("What was tried", _SHOWN, ours)
+    tried = counted("What was tried", {name: figures[name] for name in _SHOWN} | ours)
     scenes = [scenes_table(result["scenes"])] if result["scenes"] else []
-    found = [tried, *scenes, counted("What must be 0", MUST_BE_ZERO, {})]
+    found = [tried, *scenes, counted("What must be 0", figures, MUST_BE_ZERO)]
     return [marked(table, result) for table in found]
 
 
@@ -356,13 +356,24 @@ def only_computing(setup: Setup) -> Setup:
     return replace(setup, tp=1, extra=model_arguments(setup.extra), sections={})
 
 
-def _reference(
-    setup: Setup, sessions: Sequence[Sequence[Asked]], log: FuzzLog, folder: Path
-) -> None:
+def _reference(of: Fuzzing, folder: Path) -> None:
+    """The answers to compare with, and how far they differ with other chunks."""
+    plain, log = only_computing(of.setup), of.log
+    _compute(plain, of.sessions, log, folder / "computed")
+    if of.args.floor and log.floor is None:
+        page, others = plain.page_size, FuzzLog()
+        chunk = max(page, plain.chunk_tokens * 15 // 64 // page * page)
+        _compute(
+            replace(plain, chunk_tokens=chunk), of.sessions, others, folder / f"computed-{chunk}"
+        )
+        log.add("floor", floor_of((log.references[n], a) for n, a in others.references.items()))
+
+
+def _compute(setup: Setup, sessions: Sequence[Sequence[Asked]], log: FuzzLog, folder: Path) -> None:
     missing = sum(asked.name not in log.references for session in sessions for asked in session)
     if not missing:
         return
-    server = FuzzServer(BASELINE, only_computing(setup), folder / "computed", log, {})
+    server = FuzzServer(BASELINE, setup, folder, log, {})
 
     async def take() -> None:
         with progress("computing the answers to compare with", missing, "prompts") as shown:
@@ -384,7 +395,7 @@ def _fuzz(of: Fuzzing, folder: Path) -> None:
     total = options.restored if by_restored else options.requests
     servers: list[FuzzServer] = []
     with Menace(log, args.seed) if args.remote else nullcontext() as menace:
-        _reference(of.setup, of.sessions, log, folder)
+        _reference(of, folder)
         try:
             for name in NAMES if menace else ("fuzzed",):
                 found = sections(of.setup, of.chaos, args)
@@ -428,6 +439,7 @@ def _options(args: argparse.Namespace, chaos: Chaos, setup: Setup, log: FuzzLog)
         dilation=setup.dilation,
         gbps_scale=1.0 if setup.paced is None else _PACED_GBPS / setup.paced.slower,
         ahead=args.lookahead,
+        audited=audits(args, chaos),
     )
 
 

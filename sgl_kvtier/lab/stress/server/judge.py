@@ -14,7 +14,7 @@ Pure; no server, no clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 
 SPARE = 1.5
@@ -47,6 +47,16 @@ class Floor:
     def allowed(self) -> float:
         """Most that a log-prob may differ by."""
         return max(LEAST, SPARE * self.logprob)
+
+    def document(self) -> dict[str, float]:
+        """As in a result."""
+        return {**asdict(self), "allowed": self.allowed}
+
+    def __str__(self) -> str:
+        return (
+            f"log-probs differ by up to {self.logprob:.3g}, and {self.forked} of {self.answers} "
+            f"have other tokens; {self.allowed:.3g} is allowed"
+        )
 
 
 class Verdict(Enum):

@@ -17,6 +17,7 @@ from sgl_kvtier.lab.experiment.restore.cells import LOGPROB_TOLERANCE, differenc
 from sgl_kvtier.lab.outside.client import ABORTED
 from sgl_kvtier.lab.stress.server.chaos import Fate
 from sgl_kvtier.lab.stress.server.judge import WRONG, Answer, Floor, Verdict, judge
+from sgl_kvtier.lab.stress.trouble import Finding
 
 _LEAK = re.compile(
     r"memory leak detected|\bleak(ed|s)?\b|invariant|double free|refcount", re.IGNORECASE
@@ -82,6 +83,8 @@ class FuzzLog(Log):
         "event": str,
         "ends": dict,
         "ahead": dict,
+        "audited": dict,
+        "floor": Floor,
         "finding": str,
         "checked": int,
     }
@@ -96,6 +99,8 @@ class FuzzLog(Log):
         """How restorations ended, by the servers' own counters."""
         self.ahead: Counter[str] = Counter()
         """Counts of servers that looked ahead."""
+        self.audited: Counter[str] = Counter()
+        """Loaded pages that were compared with the store's, by what came of it."""
         self.checked_tokens = 0
         """Tokens whose keys and values a paced device compared."""
         self.floor: Floor | None = None
@@ -113,8 +118,10 @@ class FuzzLog(Log):
             self.events[record] += 1
         elif kind == "checked":
             self.checked_tokens += record
+        elif kind == "floor":
+            self.floor = record
         else:
-            (self.ends if kind == "ends" else self.ahead).update(record)
+            {"ends": self.ends, "ahead": self.ahead, "audited": self.audited}[kind].update(record)
 
     def keep(self, attempt: Attempt) -> None:
         """Adds a request."""
@@ -124,9 +131,9 @@ class FuzzLog(Log):
         """Counts something that was done to the server."""
         self.add("event", event)
 
-    def find(self, text: str) -> None:
+    def find(self, kind: Finding, text: str) -> None:
         """Adds something a server must not do."""
-        self.add("finding", text)
+        self.add("finding", f"{kind.label}: {text}")
 
     def verdict(self, attempt: Attempt) -> tuple[bool, bool] | None:
         """Whether an attempt's tokens, and its log-probs, are those of its reference. Those of an
@@ -176,9 +183,10 @@ def prompt_name(ids: Sequence[int], output_tokens: int) -> str:
 def counts(log: FuzzLog) -> dict[str, Any]:
     """The figures of a fuzz run: what was tried, and what must be 0."""
     verdicts = [(one, log.verdict(one)) for one in log.attempts]
-    compared = [(one, found) for one, found in verdicts if found is not None]
-    unequal = [one for one, found in compared if not found[0]]
-    failures = [found for one in log.attempts if (found := one.failure) is not None]
+    compared = [(one, equal) for one, equal in verdicts if equal is not None]
+    unequal = [one for one, equal in compared if not equal[0]]
+    failures = [why for one in log.attempts if (why := one.failure) is not None]
+    found = Counter(text.partition(":")[0] for text in log.findings)
     return {
         "requests": len(log.attempts),
         "completed": sum(one.complete for one in log.attempts),
@@ -195,14 +203,11 @@ def counts(log: FuzzLog) -> dict[str, Any]:
         "events": dict(sorted(log.events.items())),
         "compared": len(compared),
         "checked_tokens": log.checked_tokens,
+        "audited_pages": dict(sorted(log.audited.items())),
         "hangs": sum(one.hung for one in log.attempts),
-        "leaks": sum(text.startswith("leak") for text in log.findings),
-        "drifts": sum(text.startswith("drift") for text in log.findings),
-        "crashes": sum(text.startswith("crash") for text in log.findings),
-        "mismatches": sum(text.startswith("mismatch") for text in log.findings),
-        "scenes": sum(text.startswith("scene") for text in log.findings),
+        **{name: found[kind.label] for name, kind in _FINDINGS.items()},
         "unequal_tokens": len(unequal),
-        "unequal_logprobs": sum(not found[1] for _, found in compared),
+        "unequal_logprobs": sum(not equal[1] for _, equal in compared),
         "failed": len(failures),
         "error_messages": sorted(set(failures))[:10],
         "unequal": [
@@ -212,29 +217,27 @@ def counts(log: FuzzLog) -> dict[str, Any]:
     }
 
 
-MUST_BE_ZERO = (
-    "hangs",
-    "leaks",
-    "drifts",
-    "crashes",
-    "mismatches",
-    "scenes",
-    "unequal_tokens",
-    "unequal_logprobs",
-    "failed",
-)
+_FINDINGS = {
+    "leaks": Finding.LEAK,
+    "drifts": Finding.DRIFT,
+    "crashes": Finding.CRASH,
+    "mismatches": Finding.MISMATCH,
+    "scenes": Finding.SCENE,
+}
+MUST_BE_ZERO = ("hangs", *_FINDINGS, "unequal_tokens", "unequal_logprobs", "failed")
 
 
-def suspicious(text: str) -> list[str]:
-    """Lines of a server's log that speak of lost memory ("leak: ..."), of an uncaught exception
-    ("crash: ..."), or of a restored page that its proof found wrong ("mismatch: ...").
+def suspicious(text: str) -> list[tuple[Finding, str]]:
+    """Lines of a server's log that speak of lost memory, of an uncaught exception, or of a restored
+    page that its proof found wrong.
     """
     found = []
     for line in _FREEZE.sub("", text).splitlines():
+        said = line.strip()[:300]
         if _REFUTED.search(line):
-            found.append(f"mismatch: {line.strip()[:300]}")
+            found.append((Finding.MISMATCH, said))
         elif _CRASH.search(line):
-            found.append(f"crash: {line.strip()[:300]}")
+            found.append((Finding.CRASH, said))
         elif _LEAK.search(line) and "server_args" not in line.lower():
-            found.append(f"leak: {line.strip()[:300]}")
+            found.append((Finding.LEAK, said))
     return found

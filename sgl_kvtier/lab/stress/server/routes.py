@@ -15,6 +15,7 @@ import aiohttp
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.stress.server.chaos import Chaos
 from sgl_kvtier.lab.stress.server.stage import GBPS, Stage
+from sgl_kvtier.lab.stress.trouble import Finding, chance
 
 _HINT, _STATE, _STORAGE = "/kvtier/hint", "/set_internal_state", "/hicache/storage-backend"
 _SETTINGS = "/kvtier/settings"
@@ -174,7 +175,7 @@ async def hostile_requests(stage: Stage, seconds: float) -> int:
     """All of them at least once, then on until the time is over. A 5xx, no answer, or a closed
     connection is a finding; the settings are at the end as they were. Returns how many were sent.
     """
-    rng = random.Random(stage.options.seed)
+    rng = chance(stage.options.seed, "routes")
     async with stage.client() as client:
         before = await client.policy()
     requests = [*hint_requests(), *state_requests(), *storage_requests()]
@@ -228,7 +229,7 @@ async def _agreed(stage: Stage, method: str, body: dict[str, str]) -> None:
                 if answer.status == 200:
                     return
             await asyncio.sleep(1)
-    stage.log.find(f"scene routes: {method} {_STORAGE} was never agreed to: {text[:150]}")
+    stage.log.find(Finding.SCENE, f"routes: {method} {_STORAGE} was never agreed to: {text[:150]}")
 
 
 async def _send(stage: Stage, session: aiohttp.ClientSession, request: Request) -> None:
@@ -243,6 +244,8 @@ async def _send(stage: Stage, session: aiohttp.ClientSession, request: Request) 
             text = await answer.text()
             stage.log.note(f"{request.path} {answer.status}")
             if answer.status >= 500 and stage.server.alive:
-                stage.log.find(f"scene routes: {what} was answered {answer.status}: {text[:150]}")
+                stage.log.find(
+                    Finding.SCENE, f"routes: {what} was answered {answer.status}: {text[:150]}"
+                )
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-        stage.log.find(f"scene routes: {what} had no answer: {type(error).__name__}")
+        stage.log.find(Finding.SCENE, f"routes: {what} had no answer: {type(error).__name__}")

@@ -23,6 +23,7 @@ from sgl_kvtier.lab.outside.client import Client, Completion
 from sgl_kvtier.lab.stress.server.chaos import Accident, Chaos, Fate
 from sgl_kvtier.lab.stress.server.log import Answer, Attempt, FuzzLog, prompt_name
 from sgl_kvtier.lab.stress.server.server import FuzzServer
+from sgl_kvtier.lab.stress.trouble import Finding
 from sgl_kvtier.lab.workload.encoder import PromptTokens, output_tokens
 from sgl_kvtier.lab.workload.session import Context
 
@@ -55,6 +56,9 @@ _ENDS = (
     "unanswered",
 )
 """How a restoration can end (docs/manual/operate.md)."""
+
+_AUDITED = ("equal", "differs", "not read", "skipped")
+"""What comes of a loaded page that is compared with the store's (`lab.audit`)."""
 
 _DEFECTS = ("planner failed", "mismatch", "unanswered")
 """And how none may."""
@@ -91,6 +95,8 @@ class FuzzOptions:
     """The server looks ahead: sessions are named, pause between their turns, and are spoken of in
     hints.
     """
+    audited: bool = False
+    """The server compares loaded pages with the store's."""
 
 
 def _session_name(place: int) -> str:
@@ -157,7 +163,7 @@ class FuzzRun:
         self._open.set()
         self._quiet = asyncio.Condition()
         self._ended = False
-        self._counted_before: Counter[str] = Counter()
+        self._before: dict[str, Counter[str]] = {}
 
     def end(self) -> None:
         """No more requests; what is under way is still waited for."""
@@ -333,7 +339,7 @@ class FuzzRun:
         try:
             await self._client.flush()
         except BenchError as error:
-            self._log.find(f"leak: the server did not become idle: {error}")
+            self._log.find(Finding.LEAK, f"the server did not become idle: {error}")
             return
         self._log.note("flush")
         await asyncio.sleep(_IDLE_S)
@@ -342,21 +348,32 @@ class FuzzRun:
         """Before a server ends: how its restorations ended. What it does between this and its end
         is not counted.
         """
-        ends, ahead = await self._totals()
-        self._log.add("ends", dict(ends - self._before[0]))
+        if self._options.audited:
+            await asyncio.sleep(_ROLL_S)  # the last comparisons, and the next publishing
+        now = await self._totals()
+        grown = {kind: now[kind] - self._before.get(kind, Counter()) for kind in now}
+        self._log.add("ends", dict(grown["ends"]))
+        if self._options.audited:
+            self._log.add("audited", dict(grown["audited"]))
+        if grown["audited"]["differs"]:
+            text = f"{grown['audited']['differs']} loaded pages differ from the store's"
+            self._log.find(Finding.MISMATCH, text)
         if self._options.ahead:
-            counted = ahead - self._before[1]
-            self._log.add("ahead", {name: counted[name] for name in ahead})
-            if counted["failures"]:
-                self._log.find("crash: looking ahead failed and was given up; see the server's log")
-        defects = [how for how in _DEFECTS if ends[how] > self._before[0][how]]
+            self._log.add("ahead", {name: grown["ahead"][name] for name in now["ahead"]})
+            if grown["ahead"]["failures"]:
+                self._log.find(
+                    Finding.CRASH, "looking ahead failed and was given up; see the server's log"
+                )
+        defects = [how for how in _DEFECTS if grown["ends"][how]]
         if defects:
             self._log.find(
-                f"crash: restorations ended as {', '.join(defects)}; see the server's log"
+                Finding.CRASH, f"restorations ended as {', '.join(defects)}; see the server's log"
             )
 
-    async def _totals(self) -> tuple[Counter[str], Counter[str]]:
-        """The server's counts since it started: ends of restorations, and of lookahead."""
+    async def _totals(self) -> dict[str, Counter[str]]:
+        """The server's counts since it started: ends of restorations, of lookahead, and pages that
+        were compared.
+        """
         metrics = await self._client.metrics()
         first = {"tp_rank": "0", "pp_rank": "0"}
         ends = {
@@ -371,7 +388,11 @@ class FuzzRun:
             ahead[f"{link}_bytes"] = int(
                 metrics.total("kvtier:lookahead_moved_bytes_total", **first, link=link) or 0
             )
-        return Counter(ends), Counter(ahead)
+        audited = {
+            how: int(metrics.total("kvtier:restore_audited_pages_total", result=how) or 0)
+            for how in _AUDITED
+        }
+        return {"ends": Counter(ends), "ahead": Counter(ahead), "audited": Counter(audited)}
 
     async def _count_host(self) -> None:
         """Compares the host memory in use with the memory of the map's pages. It is called once
@@ -391,7 +412,8 @@ class FuzzRun:
             if used == known:
                 return
         self._log.find(
-            f"leak: {used:.0f} tokens of host memory are in use, and the map has {known:.0f}"
+            Finding.LEAK,
+            f"{used:.0f} tokens of host memory are in use, and the map has {known:.0f}",
         )
 
     async def _compare_map(self) -> None:
@@ -405,13 +427,13 @@ class FuzzRun:
         try:
             await self._client.set_state({"kvtier.lookahead.check": 1})
         except BenchError as error:
-            self._log.find(f"leak: the server did not become idle: {error}")
+            self._log.find(Finding.LEAK, f"the server did not become idle: {error}")
             return
         await asyncio.sleep(_ROLL_S)
         drift = ((await self._client.metrics()).total("kvtier:lookahead_drift_total") or 0) - before
         self._log.note("map compared")
         if drift:
-            self._log.find(f"drift: {drift:.0f} pages of the map were elsewhere")
+            self._log.find(Finding.DRIFT, f"{drift:.0f} pages of the map were elsewhere")
 
     async def _hint(self, session: int, said: dict[str, Any]) -> None:
         try:
@@ -424,7 +446,7 @@ class FuzzRun:
         await self._keep_ends()
         self._life += 1
         await asyncio.to_thread(self._server.kill_and_start)
-        self._before = (Counter(), Counter())
+        self._before = {}
         await self._client.reconnect()
         await self._switch(self._mode, 0.25)
 

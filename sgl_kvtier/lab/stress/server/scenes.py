@@ -24,6 +24,7 @@ from sgl_kvtier.lab.stress.server.routes import detach_and_attach, hostile_reque
 from sgl_kvtier.lab.stress.server.run import Asked
 from sgl_kvtier.lab.stress.server.server import FuzzServer
 from sgl_kvtier.lab.stress.server.stage import GBPS, Scene, Stage, StageOptions, check_store
+from sgl_kvtier.lab.stress.trouble import Finding, halted
 
 _CROWD = Chaos(kinds=("abort", "disconnect"), give_up=1.0, longest_s=1.0, start=("auto", GBPS))
 _RESTORING = Chaos(
@@ -75,18 +76,19 @@ async def storm(stage: Stage) -> str:
 
 async def stop(stage: Stage) -> str:
     """SIGSTOP to the scheduler while it computes, reads and writes, then SIGCONT."""
-    halted = 0
+    stops = 0
     async with stage.load():
         for seconds in _STOPS_S:
             await stage.pause()
-            with stage.server.halted() as found:
-                halted += found
+            schedulers = stage.server.schedulers()
+            with halted(schedulers):
+                stops += len(schedulers)
                 await stage.wait(seconds)
         await stage.pause()
-    if not halted:
-        stage.log.find("scene stop: there was no scheduler process to stop")
+    if not stops:
+        stage.log.find(Finding.SCENE, "stop: there was no scheduler process to stop")
     return (
-        f"{halted} stops of {_STOPS_S[0] * stage.options.scale:g} to "
+        f"{stops} stops of {_STOPS_S[0] * stage.options.scale:g} to "
         f"{_STOPS_S[-1] * stage.options.scale:g} s"
     )
 
@@ -143,7 +145,9 @@ async def restarts(stage: Stage) -> str:
                 break
             pages = await _metric(stage, "kvtier:store_pages")
             if not pages:
-                stage.log.find(f"scene restarts: start {number + 1} found no page in its store")
+                stage.log.find(
+                    Finding.SCENE, f"restarts: start {number + 1} found no page in its store"
+                )
         await stage.pause()
     done = Counter(stage.log.events) - before
     return f"{done['kill']} by SIGKILL, {done['terminate']} by SIGTERM"

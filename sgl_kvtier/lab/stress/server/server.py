@@ -5,18 +5,15 @@ same store.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import os
 import secrets
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import setup_of, shape_of
@@ -30,6 +27,7 @@ from sgl_kvtier.lab.paced.launching import LOG, is_paced
 from sgl_kvtier.lab.paced.pace import Reader
 from sgl_kvtier.lab.stress.server.chaos import Chaos, parse_kinds
 from sgl_kvtier.lab.stress.server.log import FuzzLog, suspicious
+from sgl_kvtier.lab.stress.trouble import Finding
 
 SCHEDULER = "sglang::scheduler"
 """How SGLang's scheduler processes call themselves."""
@@ -89,6 +87,11 @@ def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
     )
 
 
+def audits(args: argparse.Namespace, chaos: Chaos) -> bool:
+    """Whether loaded pages are compared with the store's: where no read fails on purpose."""
+    return args.floor and args.scene is None and set(chaos.faults()) == {"seed"}
+
+
 def sections(setup: Setup, chaos: Chaos, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The sections of the fuzzed server's kvtier.json beside the store. Little is enough to be
     restored, and to be loaded at a time.
@@ -110,7 +113,7 @@ def sections(setup: Setup, chaos: Chaos, args: argparse.Namespace) -> dict[str, 
         lab = setup.paced.sections()["lab"]
     if setup.paced is not None:
         faults |= {"stall_ms": faults.get("stall_ms", 0.0) * setup.dilation}
-    return {"policy": policy, "lab": {**lab, "faults": faults}}
+    return {"policy": policy, "lab": {**lab, "faults": faults, "audit": audits(args, chaos)}}
 
 
 class FuzzServer:
@@ -172,7 +175,7 @@ class FuzzServer:
             self._server.raise_if_ended("while it was fuzzed")
         except BenchError as error:
             if not self._is_gone:
-                self._log.find(f"crash: {str(error).splitlines()[0]}")
+                self._log.find(Finding.CRASH, f"{str(error).splitlines()[0]}")
             self._is_gone = True
             return False
         return True
@@ -216,20 +219,10 @@ class FuzzServer:
         """Processes, threads, descriptors and memory of the present one."""
         return Usage(0, 0, 0, 0.0, 0) if self._server is None else self._server.usage()
 
-    @contextlib.contextmanager
-    def halted(self) -> Iterator[int]:
-        """SIGSTOP to its schedulers while the block runs, SIGCONT behind it; yields how many there
-        are.
-        """
+    def schedulers(self) -> list[int]:
+        """Process ids of its schedulers."""
         found = [] if self._server is None else self._server.processes(SCHEDULER)
-        try:
-            for process in found:
-                process.suspend()
-            yield len(found)
-        finally:
-            for process in found:
-                with contextlib.suppress(psutil.Error):
-                    process.resume()
+        return [process.pid for process in found]
 
     def look(self) -> None:
         """Reads what its logs have grown by, and keeps what they must not say."""
@@ -242,15 +235,15 @@ class FuzzServer:
         except OSError:
             return
         self._read += len(new)
-        for text in suspicious(new.decode(errors="replace")):
-            self._log.find(text)
+        for kind, text in suspicious(new.decode(errors="replace")):
+            self._log.find(kind, text)
 
     def _look_at_steps(self) -> None:
         checked = 0
         for row in self._steps.new():
             checked += row.get("checked", 0)
             if "mismatch" in row:
-                self._log.find(f"mismatch: {row['mismatch']}")
+                self._log.find(Finding.MISMATCH, str(row["mismatch"]))
         if checked:
             self._log.add("checked", checked)
 

@@ -23,6 +23,7 @@ from sgl_kvtier.lab.stress.server.clock import OwnClock
 from sgl_kvtier.lab.stress.server.log import FuzzLog
 from sgl_kvtier.lab.stress.server.run import Asked, FuzzOptions, FuzzRun
 from sgl_kvtier.lab.stress.server.server import FuzzServer
+from sgl_kvtier.lab.stress.trouble import Finding
 
 GBPS = 0.1
 """Bandwidth of the store between scenes, in gigabits per second: of the order of what a lab model
@@ -177,20 +178,20 @@ class Stage:
         before, usage = self._before, self.server.usage()
         assert before is not None, "it was opened"
         if not told.restored:
-            self.log.find(f"scene {name}: nothing was restored after it")
+            self.log.find(Finding.SCENE, f"{name}: nothing was restored after it")
         if before.met and not told.met:
-            self.log.find(f"scene {name}: front and loads met nowhere after it")
+            self.log.find(Finding.SCENE, f"{name}: front and loads met nowhere after it")
         if before.restored and not by_itself.restored:
-            self.log.find(f"scene {name}: policy.restore auto restored nothing after it")
+            self.log.find(Finding.SCENE, f"{name}: policy.restore auto restored nothing after it")
         if usage.processes != self._usage.processes:
             self.log.find(
-                f"scene {name}: {usage.processes} processes after it, {self._usage.processes} "
-                "before"
+                Finding.SCENE,
+                f"{name}: {usage.processes} processes after it, {self._usage.processes} before",
             )
         if usage.open_files > self._usage.open_files + _MORE_FILES:
             self.log.find(
-                f"scene {name}: {usage.open_files} open files after it, {self._usage.open_files} "
-                "before"
+                Finding.SCENE,
+                f"{name}: {usage.open_files} open files after it, {self._usage.open_files} before",
             )
 
 
@@ -205,8 +206,8 @@ def check_store(folder: Path, log: FuzzLog) -> dict[str, Any] | None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         log.find(
-            f"scene store: kvtier fsck ended with status {done.returncode}: "
-            f"{done.stderr.strip()[-300:]}"
+            Finding.SCENE,
+            f"store: kvtier fsck ended with status {done.returncode}: {done.stderr.strip()[-300:]}",
         )
     try:
         return dict(json.loads(done.stdout))
