@@ -1,6 +1,6 @@
 """Why a prefix that is in storage or host memory was not restored, or not read: for each reason in
 /metrics its meaning and the setting or flag that helps. docs/manual/restore.md and operate.md have
-the same tables, and a test compares them.
+the same rows where something helps, and a test compares them.
 """
 
 from __future__ import annotations
