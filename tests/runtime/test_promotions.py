@@ -37,7 +37,9 @@ def made() -> tuple[Promotions, list[torch.Tensor], list[Any]]:
     host = SimpleNamespace(size=64 * PAGE, size_per_token=4)
     tree = SimpleNamespace(
         page_size=PAGE,
-        cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=None),
+        cache_controller=SimpleNamespace(
+            mem_pool_host=host, storage_backend=None, write_policy="write_through"
+        ),
         token_to_kv_pool_allocator=SimpleNamespace(size=32 * PAGE),
         dec_host_lock_ref=lambda anchor, pin: None,
         tree_core=SimpleNamespace(is_eagle=False),
@@ -286,6 +288,7 @@ def fetching_with_anchors(
     moves._slots.claim_host_anchors = lambda pages: torch.arange(100, 100 + pages * 2)
     moves._find = lambda path: Found(there * PAGE, 1, 1)  # type: ignore[method-assign]
     moves._facts.brought = lambda keys: None  # type: ignore[method-assign]
+    moves._facts.stored = len  # type: ignore[method-assign, assignment]
     return moves, Path(list(range(4 * PAGE)), LONG, None, None), storage
 
 
@@ -307,6 +310,14 @@ def test_with_anchors_a_path_comes_whole_its_end_first_with_the_anchor(
     assert [(pool, behind, slots.tolist(), record) for pool, behind, slots, record in given] == [
         ("swa", 1, [100, 101, 102, 103], "inserted")
     ]
+
+
+def test_with_anchors_a_path_comes_as_far_as_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves, path, storage = fetching_with_anchors(monkeypatch)
+    moves._slots.claim_host = torch.arange  # type: ignore[method-assign]
+    moves._facts.stored = lambda keys: 3  # type: ignore[method-assign, assignment]
+    moves._fetch(Move(LONG, Tier.STORAGE, Tier.HOST), path, 1.0)
+    assert [keys for keys, _ in storage.begun] == [LONG[2::-1]]
 
 
 def test_with_anchors_a_path_that_does_not_come_whole_is_given_back(

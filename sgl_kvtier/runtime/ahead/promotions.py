@@ -120,7 +120,8 @@ class Promotions:
         host, device = (port.tokens // self._page for port in (context.host, context.device))
         # With write-through what is on the device has its copy in host memory too, which cannot
         # leave: the rest is the room.
-        self._most_unused = min(host // _HOST_SHARE, max(0, host - device) // 2)
+        left = host if context.host.write_back else max(0, host - device) // 2
+        self._most_unused = min(host // _HOST_SHARE, left)
         self._page_bytes = context.page_bytes
         self._fetches: list[_Fetch] = []
         self._copying: _Copying | None = None
@@ -355,10 +356,10 @@ class Promotions:
 
     def _missing(self, move: Move, path: Path, start: int) -> tuple[PageKey, ...]:
         """The pages of a move, behind the first `start` of its path, which the tree has; with
-        anchors all that follow. None where a page between is missing.
+        anchors all of them that are in storage. None where a page between is missing.
         """
         if self._anchors is not None:
-            return path.keys[start:]
+            return path.keys[start : start + self._facts.stored(path.keys[start:])]
         first = path.keys.index(move.keys[0]) if move.keys[0] in path.keys else len(path.keys)
         keys = move.keys[start - first :] if first <= start else ()
         return keys if path.keys[start : start + len(keys)] == keys else ()

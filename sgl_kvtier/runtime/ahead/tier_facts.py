@@ -104,6 +104,14 @@ class TierFacts:
             page is not None and tier in page.tiers and key not in self.left
         )
 
+    def stored(self, keys: Sequence[PageKey]) -> int:
+        """How many of these pages, from the first on, are in storage as far as the map knows."""
+        tiers = {Tier.STORAGE, Tier.REMOTE}
+        for place, page in enumerate(map(self._pages.page, keys)):
+            if page is None or tiers.isdisjoint(page.tiers):
+                return place
+        return len(keys)
+
     def told(self) -> None:
         """The map knows everything that was noted."""
         self.left.clear()
