@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
@@ -262,6 +263,38 @@ def test_a_read_that_nobody_wants_any_more_is_cut_short_and_later_ones_are_not(m
     assert sum(read) < 10
     backend.throttle(0)
     assert backend.batch_get_v1(names[:2], slots([30, 31])) == [True, True]
+
+
+def test_a_flush_ends_a_long_write_before_sglang_ends_the_server(make, monkeypatch):
+    """SGLang's own write-back thread, in a write of five batches of 3 s, and its end of it."""
+    monkeypatch.setattr(cache_controller, "STORAGE_BATCH_SIZE", 4)
+    pool = host_pool()
+    gbps = 4 * 8e-9 * len(page_bytes(pool, 0)) / 3
+    backend = make(pool, throttle={"write_gbps": gbps})
+    controller = object.__new__(cache_controller.HiCacheController)
+    controller.storage_backend, controller.page_size = backend, PAGE
+    controller.storage_config = SimpleNamespace(is_storage_writer=True)
+    controller.backup_queue, controller.ack_backup_queue = Queue(), Queue()
+    controller.storage_stop_event = threading.Event()
+    controller.page_set_func = controller._page_set_zero_copy
+    names = keys(*range(20))
+    where = slots(list(range(20)))
+    operation = SimpleNamespace(
+        hash_value=names, host_indices=where, prefix_keys=None, completed_tokens=0
+    )
+    controller.backup_queue.put(operation)
+    controller.backup_thread = threading.Thread(target=controller.backup_thread_func, daemon=True)
+    controller.backup_thread.start()
+    while not backend._store.stats().pages:
+        time.sleep(0.01)
+    backend_hooks.cut_reads_short(
+        cache_controller.HiCacheController._stop_storage_threads, controller
+    )  # raises where a thread is left
+    stored = operation.completed_tokens // PAGE
+    assert 0 < stored < 20
+    backend.local_store._write_free_at = 0.0
+    assert backend.batch_set_v1(names[-1:], where[-PAGE:]) == [True]
+    assert backend.batch_exists(names) == stored
 
 
 def transfer(backend, names, where, batch=4, stop_after=None):

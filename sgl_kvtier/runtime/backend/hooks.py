@@ -52,7 +52,7 @@ def cut_reads_short(
 ) -> Any:
     """Hook around the end of HiCache's storage threads, at a flush or a detach. SGLang waits 10 s
     for each of them and ends the server after that. So neither a long read of pages that are no
-    longer needed nor another rank may delay one.
+    longer needed, nor a long write to a slow disk, nor another rank may delay one.
     """
     backend = store_of(controller)
     if backend is None:

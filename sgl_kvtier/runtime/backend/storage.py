@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -72,6 +73,10 @@ logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 100_000
 """Writes on their way of which the tenant is remembered."""
+_WRITING_S = 5.0
+"""How long a write goes on that SGLang's end of its storage threads waits for. SGLang waits 10 s
+for a thread, which writes all batches of a node, and ends the server after that.
+"""
 
 
 class KVTierStorage(HiCacheStorage):
@@ -120,6 +125,8 @@ class KVTierStorage(HiCacheStorage):
         self._tenants_lock = threading.Lock()
         self._writing = threading.local()
         self._cut_short = False
+        self._writing_ends = math.inf
+        """In seconds of the monotonic clock: from then on a batch of pages is not stored."""
         self._latents = bool(storage_config.is_mla_model)
         self._replicated: set[str] = set()
         """Pools whose pages are the same on all TP ranks: the first rank writes them, all ranks
@@ -534,15 +541,18 @@ class KVTierStorage(HiCacheStorage):
     @contextmanager
     def reads_cut_short(self) -> Iterator[None]:
         """While this runs, `batch_get_v1` and similar calls end as soon as no read of their pages
-        is in flight: pages not begun are False.
+        is in flight: pages not begun are False. So are, after `_WRITING_S`, batches of pages to be
+        written that have not begun.
         """
         self._cut_short = True
+        self._writing_ends = time.monotonic() + _WRITING_S
         try:
             for job in list(self._reading.values()):
                 job.cancel()
             yield
         finally:
             self._cut_short = False
+            self._writing_ends = math.inf
 
     def close(self) -> None:
         """Ends I/O and releases the folder. Idempotent."""
@@ -629,6 +639,8 @@ class KVTierStorage(HiCacheStorage):
             # The first rank writes them, and this one finds them a moment later.
             self._note_seen([page_key(k) for k in keys], pool)
             return [True] * len(keys)
+        if time.monotonic() > self._writing_ends:
+            return [False] * len(keys)
         started = time.perf_counter()
         tag = pool_of(self._tag(pool), getattr(self._writing, "tenant", NOBODY))
         outcomes = store.put(
