@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -18,14 +17,15 @@ from typing import Any
 
 import pytest
 from store_pages import IDENTITY, content, key, open_at, put, read
+from volumes import GROUP, ME, in_memory, kubelet, loose
 
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.namespace import DIGESTS, DIGESTS_LOCK
 from sgl_kvtier.types import Lookup
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
 
-ME, NEIGHBOUR = 12_345, 12_346
-GROUP = 20_000
+NEIGHBOUR = ME + 1
 PAGES = {key(i): content(i, 5000) for i in range(20)}
 
 
@@ -90,21 +90,6 @@ def serve(path: Path) -> Callable[[], str]:
     return run
 
 
-def kubelet(volume: Path, group: int) -> None:
-    """What kubelet does to a volume with an fsGroup at each start of a pod: group, read and write
-    for it, and the setgid bit on folders.
-    """
-    for path in (volume, *volume.rglob("*")):
-        os.chown(path, -1, group)
-        bits = stat.S_IMODE(path.stat().st_mode)
-        path.chmod(bits | (0o2770 if path.is_dir() else 0o660))
-
-
-def loose(volume: Path) -> list[Path]:
-    """What others may write below a volume."""
-    return [path for path in volume.rglob("*") if path.stat().st_mode & 0o022]
-
-
 def test_an_empty_dir_is_used_by_a_user_and_the_danger_is_said(volume: Path) -> None:
     volume.chmod(0o777)
     assert as_user(ME, [], serve(volume)).startswith("returned 0 found")
@@ -128,7 +113,7 @@ def test_a_volume_with_an_fs_group_is_used_at_every_start_of_a_pod(
 ) -> None:
     volume.chmod(bits)
     for start in range(4):
-        kubelet(volume, GROUP)
+        kubelet(volume)
         said = as_user(ME, [GROUP], serve(volume / path))
         assert said.startswith(f"returned {20 * bool(start)} found"), said
         assert said.count("could be written by other users") == bool(start)
@@ -138,11 +123,8 @@ def test_a_volume_with_an_fs_group_is_used_at_every_start_of_a_pod(
 @pytest.fixture
 def small_volume(volume: Path) -> Iterator[Path]:
     """An emptyDir of 2 MiB in memory."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=777", "tmpfs", str(volume)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small filesystem is not allowed here")
-    yield volume
-    subprocess.run(["umount", "-l", str(volume)], check=True)
+    with in_memory(volume, "2m", "777"):
+        yield volume
 
 
 def pod(path: Path, promised: Path, *, ends_after: int | None) -> Callable[[], str]:
@@ -191,12 +173,12 @@ def test_a_pod_finds_its_pages_again_until_its_volume_is_full(
     for ends_after, kubelets in ((30, True), (30, False), (30, True)):
         before = promised.read_text().count("\n")
         if kubelets:
-            kubelet(small_volume, GROUP)
+            kubelet(small_volume)
         assert as_user(ME, [GROUP], pod(store, promised, ends_after=ends_after)) == ""
         assert found.read_text() == f"{before} {before} {before}"
     said = as_user(ME, [GROUP], pod(store, promised, ends_after=None))
     assert said.startswith("returned full") and said.count("no room for more pages") == 1
-    kubelet(small_volume, GROUP)
+    kubelet(small_volume)
     said = as_user(ME, [GROUP], pod(store, promised, ends_after=None))
     assert said.startswith("returned full") and said.count("could be written by other users") == 1
     hits, right, asked = map(int, found.read_text().split())
@@ -204,24 +186,33 @@ def test_a_pod_finds_its_pages_again_until_its_volume_is_full(
 
 
 def test_the_warning_counts_what_others_could_write(volume: Path) -> None:
-    kubelet(volume, GROUP)
+    kubelet(volume)
     as_user(ME, [GROUP], serve(volume / "kvtier"))
-    kubelet(volume, GROUP)
+    kubelet(volume)
     store = volume / "kvtier" / IDENTITY.directory_name
     count = 1 + len(list(store.rglob("*")))
     assert f"\n{count} folders and files" in as_user(ME, [GROUP], serve(volume / "kvtier"))
     assert "folders and files" not in as_user(ME, [GROUP], serve(volume / "kvtier"))
 
 
+@pytest.mark.parametrize("name", [DIGESTS, DIGESTS_LOCK])
+def test_what_servers_keep_beside_the_pages_is_made_private_too(volume: Path, name: str) -> None:
+    kubelet(volume)
+    assert as_user(ME, [GROUP], lambda: (volume / name).write_text("{}")) == "returned 2"
+    kubelet(volume)
+    said = as_user(ME, [GROUP], serve(volume))
+    assert "\n1 folders and files" in said and not loose(volume)
+
+
 def test_a_folder_below_a_volume_is_said_nothing_about(volume: Path) -> None:
-    kubelet(volume, GROUP)
+    kubelet(volume)
     assert as_user(ME, [GROUP], serve(volume / "kvtier")) == "returned 0 found"
     assert stat.S_IMODE((volume / "kvtier").stat().st_mode) & 0o077 == 0
 
 
 @pytest.mark.parametrize("groups", [[], [GROUP]], ids=["other group", "same group"])
 def test_pages_of_another_user_are_refused_and_stay(volume: Path, groups: list[int]) -> None:
-    kubelet(volume, GROUP)
+    kubelet(volume)
     volume.chmod(0o2777)
     as_user(ME, [GROUP], serve(volume))
     said = as_user(NEIGHBOUR, groups, serve(volume))
@@ -233,9 +224,9 @@ def test_what_a_member_of_the_group_plants_is_not_used(volume: Path) -> None:
     """A neighbour with the same fsGroup can write between two starts: a file of theirs is known by
     its owner.
     """
-    kubelet(volume, GROUP)
+    kubelet(volume)
     as_user(ME, [GROUP], serve(volume / "kvtier"))
-    kubelet(volume, GROUP)
+    kubelet(volume)
     (segment,) = volume.rglob("seg-*")
 
     def plant() -> str:

@@ -30,11 +30,12 @@ from typing import Final, NamedTuple
 from sgl_kvtier.outside import is_whole, parse_json
 from sgl_kvtier.sizes import format_bytes
 from sgl_kvtier.store.disk.env import Env, read_file, write_file
+from sgl_kvtier.store.disk.namespace import DIGESTS, DIGESTS_LOCK
 
 logger = logging.getLogger(__name__)
 
-KEPT: Final = "files.json"
-LOCK: Final = "files.lock"
+KEPT: Final = DIGESTS
+LOCK: Final = DIGESTS_LOCK
 _SCHEMA = 1
 _MOST_FILES = 4096
 _MOST_BYTES = 8 << 20

@@ -50,6 +50,10 @@ PROFILE = "restore-profile.json"
 """The learned costs and bandwidths of a server. The store only reserves the name."""
 PROOF = "proof.json"
 """What servers have shown of their restorations. The store only reserves the name."""
+DIGESTS, DIGESTS_LOCK = "files.json", "files.lock"
+"""In the root: digests of the files of models. The store only reserves the names, and makes them
+private.
+"""
 ABOUT = "sgl_kvtier page store"
 PATIENT = 50
 """Tries before a lock counts as another process's: `is_open` holds it for a moment."""
@@ -186,6 +190,9 @@ def _make_private(env: Env, root: str) -> int:
             for name in names:
                 with contextlib.suppress(OSError):
                     loose += _make_file_private(env, os.path.join(folder, name))
+    for name in (DIGESTS, DIGESTS_LOCK):
+        with contextlib.suppress(OSError):
+            loose += _make_file_private(env, os.path.join(root, name))
     return loose
 
 
