@@ -15,12 +15,13 @@ import pytest
 
 from sgl_kvtier.lab.experiment.arms import OURS, Setup
 from sgl_kvtier.lab.outside.lab_model import write_model
+from sgl_kvtier.lab.stress.server.chaos import Chaos
 from sgl_kvtier.lab.stress.server.clock import OwnClock
 from sgl_kvtier.lab.stress.server.log import MUST_BE_ZERO, FuzzLog, counts, prompt_name
-from sgl_kvtier.lab.stress.server.run import Asked, take_references
+from sgl_kvtier.lab.stress.server.run import Asked, FuzzOptions, take_references
 from sgl_kvtier.lab.stress.server.scenes import SCENES
 from sgl_kvtier.lab.stress.server.server import FuzzServer
-from sgl_kvtier.lab.stress.server.stage import GBPS, Stage, StageOptions, check_store
+from sgl_kvtier.lab.stress.server.stage import GBPS, Stage, check_store
 from sgl_kvtier.launch import detect_device, missing_packages
 
 pytestmark = [
@@ -70,7 +71,8 @@ def started(
     log, asked = FuzzLog(), sessions()
     sections = {"policy": ahead, "lab": {"throttle": {"read_gbps": GBPS}}}
     server = FuzzServer(OURS, setup, folder, log, sections, clock.env if clock else None, signals)
-    stage = Stage(StageOptions(scale=0.05, concurrency=6, ahead=True), server, asked, log, clock)
+    options = FuzzOptions("scenes", Chaos(), concurrency=6, ahead=True)
+    stage = Stage(options, 0.05, server, asked, log, clock)
 
     async def begin() -> None:
         async with stage.client() as client:

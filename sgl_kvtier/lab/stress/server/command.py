@@ -41,7 +41,6 @@ from sgl_kvtier.lab.stress.server.remote import NAMES, Menace, fuzz_two, halves
 from sgl_kvtier.lab.stress.server.run import Asked, FuzzOptions, FuzzRun, calls_of, take_references
 from sgl_kvtier.lab.stress.server.scenes import SCENES, parse_scenes, play, scenes_table
 from sgl_kvtier.lab.stress.server.server import (
-    AHEAD,
     CHUNK,
     PACED_CHUNK,
     FuzzServer,
@@ -50,7 +49,6 @@ from sgl_kvtier.lab.stress.server.server import (
     make_setup,
     sections,
 )
-from sgl_kvtier.lab.stress.server.stage import StageOptions
 from sgl_kvtier.lab.stress.trouble import counted
 
 SCHEMA = "kvtier.restore-fuzz/1"
@@ -271,11 +269,8 @@ class Fuzzing:
             _fuzz(self, folder)
             return
         _reference(self, folder)
-        options = StageOptions(
-            args.scale, args.concurrency, args.deadline, args.lookahead, args.seed
-        )
-        ahead = AHEAD if args.lookahead else {}
-        play(self.scenes, options, self.setup, ahead, self.sessions, log, folder, self.played)
+        options = _options(args, self.chaos, self.setup, log)
+        play(self.scenes, options, args.scale, self.setup, self.sessions, log, folder, self.played)
 
     def results(self) -> dict[str, Any]:
         """The trials and findings, schema kvtier.restore-fuzz/1."""

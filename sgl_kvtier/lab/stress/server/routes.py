@@ -175,7 +175,7 @@ async def hostile_requests(stage: Stage, seconds: float) -> int:
     """All of them at least once, then on until the time is over. A 5xx, no answer, or a closed
     connection is a finding; the settings are at the end as they were. Returns how many were sent.
     """
-    rng = chance(stage.options.seed, "routes")
+    rng = chance(stage.options.chaos.seed, "routes")
     async with stage.client() as client:
         before = await client.policy()
     requests = [*hint_requests(), *state_requests(), *storage_requests()]

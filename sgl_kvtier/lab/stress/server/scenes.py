@@ -21,9 +21,9 @@ from sgl_kvtier.lab.stress.server.chaos import Chaos
 from sgl_kvtier.lab.stress.server.clock import OwnClock
 from sgl_kvtier.lab.stress.server.log import FuzzLog
 from sgl_kvtier.lab.stress.server.routes import detach_and_attach, hostile_requests
-from sgl_kvtier.lab.stress.server.run import Asked
-from sgl_kvtier.lab.stress.server.server import FuzzServer
-from sgl_kvtier.lab.stress.server.stage import GBPS, Scene, Stage, StageOptions, check_store
+from sgl_kvtier.lab.stress.server.run import Asked, FuzzOptions
+from sgl_kvtier.lab.stress.server.server import AHEAD, FuzzServer
+from sgl_kvtier.lab.stress.server.stage import GBPS, Scene, Stage, check_store
 from sgl_kvtier.lab.stress.trouble import Finding, halted
 
 _CROWD = Chaos(kinds=("abort", "disconnect"), give_up=1.0, longest_s=1.0, start=("auto", GBPS))
@@ -71,7 +71,7 @@ async def storm(stage: Stage) -> str:
         given_up += sum(
             one.fate != "answered" and not one.complete for one in stage.log.attempts[begun:]
         )
-    return f"{given_up} given up in {90 * stage.options.scale:g} s"
+    return f"{given_up} given up in {90 * stage.scale:g} s"
 
 
 async def stop(stage: Stage) -> str:
@@ -87,10 +87,7 @@ async def stop(stage: Stage) -> str:
         await stage.pause()
     if not stops:
         stage.log.find(Finding.SCENE, "stop: there was no scheduler process to stop")
-    return (
-        f"{stops} stops of {_STOPS_S[0] * stage.options.scale:g} to "
-        f"{_STOPS_S[-1] * stage.options.scale:g} s"
-    )
+    return f"{stops} stops of {_STOPS_S[0] * stage.scale:g} to {_STOPS_S[-1] * stage.scale:g} s"
 
 
 async def slow_disk(stage: Stage) -> str:
@@ -104,7 +101,7 @@ async def slow_disk(stage: Stage) -> str:
             await stage.wait(10)
             await client.set_state({"kvtier.throttle.read_gbps": GBPS})
         await stage.pause()
-    return f"3 times {10 * stage.options.scale:g} s at {GBPS / 100:g} Gbit/s"
+    return f"3 times {10 * stage.scale:g} s at {GBPS / 100:g} Gbit/s"
 
 
 async def clock(stage: Stage) -> str:
@@ -129,14 +126,14 @@ async def full_host(stage: Stage) -> str:
             Chaos(kinds=("abort", "disconnect", "hint", "flush"), start=(mode, GBPS)), _MANY_CLIENTS
         ):
             await stage.wait(30)
-    return f"{_MANY_CLIENTS} clients for 2 times {30 * stage.options.scale:g} s"
+    return f"{_MANY_CLIENTS} clients for 2 times {30 * stage.scale:g} s"
 
 
 async def restarts(stage: Stage) -> str:
     """The server is ended under load, by SIGTERM and SIGKILL in turns, and started again on its
     store.
     """
-    count, before = max(2, round(_RESTARTS * stage.options.scale)), Counter(stage.log.events)
+    count, before = max(2, round(_RESTARTS * stage.scale)), Counter(stage.log.events)
     async with stage.load() as run:
         for number in range(count):
             await stage.pause()
@@ -158,7 +155,7 @@ async def routes(stage: Stage) -> str:
     reach it. Then the store is detached and attached again.
     """
     async with stage.load():
-        sent = await hostile_requests(stage, 30 * stage.options.scale)
+        sent = await hostile_requests(stage, 30 * stage.scale)
     await detach_and_attach(stage)
     return f"{sent} requests"
 
@@ -209,9 +206,9 @@ def parse_scenes(text: str) -> tuple[str, ...]:
 
 def play(
     names: Sequence[str],
-    options: StageOptions,
+    options: FuzzOptions,
+    scale: float,
     setup: Setup,
-    ahead: Mapping[str, Any],
     sessions: Sequence[Sequence[Asked]],
     log: FuzzLog,
     folder: Path,
@@ -225,7 +222,7 @@ def play(
             place = folder / f"played-{len(played)}"
             shutil.rmtree(place / "storage", ignore_errors=True)
             asyncio.run(
-                _play_group(list(group), options, setup, ahead, sessions, log, place, played, shown)
+                _play_group(list(group), options, scale, setup, sessions, log, place, played, shown)
             )
             checked = check_store(place / "storage", log)
             for one in played[-1:]:
@@ -234,9 +231,9 @@ def play(
 
 async def _play_group(
     names: Sequence[str],
-    options: StageOptions,
+    options: FuzzOptions,
+    scale: float,
     setup: Setup,
-    ahead: Mapping[str, Any],
     sessions: Sequence[Sequence[Asked]],
     log: FuzzLog,
     place: Path,
@@ -246,12 +243,13 @@ async def _play_group(
     first = SCENES[names[0]]
     own = OwnClock(place) if first.own_clock else None
     setup = setup if first.host_ratio is None else replace(setup, host_ratio=first.host_ratio)
-    sections = {"policy": dict(ahead), "lab": {"throttle": {"read_gbps": GBPS}}}
+    policy: dict[str, Any] = AHEAD if options.ahead else {}
+    sections = {"policy": policy, "lab": {"throttle": {"read_gbps": GBPS}}}
     server = FuzzServer(OURS, setup, place, log, sections, own.env if own else None, first.signals)
     try:
         shown.describe(f"{names[0]}: the server starts")
         server.start()
-        stage = Stage(options, server, sessions, log, own)
+        stage = Stage(options, scale, server, sessions, log, own)
         await stage.open()
         for name in names:
             shown.describe(f"{name}, {len(log.findings)} findings")

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,6 @@ Scene = Callable[["Stage"], Awaitable[str]]
 
 
 @dataclass(frozen=True)
-class StageOptions:
-    """`scale` is the share of each scene's full amount; the rest as in FuzzOptions."""
-
-    scale: float = 1.0
-    concurrency: int = 8
-    deadline_s: float = 60.0
-    ahead: bool = False
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class Answered:
     """The outcome of a round of questions. It counts those that had part of their prompt restored,
     and those whose front and loads met.
@@ -62,19 +51,21 @@ class Answered:
 
 
 class Stage:
-    """One server, up, and all that is done to it. `clock` is its time of day, where it has one of
-    its own.
+    """One server, up, and all that is done to it. `scale` is the share of each scene's full amount;
+    `clock` its time of day, where it has one of its own.
     """
 
     def __init__(
         self,
-        options: StageOptions,
+        options: FuzzOptions,
+        scale: float,
         server: FuzzServer,
         sessions: Sequence[Sequence[Asked]],
         log: FuzzLog,
         clock: OwnClock | None = None,
     ) -> None:
         self.options = options
+        self.scale = scale
         self.server = server
         self.clock = clock
         self.log = log
@@ -150,11 +141,11 @@ class Stage:
 
     async def wait(self, seconds: float) -> None:
         """Waits that many seconds of a full scene."""
-        await asyncio.sleep(seconds * self.options.scale)
+        await asyncio.sleep(seconds * self.scale)
 
     async def pause(self) -> None:
         """Gives some requests time, between two acts of a scene."""
-        await asyncio.sleep(max(1.0, _PAUSE_S * self.options.scale))
+        await asyncio.sleep(max(1.0, _PAUSE_S * self.scale))
 
     def _run(
         self,
@@ -164,12 +155,12 @@ class Stage:
         requests: int | None = None,
         ahead: bool | None = None,
     ) -> FuzzRun:
-        options = FuzzOptions(
-            run=f"{self.options.seed}-scene-{next(self._runs)}-{len(self.log.attempts)}",
+        options = replace(
+            self.options,
+            run=f"{self.options.chaos.seed}-scene-{next(self._runs)}-{len(self.log.attempts)}",
             chaos=chaos,
             concurrency=concurrency,
             requests=requests,
-            deadline_s=self.options.deadline_s,
             ahead=self.options.ahead if ahead is None else ahead,
         )
         return FuzzRun(options, self.server, sessions, self.log)
