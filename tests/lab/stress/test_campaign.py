@@ -20,7 +20,7 @@ import pytest
 from sgl_kvtier import cli
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import StoreError
-from sgl_kvtier.lab.stress.store import command, owner
+from sgl_kvtier.lab.stress.store import campaign, command, owner
 from sgl_kvtier.lab.stress.store.campaign import Campaign, Plan
 from sgl_kvtier.lab.stress.store.owner import Board, Life, Owner, OwnersEnv, open_owner
 from sgl_kvtier.lab.stress.store.shared_oracle import (
@@ -499,6 +499,24 @@ class _Third:
         found = list(self._job.outcomes)
         found[::3] = [ReadOutcome.MISS] * len(found[::3])
         return found
+
+
+def test_pages_are_found_again_behind_a_log_that_ends_in_the_middle_of_a_frame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "_CUT", 1.0)
+    alone = Campaign(str(tmp_path), 5, campaign.alone(6))
+    alone.run()
+    found = alone.result()
+    assert found["cut_log"] == found["kill"] >= 6 and alone.faults == 0
+    assert found["found"] == found["looked_for"]
+
+
+def test_a_process_kills_itself_within_the_call_that_is_named(tmp_path: Path) -> None:
+    alone = Campaign(str(tmp_path), 5, campaign.alone(1))
+    steps: list[int] = []
+    assert alone.kill_at(("pwritev", "within"), 2, steps.append) == 2 == sum(steps)
+    assert alone.faults == 0 and alone.result()["kill"] == 2
 
 
 def test_a_campaign_against_a_forgetful_store_fails_and_prints_histories(
