@@ -269,36 +269,20 @@ def _check_tiers(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def _storage_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
-    """Bytes written to storage and read from it: the server's token counters times its own bytes
-    per token. Bytes that restorations read are beside them.
+    """Bytes written to storage and read from it: kvtier's own counts, or else SGLang's counts of
+    tokens times its own bytes per token. SGLang also counts tokens that storage had already.
     """
-    restored = round(
-        _total(
-            rounds,
-            "kvtier:restore_loaded_bytes_total",
-            tp_rank="0",
-            pp_rank="0",
-            link="storage-device",
-        )
-        or 0
-    )
+    own = {name: _total(rounds, f"kvtier:{name}_bytes_total") for name in ("read", "written")}
+    if own["written"] is not None:
+        return {name: round(nbytes or 0) for name, nbytes in own.items()}
     read = _total(rounds, "sglang:prefetched_tokens_total")
-    if read is not None:  # SGLang's own reads alone
-        restored_tokens = (
-            _total(rounds, "kvtier:restore_loaded_tokens_total", tier=tier)
-            for tier in ("storage", "remote")
-        )
-        read = max(0.0, read - sum(filter(None, restored_tokens)))
     written = _total(rounds, "sglang:backuped_tokens_total")
     if read is None and written is None:
-        return {"read": restored, "written": 0}
+        return {"read": 0, "written": 0}
     per_token = _bytes_per_token(rounds)
     if per_token is None:
         return {"read": None, "written": None}
-    return {
-        "read": round((read or 0) * per_token) + restored,
-        "written": round((written or 0) * per_token),
-    }
+    return {"read": round((read or 0) * per_token), "written": round((written or 0) * per_token)}
 
 
 def _bytes_per_token(rounds: Sequence[Round]) -> float | None:

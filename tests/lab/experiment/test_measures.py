@@ -68,15 +68,20 @@ def test_an_arm_without_storage_moved_no_bytes_and_one_that_cannot_tell_says_so(
 RANKS = 'tp_rank="0",pp_rank="0",dp_rank="0"'
 
 
-def test_bytes_of_restorations_are_counted_once_although_sglang_counts_their_tokens_too() -> None:
-    after = (
+def test_bytes_are_those_that_the_store_moved_where_it_says_so_and_else_all_that_were_offered() -> (
+    None
+):
+    sglang = (
         "sglang:prefetched_tokens_total 100\nsglang:backuped_tokens_total 50\n"
         "sglang:hicache_backup_tokens_total 10\nsglang:hicache_backup_bytes_total 20\n"
-        f'kvtier:restore_loaded_tokens_total{{{RANKS},tier="storage"}} 60\n'
-        f'kvtier:restore_loaded_bytes_total{{{RANKS},link="storage-device"}} 150\n'
     )
-    moved = figures("kvtier", [make_round("kvtier", 1, [0.1], after=after)])["bytes"]
-    assert moved == {"read": 40 * 2 + 150, "written": 50 * 2}
+    ours = f"kvtier:read_bytes_total{{{RANKS}}} 230\nkvtier:written_bytes_total{{{RANKS}}} 30\n"
+    for after, moved in (
+        (sglang, {"read": 100 * 2, "written": 50 * 2}),
+        (sglang + ours, {"read": 230, "written": 30}),
+    ):
+        made = make_round("kvtier", 1, [0.1], after=after)
+        assert figures("kvtier", [made])["bytes"] == moved
 
 
 def test_a_server_without_restorations_has_no_figures_of_them() -> None:
