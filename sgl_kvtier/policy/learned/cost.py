@@ -28,7 +28,7 @@ at ratios from 1/4 to 4, 19 ms in the median of two models (docs/results/data/re
 """
 ACCELERATOR_S: Final = 0.007
 """At the pace of an H100 those of 8k tokens, the shortest there, ended 4 to 11 ms above it at the
-same ratios, 7 ms in the median (docs/results/data/paced-restore.json). No card has measured it.
+same ratios, 7 ms in the median (docs/results/data/restore.json). No GPU has measured it.
 """
 
 _MOST_OVERHEAD_S: Final = 0.1
