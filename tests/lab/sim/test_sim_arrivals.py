@@ -83,3 +83,12 @@ def test_long_waits_and_outputs_are_cut() -> None:
     first, second = from_sessions([session], PAGE, Pace(most_gap_s=10.0, most_output_tokens=32))
     assert first.output_tokens == 32
     assert second.arrival_s == 10.0
+
+
+def test_a_pause_takes_the_place_of_recorded_ones_and_differs_by_a_fifth_at_most() -> None:
+    calls = [Call(None, 5, gap_s=900.0) for _ in range(8)]
+    session = Session("a", "t", (Append(_text("a", 20)), *calls))
+    first, *others = from_sessions([session], PAGE, Pace(gap_s=20.0))
+    waits = {one.arrival_s for one in others}
+    assert first.arrival_s == 0.0
+    assert len(waits) > 1 and 16.0 <= min(waits) <= max(waits) <= 24.0
