@@ -272,9 +272,6 @@ class Anchors:
 
     name, pages, page_slots = "swa", 2, 2
 
-    def before(self, pages: int, at_root: bool) -> int:
-        return self.pages if pages >= self.pages else pages * at_root
-
 
 LONG = tuple(PageKey(bytes([n]) * 32) for n in range(4))
 

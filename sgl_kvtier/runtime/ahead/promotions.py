@@ -10,8 +10,8 @@ storage to host memory.
                    bring the pages of waiting requests from storage.
 
 A model with anchors (windows, states) goes on behind an anchor only. There a move brings the whole
-path as far as a request could begin behind it: from storage all that is missing, with the anchor at
-its end, or nothing.
+path as far as a request could begin behind it: from storage all of it that is stored, with the
+anchor at its end, or nothing.
 
 A move that cannot be carried out is reported as dropped in the target tier. Runs on the scheduler's
 thread; reads end on the store's. Several ranks begin the same moves in the same steps. The end of a
@@ -295,9 +295,8 @@ class Promotions:
         if not keys or not self._host.takes_behind(anchor):
             self._fail(move.keys, move.target, "gap")
             return
-        self._facts.failed(
-            tuple(key for key in move.keys if key not in frozenset(keys)), move.target
-        )
+        coming = frozenset(keys)
+        self._facts.failed(tuple(key for key in move.keys if key not in coming), move.target)
         pin = self._host.pin(anchor)
         left = (
             self._most_unused - self._facts.unused - sum(len(fetch.keys) for fetch in self._fetches)
@@ -371,7 +370,9 @@ class Promotions:
         """
         own = None
         if self._anchors is not None:
-            count = self._anchors.before(pages, start == 0)
+            count = self._anchors.pages
+            if pages < count:  # a prefix that is shorter than a window is its own
+                count = pages if start == 0 else 0
             own = self._slots.claim_host_anchors(count) if count else None
             if own is None:
                 return None, None

@@ -53,12 +53,6 @@ class Anchors(Protocol):
     def claim_host(self, slots: int) -> torch.Tensor | None:
         """Host slots, evicting the least recently used; None when there is no room."""
 
-    def before(self, pages: int, at_root: bool) -> int:
-        """How many of so many pages of a path come with their anchor when they are read from
-        storage, the last ones; 0 where the anchor would begin before them. `at_root`: the path
-        begins with them.
-        """
-
     def free_host(self, slots: torch.Tensor) -> None:
         """Gives host slots back that no I/O touches."""
 

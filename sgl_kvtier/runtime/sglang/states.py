@@ -63,11 +63,6 @@ class States:
         claimable = self._claimable()
         return claimable - slots >= (self._size - claimable) // 2 + _A_REQUEST
 
-    def before(self, pages: int, at_root: bool) -> int:
-        """The last page's."""
-        del pages, at_root
-        return 1
-
     def _evict(self, slots: int) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 

@@ -56,10 +56,6 @@ class Windows:
         del slots
         return True
 
-    def before(self, pages: int, at_root: bool) -> int:
-        """A window, or all of a prefix that is shorter than one."""
-        return self.pages if pages >= self.pages else pages * at_root
-
     def free(self, slots: torch.Tensor) -> None:
         """Gives device slots back."""
         self._slots.free(slots)

@@ -90,7 +90,7 @@ class PrivateSlots:
             return None
         self.anchor_slots += slots
         try:
-            host = self._anchors.claim_host(slots)
+            host = self.claim_host_anchors(pages)
         except Exception:
             self.put_back_anchors(device)
             raise
