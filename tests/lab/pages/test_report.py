@@ -177,6 +177,7 @@ def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result()
         ("returning, SSD of 12 GB/s", "emulated-h100-returning-ssd-12"),
         ("returning, DeepSeek V3, stall_worth", "emulated-h100-returning-mla-worth"),
         ("returning, device memory of an H100, stall_worth", "emulated-h100-returning-393k-worth"),
+        ("ablation, returning", "emulated-h100-ablation-returning"),
         ("returning, SSD of 3 GB/s", "emulated-h100-returning-ssd-3"),
         ("returning, other rates", "emulated-h100-returning-rates"),
         ("returning, other backends", "emulated-h100-other-backends"),
