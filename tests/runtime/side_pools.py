@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from pools import PAGE, latent_host_pool, latent_pool
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from sgl_kvtier.lab.gpu.pools import pools, random_bytes
@@ -26,6 +28,8 @@ class Beside(NamedTuple):
     controller: Any
     page: int
     buffers: dict[str, list[torch.Tensor]]
+    anchor_page: int = 0
+    """Slots of a window page or a state; 0: there are none."""
 
     def host(self, name: str) -> Any:
         """The host pool of this name."""
@@ -123,7 +127,39 @@ def with_windows(
     )
     buffers = {"keys": kv.k_buffer, "values": kv.v_buffer}
     buffers |= {"window keys": window.k_buffer, "window values": window.v_buffer}
-    return Beside(found, PAGE, buffers)
+    return Beside(found, PAGE, buffers, PAGE)
+
+
+def with_states(
+    layout: str = "page_first_direct", device: str = "cpu", io: str = "direct"
+) -> Beside:
+    """Keys and values of 4 layers, and 3 layers between them that keep states, of a recurrence and
+    of a convolution.
+    """
+    if device == "cpu":
+        hicache.install()
+    kv, kv_host = pools(device, layout, page=PAGE, heads=2, dim=64)
+    states = MambaStateBufferInfo(
+        temporal=torch.zeros(3, 16, 2, 8, 16, device=device),
+        conv=(torch.zeros(3, 16, 24, 4, dtype=torch.bfloat16, device=device),),
+    )
+    host = MambaPoolHost(states, 2.0, 0, device_capacity=16, layout=layout)
+    for buffer in host.kv_buffer:
+        random_bytes(buffer)
+    full, linear = ({2 * layer + odd: layer for layer in range(4)}.get for odd in (0, 1))
+    found = controller_of(
+        PoolEntry(PoolName.KV, kv_host, kv, full, is_primary_index_anchor=True),
+        PoolEntry(PoolName.MAMBA, host, None, linear),
+        layers=7,
+        device=device,
+        io=io,
+    )
+    buffers = {"keys": kv.k_buffer, "values": kv.v_buffer}
+    buffers |= {
+        "recurrent states": list(states.temporal),
+        "convolution states": list(states.conv[0]),
+    }
+    return Beside(found, PAGE, buffers, 1)
 
 
 def with_packed_draft() -> Beside:

@@ -21,7 +21,7 @@ from side_pools import (
     with_windows,
 )
 
-from sgl_kvtier.runtime.backend.loaded_pools import loaded_pools, window_pools
+from sgl_kvtier.runtime.backend.loaded_pools import anchor_pools, loaded_pools
 from sgl_kvtier.runtime.proof import pages
 from sgl_kvtier.runtime.proof.pages import ReadBack
 from sgl_kvtier.runtime.proof.start import Rows
@@ -160,11 +160,11 @@ def test_one_bit_in_a_window_is_found_in_the_page_that_it_came_with(
 
 def test_windows_that_sglang_does_not_describe_are_not_taken_for_compared() -> None:
     beside = with_windows()
-    assert len(window_pools(beside.controller, PAGE)) == 1
+    assert len(anchor_pools(beside.controller, PAGE)) == 1
     beside.controller._l2_load_transfers = lambda *_: []
     with pytest.raises(ValueError, match="describes no load"):
-        window_pools(beside.controller, PAGE)
-    assert window_pools(with_draft().controller, PAGE) == []
+        anchor_pools(beside.controller, PAGE)
+    assert anchor_pools(with_draft().controller, PAGE) == []
 
 
 def test_a_window_in_the_slots_of_another_is_found() -> None:

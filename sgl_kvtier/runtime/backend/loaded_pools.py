@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from sgl_kvtier.runtime.backend.host_pages import PAGE_AXES, buffer_of, device_buffers
-from sgl_kvtier.runtime.sglang import slot_pools, windows
+from sgl_kvtier.runtime.sglang import slot_pools, states, windows
 from sgl_kvtier.store.base import KV
+
+_ROWS_OF_LAYERS = ("layer", "token", "head")
+"""Of pages that are one row in each layer, which lie one after the other in every layout."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +22,7 @@ class Half:
     """K, V, the latents or the index keys of a pool."""
 
     name: str
-    """In words: `keys`, `draft values`, `window keys`, `index keys`."""
+    """In words: `keys`, `draft values`, `window keys`, `index keys`, `recurrent states`."""
     layers: list[torch.Tensor]
     """By layer of the host pool the device's buffer: [slot, ...], or [page, ...] where a page is
     one row. Layers of a draft that lie in the same host pages come last.
@@ -50,8 +53,12 @@ def loaded_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
     return _described(controller, slot_pools.transfers(controller, some, some), page_tokens)
 
 
-def window_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
-    """The same of windows, which have slots of their own; none of a model without."""
+def anchor_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
+    """The same of windows or states, which have slots of their own; none of a model without. A slot
+    of a state is a page of these pools, each of which is one of its tensors.
+    """
+    if slot_pools.has_states(controller):
+        return _states(controller.mem_pool_host.entry_map[states.POOL].host_pool)
     if not slot_pools.has_windows(controller):
         return []
     some = torch.zeros(page_tokens, dtype=torch.int64)
@@ -80,6 +87,54 @@ def _described(controller: Any, transfers: list[Any], page_tokens: int) -> list[
     return list(found.values())
 
 
+class _StateTensor:
+    """One tensor of SGLang's host pool of states, as a host pool whose pages are slots."""
+
+    page_size, layout = 1, "page_first_direct"
+
+    def __init__(self, tensor: torch.Tensor, layers: int) -> None:
+        """`tensor`: [slot, layer, ...]; one of a single layer may lack that axis."""
+        slots = len(tensor)
+        self.kv_buffer = tensor.view(slots, -1).view(torch.uint8).view(slots, layers, 1, -1)
+
+    def get_page_buffer_meta(self, slots: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Addresses and sizes of these slots."""
+        nbytes, first = self.kv_buffer[0].nbytes, self.kv_buffer.data_ptr()
+        return [first + slot * nbytes for slot in slots.tolist()], [nbytes] * len(slots)
+
+
+def _states(host: Any) -> list[LoadedPool]:
+    """Recurrent states, inputs of convolutions, and what SGLang keeps beside them. Raises
+    ValueError.
+    """
+    try:
+        tensors = [
+            ("recurrent states", host.temporal_buffer, host.temporal_device_layers),
+            *(
+                ("convolution states", tensor, layers)
+                for tensor, layers in zip(host.conv_buffer, host.conv_device_layers, strict=True)
+            ),
+            *(
+                ("states beside", tensor, [layer])
+                for tensor, layer in zip(
+                    host.slot_state_buffers, host.slot_state_device_tensors, strict=True
+                )
+            ),
+        ]
+    except AttributeError as error:
+        raise ValueError(f"states of another release ({error})") from error
+    found = [
+        LoadedPool(
+            _StateTensor(tensor, len(layers)), None, [Half(name, list(layers))], 1, _ROWS_OF_LAYERS
+        )
+        for name, tensor, layers in tensors
+        if tensor.numel()
+    ]
+    for pool in found:
+        _check(pool)
+    return found
+
+
 def keys_and_values(host: Any, k: list[torch.Tensor], v: list[torch.Tensor]) -> LoadedPool:
     """A host pool of K and V with these buffers of the device by layer."""
     halves = [Half("keys", k), Half("values", v)]
@@ -97,8 +152,8 @@ def _pool(name: str, host: Any, device: Any, page_tokens: int) -> LoadedPool:
         raise ValueError(f"{len(buffers)} buffers of a page in {type(host).__name__}")
     of = "draft " if name.startswith("draft") else "window " if name == windows.POOL else ""
     halves = [Half(of + kind, list(layers)) for kind, layers in zip(kinds, buffers, strict=True)]
-    if _has_index_keys(host):  # a page is one row, of layers one after the other in each layout
-        return LoadedPool(host, device, halves, 1, ("layer", "token", "head"))
+    if _has_index_keys(host):
+        return LoadedPool(host, device, halves, 1, _ROWS_OF_LAYERS)
     return LoadedPool(host, device, halves, page_tokens, PAGE_AXES[host.layout])
 
 

@@ -2,16 +2,16 @@
 ended and before anything may read them.
 
 A page is one of all pools that a load goes through: keys and values, a draft's, index keys, and the
-windows that come with it. A copy's device pages are read back by another way than they went:
-torch's own indexing of each layer on a stream of its own, then over the bus into pinned memory.
-They are compared in C, without the interpreter, with the load's host pages, which the store has
-just verified and which are the load's until its pages have ended. A page that differs is lost, so
-the front computes it and no token was emitted from it.
+windows or the state that come with it. A copy's device pages are read back by another way than they
+went: torch's own indexing of each layer on a stream of its own, then over the bus into pinned
+memory. They are compared in C, without the interpreter, with the load's host pages, which the store
+has just verified and which are the load's until its pages have ended. A page that differs is lost,
+so the front computes it and no token was emitted from it.
 
 All pages are compared of the first loads, then a few (`Sampling`). While all are, one page of a
 request is looked at a second time when its prefill has ended (`SecondLook`): that sees a write over
-pages that had landed, but for windows, which SGLang frees once they have been passed. It comes too
-late for that answer.
+pages that had landed, but for windows, which SGLang frees once they have been passed, and states,
+which forwards write. It comes too late for that answer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ import numpy as np
 import torch
 
 from sgl_kvtier.runtime.backend.host_pages import buffer_of, bytes_of
-from sgl_kvtier.runtime.backend.loaded_pools import LoadedPool, loaded_pools, window_pools
+from sgl_kvtier.runtime.backend.loaded_pools import LoadedPool, anchor_pools, loaded_pools
 from sgl_kvtier.runtime.cpu.platform import works_at_once
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.fences import sleeping_event
 from sgl_kvtier.runtime.proof import record
 from sgl_kvtier.runtime.proof.record import Difference, Proof, State
+from sgl_kvtier.runtime.sglang import slot_pools
 from sgl_kvtier.runtime.sglang.slot_pools import Slots
 from sgl_kvtier.runtime.step.restoration import Load
 
@@ -195,16 +196,17 @@ class ReadBack:
             raise ValueError("sgl_kvtier.runtime.cuda._native is not compiled")
         self.page = page_tokens
         self.halves = _halves_of(loaded_pools(controller, page_tokens))
-        self._windows = _halves_of(window_pools(controller, page_tokens))
+        self._anchors = _halves_of(anchor_pools(controller, page_tokens))
+        self._anchor_page = 1 if slot_pools.has_states(controller) else page_tokens
         self.page_bytes = sum(half.page_bytes() for half in self.halves)
-        """Without its window."""
-        self.window_bytes = sum(half.page_bytes() for half in self._windows)
+        """Without the window or state that came with it."""
+        self.anchor_bytes = sum(half.page_bytes() for half in self._anchors)
         self._at_once = works_at_once(controller.device)
         self._module = torch.get_device_module(controller.device)
         self._stream = None if self._at_once else self._module.Stream()
         self.index = None if self._at_once else self._module.current_device()
         self._memory = memory
-        every = [*self.halves, *self._windows]
+        every = [*self.halves, *self._anchors]
         whole = max(len(half.host.bytes) for half in every)
         layer = max(half.row_bytes * half.page_rows for half in every)
         nbytes = max(min(PIECE_BYTES, whole), layer)
@@ -212,28 +214,30 @@ class ReadBack:
         self._nbytes = nbytes
 
     def differing(
-        self, host_slots: torch.Tensor, device_slots: torch.Tensor, window: Slots | None = None
+        self, host_slots: torch.Tensor, device_slots: torch.Tensor, anchor: Slots | None = None
     ) -> dict[int, tuple[str, int]]:
         """Of these pages those that differ, by their place among them: in which half (`keys`,
-        `draft latents`), and the first layer. `window`: slots of the windows that have come with
-        the last ones. Blocks its thread, without the interpreter while it waits and compares.
-        Nothing may write the pages meanwhile.
+        `draft latents`), and the first layer. `anchor`: slots of the windows, or of the state, that
+        have come with the last ones. Blocks its thread, without the interpreter while it waits and
+        compares. Nothing may write the pages meanwhile.
         """
-        found = self._differing(self.halves, host_slots, device_slots)
-        if window is not None:
-            before = (len(host_slots) - len(window[0])) // self.page
-            for place, where in self._differing(self._windows, *window).items():
+        found = self._differing(self.halves, host_slots, device_slots, self.page)
+        if anchor is not None:
+            page = self._anchor_page
+            before = len(host_slots) // self.page - len(anchor[0]) // page
+            for place, where in self._differing(self._anchors, *anchor, page).items():
                 found.setdefault(before + place, where)
         return found
 
     def _differing(
-        self, halves: list[_Half], host_slots: torch.Tensor, device_slots: torch.Tensor
+        self, halves: list[_Half], host_slots: torch.Tensor, device_slots: torch.Tensor, page: int
     ) -> dict[int, tuple[str, int]]:
-        starts = self._starts(halves, host_slots)
-        parts = list(self._parts(halves, len(host_slots) // self.page))
+        """`page`: slots of a page."""
+        starts = self._starts(halves, host_slots, page)
+        parts = list(self._parts(halves, len(host_slots) // page))
         found: dict[int, tuple[str, int]] = {}
         for number, part in enumerate(parts):
-            self._begin(part, self._pieces[number % 2], device_slots)
+            self._begin(part, self._pieces[number % 2], device_slots, page)
             if number:
                 self._end(parts[number - 1], self._pieces[1 - number % 2], starts, found)
         if parts:
@@ -245,12 +249,14 @@ class ReadBack:
         slots = host_slots[offset * self.page : (offset + 1) * self.page]
         return [
             half.host.flat[start[0] : start[0] + half.page_bytes()].clone()
-            for half, start in self._starts(self.halves, slots).items()
+            for half, start in self._starts(self.halves, slots, self.page).items()
         ]
 
-    def _starts(self, halves: list[_Half], host_slots: torch.Tensor) -> dict[_Half, np.ndarray]:
+    def _starts(
+        self, halves: list[_Half], host_slots: torch.Tensor, page: int
+    ) -> dict[_Half, np.ndarray]:
         """Where each page's part of a half begins in its pool's memory, int64 [page]."""
-        pages = len(host_slots) // self.page
+        pages = len(host_slots) // page
         by_pool = {half.host: half.host.starts(host_slots) for half in halves}
         return {half: by_pool[half.host].reshape(pages, -1)[:, half.piece] for half in halves}
 
@@ -265,18 +271,18 @@ class ReadBack:
                     stop = min(pages, first + at_once)
                     yield _Part(half, first, stop, low, min(layers, low + deep))
 
-    def _begin(self, part: _Part, piece: _Piece, device_slots: torch.Tensor) -> None:
+    def _begin(self, part: _Part, piece: _Piece, device_slots: torch.Tensor, page: int) -> None:
         half = part.half
-        slots = device_slots[part.first * self.page : part.stop * self.page]
+        slots = device_slots[part.first * page : part.stop * page]
         layers = half.layers[part.low : part.high]
         shape = (len(layers), (part.stop - part.first) * half.page_rows, half.row_bytes)
         nbytes = shape[0] * shape[1] * shape[2]
         if self._at_once:
-            _gather(layers, half.rows(slots, self.page), piece.pinned[:nbytes].view(shape))
+            _gather(layers, half.rows(slots, page), piece.pinned[:nbytes].view(shape))
             return
         assert piece.raw is not None
         with self._module.stream(self._stream):
-            _gather(layers, half.rows(slots, self.page), piece.raw[:nbytes].view(shape))
+            _gather(layers, half.rows(slots, page), piece.raw[:nbytes].view(shape))
             self.copy_back(piece.pinned[:nbytes], piece.raw[:nbytes])
             piece.event = sleeping_event(self._module)
             piece.event.record(self._stream)
@@ -378,12 +384,12 @@ class PageCheck:
         for low, high in _neighbours(pages):
             tokens = slice(low * back.page, high * back.page)
             beside = load.anchor_of(low, high)
-            window = None if beside is None else (beside.host, beside.device)
-            found = back.differing(load.host_slots[tokens], load.device_slots[tokens], window)
+            anchor = None if beside is None else (beside.host, beside.device)
+            found = back.differing(load.host_slots[tokens], load.device_slots[tokens], anchor)
             wrong |= {low + place: where for place, where in found.items()}
         equal = [page for page in pages if page not in wrong]
         anchored = sum(load.anchor_of(page, page + 1) is not None for page in equal)
-        nbytes = len(equal) * back.page_bytes + anchored * back.window_bytes
+        nbytes = len(equal) * back.page_bytes + anchored * back.anchor_bytes
         proof.note_pages("equal", len(equal), nbytes)
         if not wrong:
             if self._again is not None and self._sampling.looks_again:

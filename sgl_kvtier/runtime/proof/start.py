@@ -7,7 +7,7 @@ writes over them; the copy is begun at once and placed when its fence has come. 
 have read the old bytes, which proves the fence, and afterwards the pages must hold the host's,
 which proves the copy. They are read back by torch's own indexing. Then pages alone, through every
 room of staging twice, and a load that is cut in two. In the end everything is zero again. Windows
-go through the same, with free KV pages beside them.
+and states go through the same, with free KV pages beside them.
 
 Where copies go over the bus, it also measures how long SGLang's own small copies wait beside a
 load, and bounds what a load may queue there (`bus_window`).
@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 
 from sgl_kvtier.runtime.backend.host_pages import buffer_of
-from sgl_kvtier.runtime.backend.loaded_pools import LoadedPool, loaded_pools, window_pools
+from sgl_kvtier.runtime.backend.loaded_pools import LoadedPool, anchor_pools, loaded_pools
 from sgl_kvtier.runtime.cuda.bus_window import CHOICES, Trial, window_for
 from sgl_kvtier.runtime.cuda.card_memory import registration_borders
 from sgl_kvtier.runtime.cuda.page_shape import host_pool_of
@@ -101,14 +101,14 @@ def check(copies: Any, controller: Any, rows: Rows | None = None) -> StartResult
     `rows`: the pools, where they are not to be found in the controller.
     """
     began = time.monotonic()
-    windows = None
+    anchors = None
     if rows is None:
         rows = Rows.of(controller)
-        windows = Rows.of_windows(controller, rows)
+        anchors = Rows.of_anchors(controller, rows)
     scene = _Scene(copies, controller, rows)
     seconds, beside = scene.play(), 0
-    if windows is not None:
-        more = _Scene(_WithWindows(copies, scene), controller, windows)
+    if anchors is not None:
+        more = _Scene(_WithAnchors(copies, scene, anchors.page), controller, anchors)
         more.play()
         beside = more.compared
     trials = measure(copies, controller)
@@ -164,12 +164,14 @@ class Rows:
         return cls(torch.get_device_module(controller.device), pools)
 
     @classmethod
-    def of_windows(cls, controller: Any, rows: Rows) -> Rows | None:
-        """Those of the windows that come with loads of these rows, or None. Raises as `of` does."""
+    def of_anchors(cls, controller: Any, rows: Rows) -> Rows | None:
+        """Those of the windows or states that come with loads of these rows, or None; a slot of a
+        state is a page. Raises as `of` does.
+        """
         try:
-            pools = window_pools(controller, rows.page)
+            pools = anchor_pools(controller, rows.page)
         except ValueError as error:
-            raise StartDiffers(f"windows cannot be read back: {error}") from error
+            raise StartDiffers(f"windows or states cannot be read back: {error}") from error
         return cls(rows.module, pools) if pools else None
 
     @property
@@ -295,18 +297,26 @@ def _spread(first: int, last: int, count: int) -> list[int]:
     return [first + (last - first) * n // (count - 1) for n in range(count)]
 
 
-class _WithWindows:
-    """Copies of windows with as many KV pages, those that a scene has cleaned up: zero."""
+class _WithAnchors:
+    """Copies of windows or states with as many KV pages, which a scene has cleaned up: zero."""
 
-    def __init__(self, copies: Any, scene: _Scene) -> None:
+    def __init__(self, copies: Any, scene: _Scene, page: int) -> None:
+        """`page`: slots of a page of them."""
         self._copies, self._rows, self._pages = copies, scene._rows, scene._pages
+        self._page = page
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._copies, name)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Slots of windows or states in one copy, as many as have room with their KV pages."""
+        most = getattr(self._copies, "most_tokens", None)
+        return None if most is None else most // self._rows.page * self._page
+
     def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Any:
-        """Of window slots."""
-        rows, pages = self._rows, len(host_slots) // self._rows.page
+        """Of slots of windows or states."""
+        rows, pages = self._rows, len(host_slots) // self._page
         zero, free = ((some * pages)[:pages] for some in (self._pages.host, self._pages.targets))
         host, device = rows.slots(zero, on_device=False), rows.slots(free, on_device=True)
         return self._copies.begin(host, device, fence, (host_slots, device_slots))

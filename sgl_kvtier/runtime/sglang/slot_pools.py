@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sgl_kvtier.runtime.sglang import anchors, windows
+from sgl_kvtier.runtime.sglang import anchors, states, windows
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,11 @@ def has_anchors(controller: Any) -> bool:
 def has_windows(controller: Any) -> bool:
     """Whether windows may come with a load."""
     return windows.POOL in others(controller)
+
+
+def has_states(controller: Any) -> bool:
+    """Whether a state may come with a load."""
+    return states.POOL in others(controller)
 
 
 def _entries(group: Any) -> list[Any]:
