@@ -15,6 +15,7 @@ import pytest
 import torch
 from command_lines import KVTIER, PLAIN, launching, mla_model, window_model
 from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName, SidecarPoolSpec
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.platforms import current_platform
@@ -73,7 +74,9 @@ BY_MODEL = [
 its cache.
 """
 
-BY_STATES = [("states on an accelerator", 'policy.restore = "off"', "--device cuda")]
+BY_STATES = [
+    ("an accelerator that is not NVIDIA's", "SGLANG_ENABLE_WAR_BARRIER=1", "--device cuda, AMD")
+]
 """The same of models with linear layers, by flags."""
 
 BY_PROOF = [
@@ -180,12 +183,17 @@ def test_models_with_windows_are_restored(launch, drafts, flags):
 
 
 @pytest.mark.parametrize(("what", "mend", "flags"), BY_STATES)
-def test_models_with_states_are_restored_where_they_were_seen_to(launch, what, mend, flags):
-    linear = context(is_hybrid_ssm=True)
-    line = str(restore_setup.own_way(launch(flags), linear, BOTH))
+def test_states_are_restored_where_writes_wait_for_reads(launch, monkeypatch, what, mend, flags):
+    flags, _, _ = flags.partition(", ")
+    linear, args = context(is_hybrid_ssm=True), launch(flags)
+    assert restore_setup.own_way(args, linear, BOTH) is None
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    line = str(restore_setup.own_way(args, linear, BOTH))
     assert what in line and mend in line
-    assert restore_setup.own_way(launch(flags), context(), BOTH) is None
+    assert restore_setup.own_way(args, context(), BOTH) is None
     assert restore_setup.own_way(launch(""), linear, BOTH) is None
+    with envs.SGLANG_ENABLE_WAR_BARRIER.override(True):
+        assert restore_setup.own_way(args, linear, BOTH) is None
 
 
 @pytest.mark.parametrize("kind", ["is_hybrid_swa", "is_hybrid_ssm"])
@@ -194,6 +202,7 @@ def test_models_with_anchors_are_looked_ahead_for(launch, kind):
     only_ahead = PolicyConfig(restore="off", prefetch="on", eviction="next-use")
     assert restore_setup.own_way(launch(""), anchored, AHEAD) is None
     assert restore_setup.own_way(launch(""), anchored, only_ahead) is None
+    assert restore_setup.own_way(launch("--device cuda"), anchored, BOTH) is None
 
 
 @pytest.mark.parametrize(

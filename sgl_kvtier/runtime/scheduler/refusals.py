@@ -57,6 +57,16 @@ def _is_nvidia(args: Any) -> bool:
     return bool(args.device == "cuda" and torch.version.hip is None)
 
 
+def _writes_wait() -> bool:
+    """Whether the scheduler writes what forwards read only once they have read it. SGLang does on
+    NVIDIA GPUs (`Scheduler._apply_war_barrier`).
+    """
+    from sglang.srt.environ import envs
+
+    barrier = getattr(envs, "SGLANG_ENABLE_WAR_BARRIER", None)
+    return barrier is not None and bool(barrier.get())
+
+
 OF_MODEL = (
     Refusal(
         "the radix cache is off",
@@ -74,9 +84,10 @@ OF_MODEL = (
 
 OF_STATES = (
     Refusal(
-        "states on an accelerator: nobody has seen them copied there",
-        _NO_FLAG,
-        lambda args: args.device != "cpu",
+        "states on an accelerator that is not NVIDIA's: SGLang may give a request another state "
+        "while a forward still reads which one it has",
+        "SGLANG_ENABLE_WAR_BARRIER=1 in the environment",
+        lambda args: args.device != "cpu" and not _is_nvidia(args) and not _writes_wait(),
     ),
 )
 """Of models whose linear layers keep states. Asked with the resolved arguments."""

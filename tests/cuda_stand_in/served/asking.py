@@ -81,22 +81,23 @@ def on_stand_in(
     jitter_us: int = 300,
     bus_gbps: float = 0.0,
     read_gbps: float = 0.05,
+    nvcc: bool = False,
     policy: dict[str, Any] | None = None,
     env: dict[str, str] | None = None,
     **more: Any,
 ) -> Iterator[Served]:
     """A server that restores (policy both, every page compared with the store's) on a stand-in with
-    these delays. `more` are further flags, `env` further variables.
+    these delays. `nvcc`: it compiles SGLang's kernels. `more` are further flags, `env` further
+    variables.
     """
     io, layout = way
     arguments = flags(
         MODEL,
-        page_size=PAGE,
         hicache_io_backend=io,
         hicache_mem_layout=layout,
         tp_size=ranks,
         decode_log_interval=1,  # which says of each forward whether a graph ran it
-        **more,
+        **{"page_size": PAGE, **more},
     )
     sections: dict[str, Any] = {
         "policy": {"restore": "both", "min_restore_tokens": 4 * PAGE, **(policy or {})},
@@ -104,7 +105,9 @@ def on_stand_in(
     }
     if read_gbps:
         sections["throttle"] = {"read_gbps": read_gbps}
-    variables = served_environment(seed=seed, jitter_us=jitter_us, bus_gbps=bus_gbps, devices=ranks)
+    variables = served_environment(
+        seed=seed, jitter_us=jitter_us, bus_gbps=bus_gbps, devices=ranks, nvcc=nvcc
+    )
     with serving(
         folder,
         [*arguments, *served_flags(graphs, ranks)],

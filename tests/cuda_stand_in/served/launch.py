@@ -29,6 +29,12 @@ def served_environment(**choices: Any) -> dict[str, str]:
     return found
 
 
+def linear_layers() -> dict[str, str]:
+    """What the environment of a server has beside, whose model keeps states: all in float32."""
+    library = build.operators(HERE / "linear.cpp")
+    return {"STAND_IN_LINEAR": str(library), "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+
+
 def served_flags(graphs: Sequence[int] = (), ranks: int = 1) -> list[str]:
     """Launch arguments of a server on the stand-in, without `--tp-size`. `graphs` are the batch
     sizes of its decode graphs; `ranks` are its tensor-parallel ranks.

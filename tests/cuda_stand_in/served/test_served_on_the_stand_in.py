@@ -19,6 +19,7 @@ import pytest
 from restore_lab import CHECKED, change
 from serving import Answer, Served, prompts
 from stand_in import unavailable
+from stand_in.build import nvcc_here
 
 from served.asking import (
     DIRECT,
@@ -38,6 +39,8 @@ from served.asking import (
     with_shared_prefix,
 )
 from served.latents import write_latent_model
+from served.launch import linear_layers
+from served.states import write_state_model
 from served.windows import write_windowed_model
 from sgl_kvtier.launch import GPU_PAGE
 from sgl_kvtier.runtime.proof.record import FIRST_ATTACHES, FIRST_LOADS, State
@@ -67,14 +70,14 @@ def restored(server: Served, asked: list[list[int]]) -> tuple[list[Answer], list
     return first, again
 
 
-def check_restored(server: Served, again: list[Answer], ranks: int = 1) -> None:
+def check_restored(server: Served, again: list[Answer], ranks: int = 1, page: int = PAGE) -> None:
     """Prefixes were restored from the store, on every rank; every page was compared and is the
     store's.
     """
     assert all(answer.storage >= 4 * PAGE for answer in again), again
     assert counted(server, "restore_ended_total", "how")["met"] >= len(again) * ranks
     found = pages(server)
-    loaded = sum(answer.storage for answer in again) // PAGE
+    loaded = sum(answer.storage for answer in again) // page
     assert set(found) == {"equal"} and found["equal"] >= loaded * ranks, found
     log = log_of(server)
     assert "Traceback" not in log and "cuda stand-in:" not in log
@@ -258,7 +261,7 @@ def test_windows_are_restored_as_transformers_computes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("proof_of", ["auto", "off"])
-@pytest.mark.parametrize("mistake", ["windows_left_out", "windows_exchanged"])
+@pytest.mark.parametrize("mistake", ["anchors_left_out", "windows_exchanged"])
 def test_wrong_windows_are_found_before_a_forward_reads_them(
     tmp_path: Path, mistake: str, proof_of: str
 ) -> None:
@@ -277,6 +280,75 @@ def test_wrong_windows_are_found_before_a_forward_reads_them(
             assert waited_for(lambda: proof(server) == State.REFUTED)
             assert counted(server, "restore_proof_pages_total", "result")["differs"] > 0
             assert re.search(r"in the window (keys|values) of layer \d", log_of(server))
+    right = wanted(asked, path=model)
+    assert are_met(right, first) and are_met(right, again)
+    assert are_met(right, last) is (proof_of == "auto")
+
+
+STATES = {
+    "page_size": 64,
+    "chunked_prefill_size": 256,
+    "mamba_radix_cache_strategy": "extra_buffer",
+}
+"""SGLang keeps states at multiples of 64 tokens."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "more"),
+    [
+        (DIRECT, {"graphs": (1, 2)}),
+        pytest.param(
+            KERNEL,
+            {"bus_gbps": 0.05, "nvcc": True},
+            marks=pytest.mark.skipif(nvcc_here() is None, reason="no nvcc for SGLang's kernel"),
+        ),
+        (DIRECT, {"ranks": 2, "env": CHECKED}),
+    ],
+    ids=["direct, graphs", "kernel, a slow bus", "two ranks"],
+)
+def test_states_are_restored_as_transformers_computes(
+    tmp_path: Path, way: tuple[str, str], more: dict[str, Any]
+) -> None:
+    model = write_state_model(tmp_path / "model")
+    asked = prompts(2, LONG, seed=33)
+    env = {**linear_layers(), **more.pop("env", {})}
+    policy = {"min_restore_tokens": 128}
+    with on_stand_in(
+        tmp_path, way, model_path=model, env=env, policy=policy, **STATES, **more
+    ) as server:
+        log = log_of(server)
+        assert "Components: (<ComponentType.FULL: 0>, <ComponentType.MAMBA: 2>)" in log
+        assert "copies by StagedCopies by TritonScatter" in log
+        first, again = restored(server, asked)
+        check_restored(server, again, more.get("ranks", 1), STATES["page_size"])
+        assert set(counted(server, "restore_proof_pages_total", "result")) == {"equal"}
+        assert "a next turn finds the answer before it up to a multiple of 64 tokens" in log
+    for right, computed, back in zip(wanted(asked, path=model), first, again, strict=True):
+        assert right.is_met(computed) and right.is_met(back)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("proof_of", ["auto", "off"])
+def test_a_state_that_does_not_come_is_found_before_a_forward_reads_it(
+    tmp_path: Path, proof_of: str
+) -> None:
+    """Or in the answers, where pages are not compared."""
+    model, spoil = write_state_model(tmp_path / "model"), tmp_path / "spoil"
+    asked = prompts(2, LONG, seed=34)
+    mistake = {"STAND_IN_MISTAKE": "anchors_left_out", "STAND_IN_SPOIL": str(spoil)}
+    policy = {"proof": proof_of, "min_restore_tokens": 128}
+    env = {**linear_layers(), **mistake}
+    with on_stand_in(tmp_path, model_path=model, env=env, policy=policy, **STATES) as server:
+        first, again = restored(server, asked)
+        check_restored(server, again, page=STATES["page_size"])
+        spoil.touch()
+        server.flush()
+        last = [server.ask(ids) for ids in reversed(asked)][::-1]
+        if proof_of == "auto":
+            assert waited_for(lambda: proof(server) == State.REFUTED)
+            assert counted(server, "restore_proof_pages_total", "result")["differs"] > 0
+            assert re.search(r"in the recurrent states of layer \d", log_of(server))
     right = wanted(asked, path=model)
     assert are_met(right, first) and are_met(right, again)
     assert are_met(right, last) is (proof_of == "auto")

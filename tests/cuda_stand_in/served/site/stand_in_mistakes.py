@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sgl_kvtier.runtime.cuda import fences, scatter, staged_copies
-from sgl_kvtier.runtime.sglang import windows
+from sgl_kvtier.runtime.sglang import anchors
 
 
 def exchanged_layers() -> None:
@@ -60,25 +60,27 @@ def spoiled_row() -> None:
     scatter.TritonScatter.launch = spoiled  # type: ignore[method-assign]
 
 
-def _spoil_windows(spoiled: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """While the file that STAND_IN_SPOIL names is there, windows go to spoiled device slots."""
-    file, transfer = Path(os.environ["STAND_IN_SPOIL"]), windows.transfer
+def _spoil_anchors(spoiled: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """While the file that STAND_IN_SPOIL names is there, windows and states go to spoiled device
+    slots.
+    """
+    file, transfer = Path(os.environ["STAND_IN_SPOIL"]), anchors.transfer
 
-    def described(host_slots: torch.Tensor, device_slots: torch.Tensor) -> Any:
+    def described(pool: str, host_slots: torch.Tensor, device_slots: torch.Tensor) -> Any:
         into = spoiled(device_slots) if file.exists() else device_slots
-        return transfer(host_slots[: len(into)], into)
+        return transfer(pool, host_slots[: len(into)], into)
 
-    windows.transfer = described
+    anchors.transfer = described
 
 
-def windows_left_out() -> None:
-    """Windows do not come."""
-    _spoil_windows(lambda slots: slots[:0])
+def anchors_left_out() -> None:
+    """Windows and states do not come."""
+    _spoil_anchors(lambda slots: slots[:0])
 
 
 def windows_exchanged() -> None:
     """A window's pages come into the slots of each other."""
-    _spoil_windows(lambda slots: slots.flip(0))
+    _spoil_anchors(lambda slots: slots.flip(0))
 
 
 MISTAKES: dict[str, Callable[[], None]] = {
@@ -88,7 +90,7 @@ MISTAKES: dict[str, Callable[[], None]] = {
         fence_without_the_forward,
         no_fence,
         spoiled_row,
-        windows_left_out,
+        anchors_left_out,
         windows_exchanged,
     )
 }

@@ -26,6 +26,9 @@ PROVEN_BYTES = "STAND_IN_PROVEN_BYTES"
 hours here.
 """
 
+LINEAR = "STAND_IN_LINEAR"
+"""Names the library of `linear.cpp`, for models with linear layers."""
+
 HOST_RESERVE_BYTES = 1 << 30
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,10 @@ def _register() -> None:
     _small_host()
     _graphs()
     _gloo()
+    if LINEAR in os.environ:
+        import stand_in_linear
+
+        stand_in_linear.in_place()
     if nbytes := os.environ.get(PROVEN_BYTES):
         from sgl_kvtier.runtime.proof import record
 
@@ -86,7 +93,9 @@ def _attention() -> None:
 
         def __init__(self, runner: Any) -> None:
             super().__init__()
-            self._requests, self._pool = runner.req_to_token_pool, runner.token_to_kv_pool
+            # By these names SGLang's backend for linear layers beside asks for them.
+            self.req_to_token_pool = self._requests = runner.req_to_token_pool
+            self.token_to_kv_pool = self._pool = runner.token_to_kv_pool
             self._has_windows = isinstance(self._pool, SWAKVPool)
             if runner.use_mla_backend:
                 _attends_to_latents()
