@@ -141,7 +141,7 @@ SCENES: Mapping[str, tuple[Load, Rows]] = {
 
 
 def scene_markdown(name: str) -> str:
-    """The table of a scene over all draws of its session starts."""
+    """The table of a scene over all draws of its session starts. The page explains its columns."""
     load, rows = SCENES[name]
     draws = [replace(load, seed=seed).requests(_MACHINE.page_tokens) for seed in _SEEDS]
     outcomes: list[dict[str, Any]] = []
@@ -152,9 +152,7 @@ def scene_markdown(name: str) -> str:
                     policy, _MACHINE, requests, config, on_finish=lambda _: bar.advance()
                 )
                 outcomes.append(outcome(row, result))
-    description, requests = draws[-1]
-    title = f"{description.split('.: ')[0]}: {len(requests)} requests, {len(_SEEDS)} draws"
-    return to_markdown(draws_table(over_draws(outcomes), title))
+    return to_markdown(replace(draws_table(over_draws(outcomes), ""), notes=()))
 
 
 def write_traces(folder: Path) -> None:
@@ -176,7 +174,7 @@ def put(page: str, name: str, text: str) -> str:
     if begin not in page or end not in page:
         raise TraceError(f"the page has no place for {name}: it needs the lines {begin} and {end}")
     head, rest = page.split(begin, 1)
-    return f"{head}{begin}\n\n{text}\n\n{end}{rest.split(end, 1)[1]}"
+    return f"{head}{begin}\n\n{text.strip()}\n\n{end}{rest.split(end, 1)[1]}"
 
 
 def main(folder: str, part: str = "all") -> None:
