@@ -134,7 +134,6 @@ SCENES: Mapping[str, tuple[Load, Rows]] = {
     "swe": (_SWE, _POLICIES | _BY_ARRIVAL),
     "claude-code": (_CLAUDE_CODE, _POLICIES),
     "swe-rivals": (_SWE, _RIVALS),
-    "claude-code-rivals": (_CLAUDE_CODE, _RIVALS),
     "swe-5s": (replace(_SWE, pace=replace(_SWE.pace, gap_s=5.0)), _AHEAD_OR_NOT),
     "swe-20s": (replace(_SWE, pace=replace(_SWE.pace, gap_s=20.0)), _AHEAD_OR_NOT),
 }
