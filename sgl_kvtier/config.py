@@ -119,7 +119,7 @@ class StoreConfig:
     direct_io: str = setting(
         "auto",
         "bypass the page cache: auto = if the disk allows it, but not for pages that TP ranks of "
-        "one host share (MLA), so that these come from the disk once; on = or the start is refused",
+        "one host share (MLA); on = or the start is refused",
         choices=("auto", "on", "off"),
     )
     io_threads: int = setting(8, "threads that read and write pages", low=1, high=256)
@@ -143,8 +143,7 @@ class StoreConfig:
     tenants: str = setting(
         "",
         "shares of the capacity that other tenants never evict, as NAME=DIGEST:SHARE, by commas: "
-        "DIGEST of a cache salt (kvtier stat --salt -), SHARE a size or a percentage of this "
-        "model's part of the capacity",
+        "DIGEST of a cache salt (kvtier stat --salt -), SHARE a size or a percentage",
         check=parse_tenants,
     )
     durable: bool = setting(
@@ -194,7 +193,7 @@ class PolicyConfig:
         "auto",
         "which restored pages are compared with their source before they are used: auto = on an "
         "accelerator all of the first 16 loads and 8 GiB, then a sample; all = every page, on a "
-        "CPU too; off = none. A difference ends restoration (docs/manual/restore-on-gpu.md)",
+        "CPU too; off = none (docs/manual/restore-on-gpu.md)",
         choices=("auto", "all", "off"),
     )
     min_restore_tokens: int = setting(
@@ -202,8 +201,8 @@ class PolicyConfig:
     )
     load_tokens: int = setting(
         128,
-        "most tokens per load, the unit that lands or fails; fewer near the meeting point if they "
-        "take over 20 ms. On an accelerator loads far from it have 128 MiB, where that is more",
+        "most tokens per load, the unit that lands or fails. On an accelerator loads have up to "
+        "128 MiB, where that is more",
         low=1,
         high=65536,
     )
@@ -224,8 +223,7 @@ class PolicyConfig:
     queue: str = setting(
         "shortest",
         "which waiting request runs next: shortest = the one with the shortest predicted time to "
-        "first token, with a bound on how long one is overtaken; arrival = the oldest. Another "
-        "--schedule-policy, and priorities of requests, stay in force",
+        "first token, with a bound on how long one is overtaken; arrival = the oldest",
         choices=("shortest", "arrival"),
     )
     rules: str = setting(
