@@ -198,12 +198,18 @@ class Asked:
 
     def ask(self, ids: list[int], session: str | None = None) -> tuple[list[int], int]:
         """The tokens of an answer, and how many verifications it took (0 without a draft)."""
-        sampling = {"temperature": 0, "max_new_tokens": ANSWER, "ignore_eos": True}
+        tokens, meta = self.answer(ids, ANSWER, session)
+        self.storage += int((meta.get("cached_tokens_details") or {}).get("storage") or 0)
+        return tokens, int(meta.get("spec_verify_ct") or 0)
+
+    def answer(
+        self, ids: list[int], tokens: int, session: str | None = None
+    ) -> tuple[list[int], dict[str, Any]]:
+        """So many tokens behind these, and what SGLang reports of them."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         body = {"input_ids": ids, "sampling_params": sampling, "session_id": session}
         answer = json.loads(self.call("POST", "/generate", body))
-        meta = answer["meta_info"]
-        self.storage += int((meta.get("cached_tokens_details") or {}).get("storage") or 0)
-        return answer["output_ids"], int(meta.get("spec_verify_ct") or 0)
+        return answer["output_ids"], answer["meta_info"]
 
     def metric(self, name: str, label: str = "") -> int:
         lines = self.call("GET", "/metrics").splitlines()

@@ -59,6 +59,12 @@ FEATURES = (
         "stored prefixes of models with linear layers are loaded SGLang's own way",
     ),
     Feature(
+        "checkpoints",
+        ("checkpoints",),
+        "SGLang keeps a state every --mamba-track-interval generated tokens; a multiple of 64 and "
+        "of the page size, as small as possible, lets the next turn find most of an answer",
+    ),
+    Feature(
         "lookahead",
         ("storage", "restore", "lookahead"),
         "pages are prefetched and evicted SGLang's own way",

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 POOL = "mamba"
 """SGLang's name for these pools, of host memory and in storage."""
 
+INTERVAL = 256
+"""SGLang's `--mamba-track-interval` where nobody has chosen one."""
+
 _A_REQUEST = 4
 """Slots that SGLang takes for a request that it admits: of its own state, of two that are kept on
 the way, and of the one in the tree that it begins with and that cannot be evicted meanwhile.
@@ -125,6 +128,28 @@ class States:
     def evicted_with(params: Any) -> int:
         """How many device slots of these an eviction is asked for."""
         return int(params.mamba_num)
+
+
+def kept_at(page_tokens: int) -> str:
+    """Has SGLang keep a state wherever a page may end while a request generates tokens, so that the
+    session's next turn finds all of the answer but its last few tokens. A request hands over the
+    last one alone, so it costs a copy on the device each time and no memory. An interval that the
+    operator chose stays. Returns what is said of it. Before the first request.
+    """
+    from sglang.srt.runtime_context import get_context, get_exec, mamba_checkpoint_grid
+
+    interval, finest = (
+        int(get_exec().mamba.mamba_track_interval),
+        mamba_checkpoint_grid(page_tokens),
+    )
+    if interval == INTERVAL and finest < interval and INTERVAL % finest == 0:
+        get_context().override("kvtier", mamba_track_interval=finest)
+        interval = finest
+    more = f"; {finest} would find more" if finest < interval else ""
+    return (
+        f"a next turn finds the answer before it up to a multiple of {interval} tokens "
+        f"(--mamba-track-interval{more})"
+    )
 
 
 def unknown(tree: Any) -> str | None:
