@@ -46,7 +46,7 @@ class Cake(Rules):
         del ways
         return Mode.BOTH, "rule"
 
-    def leave(self, ways: Ways) -> str | None:
+    def why_declined(self, ways: Ways) -> str | None:
         """None is left."""
         del ways
         return None
@@ -120,7 +120,7 @@ class NeverRestores(Rules):
     the queue all the same.
     """
 
-    def leave(self, ways: Ways) -> str | None:
+    def why_declined(self, ways: Ways) -> str | None:
         """All are left."""
         del ways
         return "rule"
@@ -143,7 +143,7 @@ class ByLayers(Rules):
         del ways
         return Mode.LAYERS, "rule"
 
-    def leave(self, ways: Ways) -> str | None:
+    def why_declined(self, ways: Ways) -> str | None:
         """None is left."""
         del ways
         return None
@@ -185,8 +185,8 @@ class InTurn(Rules):
         """As the present one decides; the others too."""
         return self._now.mode(ways)
 
-    def leave(self, ways: Ways) -> str | None:
-        return self._now.leave(ways)
+    def why_declined(self, ways: Ways) -> str | None:
+        return self._now.why_declined(ways)
 
     def load_order(self, waiting: Sequence[Waiting]) -> Sequence[Waiting]:
         return self._now.load_order(waiting)

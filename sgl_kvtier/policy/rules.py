@@ -263,7 +263,7 @@ class Rules:
             return Mode.LOAD, "loading is faster"
         return Mode.COMPUTE, "computing is faster"
 
-    def leave(self, ways: Ways) -> str | None:
+    def why_declined(self, ways: Ways) -> str | None:
         """Why a prefix is left to an engine that can load by itself, where `policy.restore` is
         auto, or None.
 

@@ -15,7 +15,7 @@ from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import ChunkStarted, RequestFinished, RestoreOffered, StepView
 from sgl_kvtier.policy.restore.forecast import Outlook
-from sgl_kvtier.policy.restore.meeting import Pace, best_split, open_of
+from sgl_kvtier.policy.restore.meeting import Speeds, best_split, open_of
 from sgl_kvtier.policy.restore.offers import Offers
 from sgl_kvtier.policy.restore.planner import free
 from sgl_kvtier.policy.restore.restorations import Restoration, Restorations
@@ -157,7 +157,7 @@ def races(draw, one_link=False):
     }
     sources = [(link, [span]) for link, span in parts if span]
     return (
-        Pace(PAGE, PAGE_BYTES, CHUNK, cost, bandwidth, backlog_s),
+        Speeds(PAGE, PAGE_BYTES, CHUNK, cost, bandwidth, backlog_s),
         draw(st.floats(0, 0.5)),
         pointer,
         sources,
@@ -165,7 +165,7 @@ def races(draw, one_link=False):
     )
 
 
-def ends(pace, at_s, pointer, sources, meet, in_flight, taken_back):
+def ends(speeds, at_s, pointer, sources, meet, in_flight, taken_back):
     """When compute and loads end if they meet there, counted page by page."""
     states = [(page, Span(page, page + 1)) for page in range(pointer.front, pointer.units)]
     loading = pointer.unlanded_runs(pointer.front)
@@ -177,20 +177,20 @@ def ends(pace, at_s, pointer, sources, meet, in_flight, taken_back):
     holes = pointer.lost_runs(pointer.front)
     computed_s = (
         at_s
-        + pace.cost.range_seconds(pointer.front * PAGE, computed * PAGE, CHUNK)
-        + len(holes) * pace.cost.fixed_s
+        + speeds.cost.range_seconds(pointer.front * PAGE, computed * PAGE, CHUNK)
+        + len(holes) * speeds.cost.fixed_s
         if computed
         else 0.0
     )
     loaded_s = 0.0
     for link, spans in sources:
         loads = [page for page in free if page >= meet and any(page in span for span in spans)]
-        behind_s, own = pace.backlog_s.get(link, 0.0), in_flight.get(link, 0)
+        behind_s, own = speeds.backlog_s.get(link, 0.0), in_flight.get(link, 0)
         if taken_back:
-            behind_s, own = max(0.0, behind_s - pace.bandwidth.seconds(link, own * PAGE_BYTES)), 0
+            behind_s, own = max(0.0, behind_s - speeds.bandwidth.seconds(link, own * PAGE_BYTES)), 0
 
         def until_s(pages: int) -> float:
-            return behind_s + pace.bandwidth.seconds(link, pages * PAGE_BYTES)  # noqa: B023
+            return behind_s + speeds.bandwidth.seconds(link, pages * PAGE_BYTES)  # noqa: B023
 
         if loads or own:  # what a link does for others alone is nothing to this request
             loaded_s = max(loaded_s, until_s(len(loads)))
@@ -198,7 +198,7 @@ def ends(pace, at_s, pointer, sources, meet, in_flight, taken_back):
             # A hole is computed when the pages before it are there, and so are those behind it.
             pages = sum(page < low for page in loads)
             rest_s = sum(
-                pace.cost.range_seconds(first * PAGE, (stop - first) * PAGE, CHUNK)
+                speeds.cost.range_seconds(first * PAGE, (stop - first) * PAGE, CHUNK)
                 for first, stop in holes[place:]
             )
             loaded_s = max(loaded_s, until_s(pages) + rest_s if pages else 0.0)
@@ -208,18 +208,18 @@ def ends(pace, at_s, pointer, sources, meet, in_flight, taken_back):
 @settings(max_examples=examples(60), deadline=None)
 @given(st.booleans().flatmap(races), st.integers(-1, 45), st.booleans())
 def test_no_page_is_better_and_where_they_met_before_changes_nothing(race, guess, recall):
-    pace, at_s, pointer, sources, in_flight = race
-    left = open_of(pace, pointer, sources, pointer.front, in_flight, recall)
-    split = best_split(pace, at_s, left, pointer.front)
-    assert best_split(pace, at_s, left, pointer.front, guess) == split
+    speeds, at_s, pointer, sources, in_flight = race
+    left = open_of(speeds, pointer, sources, pointer.front, in_flight, recall)
+    split = best_split(speeds, at_s, left, pointer.front)
+    assert best_split(speeds, at_s, left, pointer.front, guess) == split
     every = [
-        max(ends(pace, at_s, pointer, sources, meet, in_flight, recall))
+        max(ends(speeds, at_s, pointer, sources, meet, in_flight, recall))
         for meet in range(pointer.front, pointer.units + 1)
     ]
     assert split.seconds == pytest.approx(min(every))
-    assert max(ends(pace, at_s, pointer, sources, split.meet, in_flight, recall)) == pytest.approx(
-        split.seconds
-    )
+    assert max(
+        ends(speeds, at_s, pointer, sources, split.meet, in_flight, recall)
+    ) == pytest.approx(split.seconds)
 
 
 def test_every_hole_above_the_meeting_is_computed_behind_the_one_before():
@@ -227,7 +227,7 @@ def test_every_hole_above_the_meeting_is_computed_behind_the_one_before():
     pointer.lack(Span(8, 10))
     pointer.lack(Span(14, 16))
     sources = [(SSD, [Span(0, 20)])]
-    pace = Pace(PAGE, PAGE_BYTES, CHUNK, PrefillCost(0.0, 1e-3, 0.0), Bandwidth({SSD: 1e6}), {})
-    split = best_split(pace, 0.0, open_of(pace, pointer, sources, 0, {}), 0)
-    every = [max(ends(pace, 0.0, pointer, sources, meet, {}, False)) for meet in range(21)]
+    speeds = Speeds(PAGE, PAGE_BYTES, CHUNK, PrefillCost(0.0, 1e-3, 0.0), Bandwidth({SSD: 1e6}), {})
+    split = best_split(speeds, 0.0, open_of(speeds, pointer, sources, 0, {}), 0)
+    every = [max(ends(speeds, 0.0, pointer, sources, meet, {}, False)) for meet in range(21)]
     assert split.seconds == pytest.approx(min(every))

@@ -16,7 +16,7 @@ from sgl_kvtier.policy.messages import LeftToEngine, Mode, Move, RestoreOffered,
 from sgl_kvtier.policy.pages.eviction import NextUse
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.policy.planner import make_planner
-from sgl_kvtier.policy.restore.meeting import Pace, best_split, open_of, stages_of
+from sgl_kvtier.policy.restore.meeting import Speeds, best_split, open_of, stages_of
 from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -168,10 +168,10 @@ def test_a_stage_begins_where_no_link_brings_pages_on_both_sides():
 
 
 def test_a_split_says_what_each_stage_computes_and_loads():
-    pace = Pace(16, 1000, 512, COST, Bandwidth({DISK: 1e5, NETWORK: 1e5}), {})
+    speeds = Speeds(16, 1000, 512, COST, Bandwidth({DISK: 1e5, NETWORK: 1e5}), {})
     sources = [(DISK, [Span(0, 100)]), (NETWORK, [Span(100, 200)])]
-    left = open_of(pace, TwoPointer(0, 200), sources, 0, {}, stages=stages_of(sources))
-    split = best_split(pace, 0.0, left, 0)
+    left = open_of(speeds, TwoPointer(0, 200), sources, 0, {}, stages=stages_of(sources))
+    split = best_split(speeds, 0.0, left, 0)
     low, high = split.stages
     assert (low.first, high.first) == (0, 100)
     assert 0 < low.meet < 100 < high.meet < 200

@@ -421,7 +421,7 @@ def test_a_difference_on_one_rank_refutes_on_both_in_the_same_step() -> None:
     ranks[0].attach.polls()[0].mark(0, LANDED, 1.0)
     both_step(ranks)
     for rank in ranks:
-        assert rank.proof.state is State.REFUTED and not rank.engine.taking
+        assert rank.proof.state is State.REFUTED and not rank.engine.is_on
         assert rank.proof.attaches == {"differs": 1}
         assert rank.other.closed and rank.engine.counters.ended == {"differs": 1}
     rank.attach.close()

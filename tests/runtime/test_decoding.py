@@ -229,14 +229,14 @@ def test_all_ranks_pause_in_the_same_step_until_an_agreed_time() -> None:
     ranks[0].tick.report_facts()
     ranks[1].tick.report_facts()
     for rank in ranks:
-        assert not rank.engine.taking and rank.engine.counters.paused == {SLOWER: 1}
+        assert not rank.engine.is_on and rank.engine.counters.paused == {SLOWER: 1}
         assert rank.engine.offers.paused_until == rank.context.now + PAUSE_S
         # The clock of a server that restores nothing has to go on all the same.
         assert rank.engine.busy
         rank.context.now += PAUSE_S - 1
-        assert not rank.engine.taking
+        assert not rank.engine.is_on
         rank.context.now += 1
-        assert rank.engine.taking and not rank.engine.busy
+        assert rank.engine.is_on and not rank.engine.busy
 
 
 def test_a_rank_alone_pauses_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,11 +245,11 @@ def test_a_rank_alone_pauses_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(rank.context, "moment", lambda: now[0])
     quiet_then_loading(rank.lab, WINDOW, 2 * GAP_S)
     rank.tick._observe(100.0)
-    assert not rank.engine.taking and not rank.engine.busy
+    assert not rank.engine.is_on and not rank.engine.busy
     now[0] += PAUSE_S
-    assert rank.engine.taking
-    rank.engine.offers.taking = False  # an operator's word stays in force
-    assert not rank.engine.taking
+    assert rank.engine.is_on
+    rank.engine.offers.is_on = False  # an operator's word stays in force
+    assert not rank.engine.is_on
 
 
 # Prefill chunks on an accelerator, by events that may not have come yet.

@@ -227,7 +227,7 @@ def test_every_reason_that_is_counted_is_explained() -> None:
     counted = returned(
         offers.find,
         requests.left_to_sglang,
-        Rules.leave,
+        Rules.why_declined,
         policy_offers.Offers.left_to_engine,
         parts.Parts,
     )

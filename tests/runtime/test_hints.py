@@ -203,7 +203,7 @@ class Lab:
         self.planner = Learning(
             recorded, self.inner.profile, None, Profile({}, {}, {}, 0, {}), ENGINE
         )
-        self.engine = SimpleNamespace(offers=SimpleNamespace(taking=True, min_tokens=0))
+        self.engine = SimpleNamespace(offers=SimpleNamespace(is_on=True, min_tokens=0))
         self.context = SimpleNamespace(now=0.0)
         notes = RestoreNotes(config, self.engine, self.planner, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
         self.parts = SimpleNamespace(
@@ -341,8 +341,8 @@ def test_of_several_replicas_the_one_that_knows_the_session_answers() -> None:
 
 def test_each_request_is_shown_with_what_the_runtime_and_the_planner_know_of_it() -> None:
     requests, planner = Requests(), make_planner(PolicyConfig(), ENGINE)
-    requests.of("a").sglang_loads = 64
-    requests.of("b").arrived = 2
+    requests.record("a").sglang_loads = 64
+    requests.record("b").arrived = 2
     planner.observe(RequestArrived("b", 0.0, 64, KEYS[:4]))
     tree = SimpleNamespace(
         kvtier=SimpleNamespace(context=SimpleNamespace(requests=requests), planned=planner.known)
@@ -359,7 +359,7 @@ def test_each_request_is_shown_with_what_the_runtime_and_the_planner_know_of_it(
     assert known(scheduler, "b") == {"requests": [b], "omitted": 0}
     assert known(scheduler, "c") == {"requests": [], "omitted": 0}
     for n in range(MOST):
-        requests.of(f"more-{n}")
+        requests.record(f"more-{n}")
     found = known(scheduler, "")
     assert (len(found["requests"]), found["omitted"]) == (MOST, 2)
 

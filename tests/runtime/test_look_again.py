@@ -80,13 +80,13 @@ class Lab:
         monkeypatch.setattr(offers_module, "find", self.find)
         self.restorations: dict[str, Restoration] = {}
         self.requests = context.requests
-        self.offers = Offers(context, self.begin, [], RestoreCounters(), PAGE, self.leave)
+        self.offers = Offers(context, self.begin, [], RestoreCounters(), PAGE, self.why_declined)
 
     def begin(self, r: Restoration) -> None:
         self.restorations[r.rid] = r
-        self.requests.of(r.rid).restoration = r
+        self.requests.record(r.rid).restoration = r
 
-    def leave(self, offer: RestoreOffered) -> str | None:
+    def why_declined(self, offer: RestoreOffered) -> str | None:
         self.asked.append(offer)
         return self.why
 
@@ -228,7 +228,7 @@ def test_on_several_ranks_ticks_count_where_their_time_stands_still(
 
 def test_nothing_is_taken_back_where_nothing_is_restored(lab: Lab):
     read = lab.reads("a")
-    lab.why, lab.offers.taking = None, False
+    lab.why, lab.offers.is_on = None, False
     assert not lab.room(64) and not read.stopped
 
 

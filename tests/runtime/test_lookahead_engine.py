@@ -56,7 +56,7 @@ def test_a_session_whose_waiting_request_is_aborted_keeps_its_path():
     hands, own = made(), path()
     hands._park("7", own)
     req: Any = None
-    hands._requests.of("r").announced = Announced(req, KEYS, "7", 12, path=hands._unpark("7"))
+    hands._requests.record("r").announced = Announced(req, KEYS, "7", 12, path=hands._unpark("7"))
     hands.gone("r")
     assert hands._idle == {"7": own} and hands._idle_tokens == PAGE
     assert [(type(fact), fact.rid) for fact in hands.context.facts] == [(RequestFinished, "r")]  # type: ignore[union-attr]
@@ -78,7 +78,7 @@ def test_a_prompt_behind_a_flush_goes_on_with_no_session_before_it():
 def test_a_prompt_that_was_asked_before_is_known_to_be_in_the_tree_as_far_as_it_is():
     hands = made()
     before: Any = None
-    hands._requests.of("r").announced = known = Announced(before, KEYS, "7", 12)
+    hands._requests.record("r").announced = known = Announced(before, KEYS, "7", 12)
     req: Any = SimpleNamespace(
         rid="r", kv=SimpleNamespace(cache_protected_len=2 * PAGE), last_node=5
     )
@@ -98,7 +98,7 @@ def test_an_idle_session_keeps_the_tokens_that_name_its_pages(pairs: bool):
         full_untruncated_fill_ids=tokens, origin_input_ids=tokens, extra_key=None, cache_salt=None,
         finished=lambda: True, finished_reason=None,
     )  # fmt: skip
-    hands._requests.of("r").announced = Announced(req, (), "7", len(tokens))
+    hands._requests.record("r").announced = Announced(req, (), "7", len(tokens))
     hands.checkpointed(req, 0)
     hands.released(req)
     kept = hands._idle["7"]

@@ -137,7 +137,7 @@ NO_REQ: Any = None
 
 def full(requests: Requests) -> Any:
     """A record with something in every field that ends with a stay in the queue or the batch."""
-    record = requests.of("a")
+    record = requests.record("a")
     record.arrived = record.order_round = record.sglang_loads = 3
     record.turn_read = TurnRead(16)
     record.candidate = Candidate(Waits.SGLANG_READS, HANDLE)
@@ -167,7 +167,7 @@ def test_a_retracted_request_is_still_known_to_the_planner_and_nothing_else() ->
 
 def test_a_look_at_a_request_outlives_it_until_the_next_tick() -> None:
     requests = Requests()
-    record = requests.of("a")
+    record = requests.record("a")
     record.look = Look(HANDLE, None)
     requests.note_candidate(record)
     requests.forget("a")
@@ -188,13 +188,13 @@ def test_a_record_says_in_one_line_what_every_part_knows_of_it() -> None:
         "restoration: no answer yet, pages 1 to 9, prefill cursor at 2, 1 loads in flight, "
         "admitted; session s, 0 pages named, has not run"
     )
-    assert str(requests.of("b")) == "request b: nothing noted"
+    assert str(requests.record("b")) == "request b: nothing noted"
 
 
 def test_no_request_is_forgotten_while_it_is_restored() -> None:
     requests = Requests()
     restored: Any = SimpleNamespace()
-    requests.of("a").restoration = restored
+    requests.record("a").restoration = restored
     with pytest.raises(AssertionError, match="while it is restored"):
         requests.forget("a")
 
@@ -202,10 +202,10 @@ def test_no_request_is_forgotten_while_it_is_restored() -> None:
 def test_candidates_keep_the_order_in_which_they_came() -> None:
     requests = Requests()
     for rid in ("a", "b"):
-        record = requests.of(rid)
+        record = requests.record(rid)
         record.look = Look(SimpleNamespace(rid=rid), None)  # type: ignore[arg-type]
         requests.note_candidate(record)
-    first = requests.of("a")
+    first = requests.record("a")
     first.look, first.candidate = None, Candidate(Waits.OLD_LOADS, HANDLE)
     requests.note_candidate(first)
     assert list(requests.candidates) == ["a", "b"]
@@ -214,7 +214,7 @@ def test_candidates_keep_the_order_in_which_they_came() -> None:
 def test_who_left_without_a_call_is_gone_after_two_sweeps_and_who_comes_back_is_not() -> None:
     requests, gone = Requests(), list[str]()
     for rid in ("a", "b", "c"):
-        requests.of(rid).prefix = torch.empty(0)
+        requests.record(rid).prefix = torch.empty(0)
     requests.sweep({"c"}, gone.append)
     requests.sweep({"b", "c"}, gone.append)
     requests.sweep({"c"}, gone.append)

@@ -83,7 +83,9 @@ def adder_with(
 def test_a_page_that_is_spliced_at_admission_is_not_credited_a_second_time(monkeypatch):
     r = SimpleNamespace(resident=0, front=0, owner=dict.fromkeys(range(4)))
     splice = Compute("r", Span(0, 3), None)
-    engine = SimpleNamespace(of=lambda rid: r, computes={"r": splice}, trusted=lambda r, span: True)
+    engine = SimpleNamespace(
+        restoration=lambda rid: r, computes={"r": splice}, trusted=lambda r, span: True
+    )
     adder, seen = adder_with(engine), []
 
     def charged(self: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
@@ -118,7 +120,9 @@ def test_what_sglang_had_read_of_a_spliced_prefix_is_counted_as_storages():
 
 def test_the_next_chunk_of_any_request_is_what_there_is_room_for(monkeypatch):
     given: list[int] = []
-    engine = SimpleNamespace(of=lambda rid: None, holds_memory=True, give_room=given.append)
+    engine = SimpleNamespace(
+        restoration=lambda rid: None, holds_memory=True, give_room=given.append
+    )
     limits: list[int | None] = []
 
     def add(self: Any, req: Any) -> None:
@@ -133,7 +137,9 @@ def test_the_next_chunk_of_any_request_is_what_there_is_room_for(monkeypatch):
     assert given == [256 + PAGE - 100, 256 + PAGE - 20]
 
 
-PLAIN = SimpleNamespace(of=lambda rid: None, holds_memory=False, give_room=lambda tokens: None)
+PLAIN = SimpleNamespace(
+    restoration=lambda rid: None, holds_memory=False, give_room=lambda tokens: None
+)
 """An engine that restores nothing."""
 
 
@@ -304,7 +310,7 @@ def in_row(front: int, splice: Span) -> tuple[KVTierPrefillAdder, Any, list[Any]
 
     r = SimpleNamespace(front=front, closed=False, owner={}, spliced={})
     engine = SimpleNamespace(
-        of=lambda rid: r,
+        restoration=lambda rid: r,
         computes={"r": Compute("r", splice, None)},
         trusted=lambda r, span: True,
         abandon=lambda r, how: setattr(r, "closed", how),
@@ -360,7 +366,7 @@ def writing_back(free: int, transfers: int = 0) -> tuple[KVTierPrefillAdder, Roo
     room = Room(free, transfers)
     given: list[int] = []
     engine = SimpleNamespace(
-        of=lambda rid: None,
+        restoration=lambda rid: None,
         holds_memory=False,
         give_room=given.append,
         context=SimpleNamespace(room=room, anchors=None, device=SimpleNamespace(tokens=4096)),
@@ -406,7 +412,7 @@ def test_a_front_that_would_begin_without_its_state_is_offered_again(monkeypatch
     r = SimpleNamespace(resident=2, front=2, owner={})
     again: list[Any] = []
     engine = SimpleNamespace(
-        of=lambda rid: r,
+        restoration=lambda rid: r,
         computes={"r": Compute("r", Span(2, 2), None)},
         offer_again=again.append,
         context=SimpleNamespace(room=Room(None)),

@@ -85,8 +85,8 @@ class Rank:
     @property
     def is_off(self) -> bool:
         looks = self.tick.ahead is not None
-        taking = self.engine.offers.taking or self.engine.restorations
-        return self.engine.proof.state is State.REFUTED and not taking and not looks
+        on = self.engine.offers.is_on or self.engine.restorations
+        return self.engine.proof.state is State.REFUTED and not on and not looks
 
     def lost(self) -> dict[str, list[Span]]:
         found: dict[str, list[Span]] = {}
@@ -174,7 +174,7 @@ def test_without_a_difference_nothing_ends() -> None:
         rank.mark(page2=CORRUPT)
     step(*ranks)
     for rank in ranks:
-        assert rank.engine.offers.taking and rank.tick.ahead is not None
+        assert rank.engine.offers.is_on and rank.tick.ahead is not None
         assert rank.engine.proof.state is State.PROVING and rank.engine.restorations
 
 
@@ -221,7 +221,7 @@ def test_the_settings_of_a_refuted_server_do_not_open_it_again() -> None:
     engine.refute()
     for restore in ("off", "both"):
         notes.configure(PolicyConfig(restore=restore))
-        assert not engine.offers.taking
+        assert not engine.offers.is_on
     assert ("proof", {}, 0) in list(notes.samples())
 
 

@@ -41,7 +41,7 @@ class Shortest:
 def queue(planner: Any, **stored: int) -> Queue:
     known = Requests()
     for rid, tokens in stored.items():
-        known.of(rid).turn_read = TurnRead(tokens)
+        known.record(rid).turn_read = TurnRead(tokens)
     return Queue(planner, known)
 
 
@@ -248,11 +248,11 @@ def views(*restoring: str) -> Views:
     )  # fmt: skip
     begun: Any = SimpleNamespace(mode=Mode.BOTH)
     for rid in restoring:
-        context.requests.of(rid).restoration = begun
+        context.requests.record(rid).restoration = begun
     engine = SimpleNamespace(
         context=context,
         restorations=dict.fromkeys(restoring, begun),
-        of=lambda rid: context.requests.of(rid).restoration,
+        restoration=lambda rid: context.requests.record(rid).restoration,
     )
     return Views(engine, 512, 4096)  # type: ignore[arg-type]
 

@@ -38,7 +38,7 @@ NAMES = [f.name for f in dataclasses.fields(PolicyConfig)]
 def lab(config: PolicyConfig) -> SimpleNamespace:
     """A scheduler with notes, an engine that only has what is changed, and a real planner."""
     engine = SimpleNamespace(
-        offers=SimpleNamespace(taking=True, min_tokens=config.min_restore_tokens),
+        offers=SimpleNamespace(is_on=True, min_tokens=config.min_restore_tokens),
         context=SimpleNamespace(now=1.0),
         proof=Proof(),
     )
@@ -73,22 +73,22 @@ def test_a_setting_is_in_force_for_the_next_offer() -> None:
 def test_off_closes_the_engine_to_hits_and_on_opens_it() -> None:
     scheduler = lab(PolicyConfig())
     HANDLERS["policy.restore"](scheduler, 4)
-    assert not scheduler.engine.offers.taking
+    assert not scheduler.engine.offers.is_on
     HANDLERS["policy.restore"](scheduler, 0)
-    assert scheduler.engine.offers.taking
+    assert scheduler.engine.offers.is_on
 
 
 def test_what_was_refuted_is_not_turned_on_again() -> None:
     scheduler = lab(PolicyConfig(restore="both"))
     scheduler.engine.proof.refute()
-    scheduler.engine.offers.taking = False
+    scheduler.engine.offers.is_on = False
     for value in (0, 1, 2, 3):
         with pytest.raises(ValueError, match="stays off"):
             HANDLERS["policy.restore"](scheduler, value)
     HANDLERS["policy.min_restore_tokens"](scheduler, 100)
     assert scheduler.notes.config.min_restore_tokens == 100
     HANDLERS["policy.restore"](scheduler, 4)
-    assert not scheduler.engine.offers.taking
+    assert not scheduler.engine.offers.is_on
 
 
 def test_the_least_length_is_the_engines_as_well() -> None:

@@ -222,7 +222,7 @@ def offers_for(
     records = Requests()
 
     def begin(r: Restoration) -> None:
-        restorations[r.rid] = records.of(r.rid).restoration = r
+        restorations[r.rid] = records.record(r.rid).restoration = r
 
     backend = SimpleNamespace(_backend=SimpleNamespace(begin_read=None))
     context: Any = SimpleNamespace(
@@ -291,7 +291,7 @@ def test_what_was_offered_can_be_offered_again() -> None:
     offers, there = offers_for(request(0, 0))
     offers.hit(looked_up([0, 3, 4, 7], 1), PAGE)
     first = there.facts.pop()
-    there.records.of("r").restoration = None
+    there.records.record("r").restoration = None
     offers.again(there.restorations.pop("r"))
     assert there.facts == [first]
 

@@ -51,7 +51,7 @@ class Lab:
         context.scheduler = self.scheduler
         self.counters = RestoreCounters()
         self.owned: list[str] = []
-        restoring = SimpleNamespace(taking=True, owned=self.owned)
+        restoring = SimpleNamespace(is_on=True, owned=self.owned)
         planner = SimpleNamespace(query=reads_due)
         self.turns = TurnReads(
             context,

@@ -17,7 +17,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import Mode, StepView
-from sgl_kvtier.policy.restore.meeting import OpenPages, Pace, Split, best_split
+from sgl_kvtier.policy.restore.meeting import OpenPages, Speeds, Split, best_split
 from sgl_kvtier.policy.restore.restorations import Restoration, Restorations, in_run_order
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
@@ -45,7 +45,7 @@ class Forecast:
         self._bandwidth = bandwidth
         self._compute_at_s = compute_at_s
         self._backlog_s = backlog_s
-        self._pace = Pace(
+        self._pace = Speeds(
             engine.page_tokens, engine.page_bytes, engine.chunk_tokens, cost, bandwidth, backlog_s
         )
 
@@ -224,11 +224,11 @@ def choose_mode(rules: Rules, ways: Ways, config: PolicyConfig) -> tuple[Mode, s
     return rules.mode(ways)
 
 
-def leave(rules: Rules, ways: Ways, config: PolicyConfig) -> str | None:
+def why_declined(rules: Rules, ways: Ways, config: PolicyConfig) -> str | None:
     """Why this prefix is not to be restored but left to an engine that can load by itself, or
     None.
     """
-    return rules.leave(ways) if config.restore in ("auto", "fastest") else None
+    return rules.why_declined(ways) if config.restore in ("auto", "fastest") else None
 
 
 def chunk_tokens(split: Split, barrier_tokens: int, engine: EngineShape, rules: Rules) -> int:
@@ -253,11 +253,11 @@ class Outlook:
 
     def __init__(self, state: Restorations) -> None:
         self._state = state
-        self._pace: Pace | None = None
+        self._pace: Speeds | None = None
         """Costs and links as known in this step, until loads begin."""
         self._left_of: Restoration | None = None
         self._left = OpenPages([], 0, [], [], 0)
-        """The open pages of the request whose meeting was searched last, with that pace. A search
+        """The open pages of the request whose meeting was searched last, with that speeds. A search
         with a charge follows at once, from the same front or from before pages that have landed
         there.
         """
@@ -324,20 +324,20 @@ class Outlook:
         second of compute counts as `charge` seconds. `taken_back`: as if its loads in flight could
         be cancelled.
         """
-        pace = self._pace or self._look(view)
+        speeds = self._pace or self._look(view)
         charged = charge != 1 or taken_back
         if charged and not taken_back and item is self._left_of and front >= item.copied:
             left = self._left
         else:
-            front, copied_s = item.after_copies(front, pace.bandwidth, self._state.engine)
+            front, copied_s = item.after_copies(front, speeds.bandwidth, self._state.engine)
             compute_at_s += copied_s
-            left = item.open_pages(pace, front, taken_back)
+            left = item.open_pages(speeds, front, taken_back)
         if charged:
-            split = best_split(pace, compute_at_s, left, front, item.charged_meet, charge)
+            split = best_split(speeds, compute_at_s, left, front, item.charged_meet, charge)
             item.charged_meet = split.meet
         else:
             self._left_of, self._left = item, left
-            split = best_split(pace, compute_at_s, left, front, item.meet)
+            split = best_split(speeds, compute_at_s, left, front, item.meet)
             item.meet = split.meet
         return split
 
@@ -361,10 +361,10 @@ class Outlook:
         decoding = min(view.decoding, _MOST_CHARGED)
         return 1 + rules.queue_charge * waiting + rules.decode_charge * decoding
 
-    def _look(self, view: StepView) -> Pace:
+    def _look(self, view: StepView) -> Speeds:
         state, engine = self._state, self._state.engine
         self._left_of = None
-        self._pace = Pace(
+        self._pace = Speeds(
             engine.page_tokens,
             engine.page_bytes,
             engine.chunk_tokens,

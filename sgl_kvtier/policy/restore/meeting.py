@@ -56,7 +56,7 @@ class Split(NamedTuple):
 
 
 @dataclass(slots=True)
-class Pace:
+class Speeds:
     """The speed of both ends."""
 
     page_tokens: int
@@ -131,7 +131,7 @@ def stages_of(sources: Sequence[tuple[Link, Sequence[Span]]]) -> tuple[int, ...]
 
 
 def open_of(
-    pace: Pace,
+    speeds: Speeds,
     pointer: TwoPointer,
     sources: Sequence[tuple[Link, Sequence[Span]]],
     front: int,
@@ -148,18 +148,18 @@ def open_of(
     firsts = [first for first in stages if first > front]
     if not firsts:
         whole = Span(front, pointer.units)
-        return _stage(pace, pointer, sources, whole, in_flight, taken_back, anchor_bytes)
+        return _stage(speeds, pointer, sources, whole, in_flight, taken_back, anchor_bytes)
     parts, least = [], 0
     for low, high in zip((front, *firsts), (*firsts, pointer.units), strict=True):
         within = [source for source in sources if least < source[1][-1].stop <= high]
-        part = _stage(pace, pointer, within, Span(low, high), in_flight, taken_back, anchor_bytes)
+        part = _stage(speeds, pointer, within, Span(low, high), in_flight, taken_back, anchor_bytes)
         parts.append((low, part))
         least = high
     return parts[0][1]._replace(later=tuple(parts[1:]))
 
 
 def _stage(
-    pace: Pace,
+    speeds: Speeds,
     pointer: TwoPointer,
     sources: Sequence[tuple[Link, Sequence[Span]]],
     within: Span,
@@ -171,13 +171,16 @@ def _stage(
     runs = pointer.unlanded_runs(front) if taken_back else pointer.free_runs(front)
     if end < pointer.units:
         runs = [(low, min(high, end)) for low, high in runs if low < end]
-    bandwidth, backlogs_s = pace.bandwidth, pace.backlog_s
+    bandwidth, backlogs_s = speeds.bandwidth, speeds.backlog_s
     links = []
     for link, spans in sources:
         backlog_s, own = backlogs_s.get(link, 0.0), in_flight.get(link, 0)
         if own and taken_back:
             # These are counted among the pages already.
-            backlog_s, own = max(0.0, backlog_s - bandwidth.seconds(link, own * pace.page_bytes)), 0
+            backlog_s, own = (
+                max(0.0, backlog_s - bandwidth.seconds(link, own * speeds.page_bytes)),
+                0,
+            )
         later_s = backlog_s
         if anchor_bytes and spans[-1].stop == pointer.units:
             later_s += anchor_bytes / bandwidth.bytes_per_second(link)
@@ -198,21 +201,23 @@ def _stage(
         )
     top = end if taken_back else max(front, runs[-1][1]) if runs else front
     lost = pointer.lost_in(within)
-    return OpenPages(runs, lost, _holes(pace, pointer, within) if lost else [], links, top)
+    return OpenPages(runs, lost, _holes(speeds, pointer, within) if lost else [], links, top)
 
 
-def _holes(pace: Pace, pointer: TwoPointer, within: Span) -> list[Hole]:
-    holes, seconds, page = list[Hole](), 0.0, pace.page_tokens
+def _holes(speeds: Speeds, pointer: TwoPointer, within: Span) -> list[Hole]:
+    holes, seconds, page = list[Hole](), 0.0, speeds.page_tokens
     for low, stop in reversed(pointer.lost_runs(within.start)):
         high = min(stop, within.stop)
         if low < high:
-            seconds += pace.cost.range_seconds(low * page, (high - low) * page, pace.chunk_tokens)
+            seconds += speeds.cost.range_seconds(
+                low * page, (high - low) * page, speeds.chunk_tokens
+            )
             holes.append(Hole(low, seconds))
     return holes
 
 
 def best_split(
-    pace: Pace,
+    speeds: Speeds,
     compute_at_s: float,
     left: OpenPages,
     front: int,
@@ -228,15 +233,15 @@ def best_split(
     many.
     """
     if left.later:
-        return _in_stages(pace, compute_at_s, left, front, guess, charge)
-    ends = _ends(pace, charge, compute_at_s, front, left)
+        return _in_stages(speeds, compute_at_s, left, front, guess, charge)
+    ends = _ends(speeds, charge, compute_at_s, front, left)
     meet, seconds = _crossing(ends, front, left.top, guess)
     pages = _computed_pages(left.runs, left.compute_only, meet)
-    return Split(meet, pages * pace.page_tokens, seconds)
+    return Split(meet, pages * speeds.page_tokens, seconds)
 
 
 def _in_stages(
-    pace: Pace, compute_at_s: float, left: OpenPages, front: int, guess: int, charge: float
+    speeds: Speeds, compute_at_s: float, left: OpenPages, front: int, guess: int, charge: float
 ) -> Split:
     """The best meeting of every stage, the lowest first: the sooner compute is through with one,
     the sooner it helps the next.
@@ -246,7 +251,7 @@ def _in_stages(
     seconds = 0.0
     for low, part in ((front, left._replace(later=())), *left.later):
         first = max(low, front)
-        split = best_split(pace, max(compute_at_s, seconds), part, first, guess, charge)
+        split = best_split(speeds, max(compute_at_s, seconds), part, first, guess, charge)
         seconds = max(seconds, split.seconds)
         found.append(Meeting(first, split.meet, split.compute_tokens))
         if not loads:
@@ -264,14 +269,14 @@ def _computed_pages(runs: Runs, compute_only: int, meet: int) -> int:
     return pages
 
 
-def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: OpenPages) -> Ends:
+def _ends(speeds: Speeds, charge: float, compute_at_s: float, front: int, left: OpenPages) -> Ends:
     runs, compute_only, holes, links, _, _ = left
     breaks = len(holes)
     page_tokens, page_bytes, chunk_tokens, cost = (
-        pace.page_tokens,
-        pace.page_bytes,
-        pace.chunk_tokens,
-        pace.cost,
+        speeds.page_tokens,
+        speeds.page_bytes,
+        speeds.chunk_tokens,
+        speeds.cost,
     )
     fixed_s, per_token_s, per_position_s = (
         charge * cost.fixed_s,

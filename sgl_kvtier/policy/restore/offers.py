@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RestoreStart, StepView
-from sgl_kvtier.policy.restore.forecast import Forecast, Outlook, Ways, choose_mode, leave
+from sgl_kvtier.policy.restore.forecast import Forecast, Outlook, Ways, choose_mode, why_declined
 from sgl_kvtier.policy.restore.restorations import (
     LINK_OF,
     Restoration,
@@ -97,7 +97,7 @@ class Offers:
         ways = Ways(
             forecast, item, self._knows(offer), learns, crowded, own_s, decoding=view.decoding
         )
-        why = leave(self._state.rules, ways, self._state.config)
+        why = why_declined(self._state.rules, ways, self._state.config)
         return why if reads or why != "loading is faster" else "computing is faster"
 
     def promised_s(self, offer: RestoreOffered, view: StepView) -> float:

@@ -28,7 +28,7 @@ from sgl_kvtier.policy.messages import (
     StepView,
     TransferDone,
 )
-from sgl_kvtier.policy.restore.meeting import OpenPages, Pace, open_of, stages_of
+from sgl_kvtier.policy.restore.meeting import OpenPages, Speeds, open_of, stages_of
 from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
@@ -127,10 +127,10 @@ class Restoration:
             f"in flight: {loads or 'nothing'}, predicted end: {self.predicted_end:.3f} s"
         )
 
-    def open_pages(self, pace: Pace, front: int, taken_back: bool = False) -> OpenPages:
+    def open_pages(self, speeds: Speeds, front: int, taken_back: bool = False) -> OpenPages:
         """Its open pages from page `front` on (`meeting.open_of`)."""
         return open_of(
-            pace,
+            speeds,
             self.pointer,
             self.by_link,
             front,

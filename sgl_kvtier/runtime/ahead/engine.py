@@ -335,7 +335,7 @@ class LookaheadEngine:
         tokens = requests.tokens_of(req)
         keys = self.context.names.keys_of(tokens[: max(0, len(tokens) - 1)], req)
         session = self.sessions.of(req, keys)
-        self._requests.of(req.rid).announced = Announced(
+        self._requests.record(req.rid).announced = Announced(
             req, keys, session, len(tokens), path=self._unpark(session)
         )
         self._tell(RequestArrived(req.rid, _LATER, len(tokens), keys, session))

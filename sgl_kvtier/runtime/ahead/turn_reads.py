@@ -57,7 +57,7 @@ class TurnReads:
         return (
             tree_ranks.stages(tree) == 1
             and tree.prefetch_stop_policy != "best_effort"
-            and (self._restoring.taking or self._context.looking_ahead)
+            and (self._restoring.is_on or self._context.looking_ahead)
         )
 
     @property
@@ -182,7 +182,7 @@ class TurnReads:
 
     def _turn_read(self, rid: str) -> TurnRead:
         """What storage has of its prompt: nothing, where nothing was noted."""
-        record = self._requests.of(rid)
+        record = self._requests.record(rid)
         if record.turn_read is None:
             record.turn_read = TurnRead(0)
         return record.turn_read

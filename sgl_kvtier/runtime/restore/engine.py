@@ -78,9 +78,9 @@ class RestoreEngine:
         context: StepContext,
         mover: PageMover,
         min_tokens: int,
-        leave: Callable[[RestoreOffered], str | None],
+        why_declined: Callable[[RestoreOffered], str | None],
     ) -> None:
-        """`leave`: the planner's word on why a prefix is better left to SGLang than offered."""
+        """`why_declined`: why the planner would leave a prefix to SGLang."""
         self.context = context
         self.mover = mover
         self.restorations: dict[str, Restoration] = {}
@@ -88,7 +88,9 @@ class RestoreEngine:
         self.loads: list[Load] = []
         self.computes: dict[str, Compute] = {}
         self.counters = RestoreCounters()
-        self.offers = Offers(context, self.begin, self.loads, self.counters, min_tokens, leave)
+        self.offers = Offers(
+            context, self.begin, self.loads, self.counters, min_tokens, why_declined
+        )
         self.kept: KeptPages | None = None
         """Where SGLang writes new pages through to host memory."""
         self._link_ended: dict[Link, float] = {}
@@ -127,9 +129,9 @@ class RestoreEngine:
         )
 
     @property
-    def taking(self) -> bool:
+    def is_on(self) -> bool:
         """Whether hits are taken over at all."""
-        return self.offers.taking
+        return self.offers.is_on
 
     @property
     def holds_memory(self) -> bool:
@@ -141,14 +143,14 @@ class RestoreEngine:
         """Requests whose prefix SGLang need not ask storage for."""
         return [*self.restorations, *self.offers.delayed]
 
-    def of(self, rid: str) -> Restoration | None:
+    def restoration(self, rid: str) -> Restoration | None:
         """This request's restoration, from its offer until the front has reached its end."""
         return self.context.requests.restoration(rid)
 
     def begin(self, r: Restoration) -> None:
         """A prefix was offered to the planner."""
         self.restorations[r.rid] = r
-        self.context.requests.of(r.rid).restoration = r
+        self.context.requests.record(r.rid).restoration = r
 
     def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass; None: SGLang decides."""
@@ -156,7 +158,7 @@ class RestoreEngine:
             return handle.rid in self.computes
         if self.offers.is_delayed(handle):
             return False
-        if not self.taking:
+        if not self.is_on:
             return None
         # The answer comes within a step or two: it is waited for, whatever the prefetch policy is.
         return False if storage_ops.answer_is_due(self.context.tree, handle) else None
@@ -227,7 +229,7 @@ class RestoreEngine:
         """What was restored is not what was stored: from now on every prefix is SGLang's own way.
         Called in the same step on all ranks. Idempotent.
         """
-        self.offers.taking = False
+        self.offers.is_on = False
         self.abandon_all("differs")
         self.proof.refute()
 
@@ -431,7 +433,7 @@ class RestoreEngine:
         """
         r.admitted = True
         if prefix is not None:
-            self.context.requests.of(r.rid).prefix = prefix
+            self.context.requests.record(r.rid).prefix = prefix
         self._unlock(r)
         self.advance(r, end)
 
@@ -617,7 +619,7 @@ class RestoreEngine:
         when they have ended.
         """
         del self.restorations[r.rid]
-        self.context.requests.of(r.rid).restoration = None
+        self.context.requests.record(r.rid).restoration = None
         self.ending = True
         self.computes.pop(r.rid, None)
         r.closed = True

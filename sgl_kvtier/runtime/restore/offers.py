@@ -50,11 +50,11 @@ class Offers:
         loads: list[Load],
         counters: RestoreCounters,
         min_tokens: int,
-        leave: Callable[[RestoreOffered], str | None],
+        why_declined: Callable[[RestoreOffered], str | None],
     ) -> None:
-        """`leave`: the planner's word on why a prefix is better left to SGLang than offered."""
+        """`why_declined`: why the planner would leave a prefix to SGLang."""
         self.min_tokens = min_tokens
-        self._taking = True
+        self._is_on = True
         self.paused_until = -math.inf
         """In seconds of `StepContext.moment`."""
         self.shorten: Callable[[Restoration, int], None] | None = None
@@ -63,17 +63,17 @@ class Offers:
         self._begin = begin
         self._loads = loads
         self._counters = counters
-        self._leave = leave
+        self._why_declined = why_declined
         self._requests = context.requests
 
     @property
-    def taking(self) -> bool:
+    def is_on(self) -> bool:
         """Whether hits are taken over at all; otherwise all of it is SGLang's own way."""
-        return self._taking and not self.is_paused
+        return self._is_on and not self.is_paused
 
-    @taking.setter
-    def taking(self, value: bool) -> None:
-        self._taking = value
+    @is_on.setter
+    def is_on(self, value: bool) -> None:
+        self._is_on = value
 
     @property
     def is_paused(self) -> bool:
@@ -123,10 +123,10 @@ class Offers:
                 ends = [stored.start + pages for pages in shorter if pages < len(stored.keys)]
                 stored = stored._replace(ends=tuple(ends))
         offered = self._offer(req, stored)
-        if self.taking and not offered:
+        if self.is_on and not offered:
             claimable = self._context.device.claimable()
             read = Candidate(Waits.SGLANG_READS, operation.handle, operation, claimable)
-            self._set(self._requests.of(req.rid), read)
+            self._set(self._requests.record(req.rid), read)
         return offered
 
     def look_again(self) -> bool:
@@ -140,7 +140,7 @@ class Offers:
                 being_read.append((record, read))
             else:
                 self._set(record, None)
-        if not being_read or not self.taking:
+        if not being_read or not self.is_on:
             return False
         claimable = self._context.device.claimable()
         for _, read in being_read:
@@ -203,7 +203,7 @@ class Offers:
             return None
         host = ((Span(found.resident, read), Tier.HOST),) if read > found.resident else ()
         found.sources = (*host, *below)
-        return stored if self._leave(_offer_of(context, found)) is None else None
+        return stored if self._why_declined(_offer_of(context, found)) is None else None
 
     def _hangs(self, stopped: Candidate) -> bool:
         """Whether a read has not ended long after it was stopped. SGLang ends it then, and the
@@ -218,7 +218,7 @@ class Offers:
         """A waiting request for which SGLang reads nothing. Pages that storage has behind a missing
         one, by this operation, may be offered next tick, else its host pages.
         """
-        if not self.taking or self._context.anchors is not None:
+        if not self.is_on or self._context.anchors is not None:
             return
         stored = None
         if operation is not None and not operation.is_terminated():
@@ -226,7 +226,7 @@ class Offers:
             page = self._context.page
             found = stored_of(operation, hit_tokens, page)
             stored = found if len(found.keys) * page > hit_tokens else None
-        record = self._requests.of(handle.rid)
+        record = self._requests.record(handle.rid)
         record.look = Look(handle, stored)
         self._requests.note_candidate(record)
 
@@ -289,7 +289,7 @@ class Offers:
             "again"
             if self._requests.restoration(req.rid) is not None
             else requests.left_to_sglang(req)
-            if self.taking
+            if self.is_on
             else "paused"
             if self.is_paused
             else "switched off"
@@ -301,14 +301,14 @@ class Offers:
             found = "short"
         if isinstance(found, Restoration):
             offer = _offer_of(self._context, found)
-            found = found if taken and found.keys else self._leave(offer) or found
+            found = found if taken and found.keys else self._why_declined(offer) or found
         if isinstance(found, str):
             return self._fall_back(found)
         if any(load.restoration.rid == req.rid and not load.written_off for load in self._loads):
             # Loads of an earlier restoration of it are still in flight; their reports must not be
             # taken for this one's.
             waits = Candidate(Waits.OLD_LOADS, req.cache_request_handle, stored=stored, req=req)
-            self._set(self._requests.of(req.rid), waits)
+            self._set(self._requests.record(req.rid), waits)
             return True
         if self.shorten is not None:
             self.shorten(found, self.min_tokens)

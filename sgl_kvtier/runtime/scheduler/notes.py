@@ -40,7 +40,7 @@ class RestoreNotes:
         refuted stays off.
         """
         self.config = config
-        self._engine.offers.taking = config.restore != "off" and not self.is_refuted
+        self._engine.offers.is_on = config.restore != "off" and not self.is_refuted
         self._engine.offers.min_tokens = config.min_restore_tokens
         self._planner.observe(PolicyChanged(config, self._engine.context.now))
 

@@ -38,7 +38,7 @@ class KVTierPrefillAdder(PrefillAdder):
         adding it parks it.
         """
         engine = self.tree_cache.kvtier.engine
-        r = engine.of(req.rid)
+        r = engine.restoration(req.rid)
         if r is None:
             return self._add_beside_others(req)
         compute = engine.computes.get(req.rid)
@@ -204,7 +204,7 @@ class KVTierPrefillAdder(PrefillAdder):
         landed as its prefix.
         """
         engine = self.tree_cache.kvtier.engine
-        anchored, r = engine.context.anchors, engine.of(req.rid)
+        anchored, r = engine.context.anchors, engine.restoration(req.rid)
         if anchored is not None:
             anchored.drop_old_copy(req)
         if r is None:

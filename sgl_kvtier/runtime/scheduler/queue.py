@@ -70,7 +70,7 @@ class Queue:
         for req in queue:
             if req.rid in came:
                 continue
-            record = self._tracked.of(req.rid)
+            record = self._tracked.record(req.rid)
             if record.order_round != self._round - 1 or not record.arrived:
                 self._number += 1
                 record.arrived = self._number

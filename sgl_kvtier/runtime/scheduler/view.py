@@ -30,7 +30,7 @@ class Views:
 
     def left(self, rid: str, tokens: int) -> None:
         """Notes that SGLang loads the first `tokens` of a waiting request."""
-        self._context.requests.of(rid).sglang_loads = tokens
+        self._context.requests.record(rid).sglang_loads = tokens
 
     def before(self, view: StepView, scheduler: Scheduler, rid: str) -> StepView:
         """The view as of one request: of those that restore nothing only those before it in the
@@ -48,7 +48,7 @@ class Views:
         """Tokens of a waiting request that are not on the device; none of one that restores: the
         planner counts those from its answer on.
         """
-        r = self._engine.of(req.rid)
+        r = self._engine.restoration(req.rid)
         if r is not None and r.mode is not None:
             return 0
         return max(0, requests.prompt_tokens(req) - requests.found(req).device)
@@ -69,7 +69,7 @@ class Views:
         """The view of this step. `now` is the agreed time in seconds."""
         engine, chunked = self._engine, step.in_slot(scheduler)
         waiting = step.waiting(scheduler)[:_WAITING]
-        holder = chunked.rid if chunked is not None and engine.of(chunked.rid) else None
+        holder = chunked.rid if chunked is not None and engine.restoration(chunked.rid) else None
         fresh = tuple(self._fresh(req) for req in waiting)
         return StepView(
             now=now,
@@ -107,7 +107,7 @@ class Views:
         tokens = sum(requests.output_room(req, page) for req in running)
         if chunked is not None:
             tokens += requests.rest_tokens(chunked) + requests.output_room(chunked, page)
-            r = self._engine.of(chunked.rid)
+            r = self._engine.restoration(chunked.rid)
             tokens -= 0 if r is None else len(r.owner) * page
         return int(tokens)
 
@@ -117,7 +117,7 @@ class Views:
         """
         page = self._context.page
         tokens = self._context.device.claimable() - self._owed(running, chunked)
-        r = None if chunked is None else self._engine.of(chunked.rid)
+        r = None if chunked is None else self._engine.restoration(chunked.rid)
         if r is not None and len(self._engine.restorations) == 1:
             # Its loads take from the room it needs anyway; where other requests load as well, pages
             # it has not claimed yet are still reserved for it.

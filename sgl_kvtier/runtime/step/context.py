@@ -93,7 +93,7 @@ class Restoring(Protocol):
     """The part of a restoring engine that other modules use."""
 
     @property
-    def taking(self) -> bool:
+    def is_on(self) -> bool:
         """Whether hits are taken over at all."""
 
     @property

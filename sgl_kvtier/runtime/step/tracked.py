@@ -176,7 +176,7 @@ class Requests:
     def __iter__(self) -> Iterator[Tracked]:
         return iter(self.records.values())
 
-    def of(self, rid: str) -> Tracked:
+    def record(self, rid: str) -> Tracked:
         """Its record, made where there is none."""
         found = self.records.get(rid)
         if found is None:
