@@ -28,41 +28,61 @@ NOT_AHEAD = "kvtier-restore"
 NOT_PROVEN = "kvtier-unproven"
 ORACLE = "oracle"
 """An arm that `oracle` makes, not one of `ARMS`."""
-ARMS = {
-    BASELINE: "radix cache on the device only: what was evicted is computed again",
-    "hicache": "SGLang's HiCache with its host pool, no storage",
-    "hicache-file": "HiCache with its host pool and SGLang's own file backend as storage",
-    NIXL: "HiCache with its host pool and SGLang's own NIXL backend as storage: its POSIX plugin on files",
-    MOONCAKE: "HiCache with its host pool and SGLang's own Mooncake backend as storage: a master and an owner of memory on this host",
-    NOT_RESTORED: "HiCache with its host pool and kvtier as storage, read back as SGLang does it: policy.restore is off",
-    NOT_AHEAD: "HiCache with its host pool and kvtier as storage, without looking ahead",
-    NOT_PROVEN: "HiCache with its host pool and kvtier as storage, without the proof of what is restored: policy.proof is off",
-    OURS: "HiCache with its host pool and kvtier as storage",
-}
-"""Every arm and what it is. The order is the one results are shown in."""
-
-DEFAULT_ARMS = tuple(
-    arm for arm in ARMS if arm not in (NIXL, MOONCAKE, NOT_RESTORED, NOT_AHEAD, NOT_PROVEN)
-)
-"""Those compared unless others are named."""
-
-_STORED_AS = {
-    "hicache-file": "file",
-    NIXL: "nixl",
-    MOONCAKE: "mooncake",
-    NOT_RESTORED: "kvtier",
-    NOT_AHEAD: "kvtier",
-    NOT_PROVEN: "kvtier",
-    OURS: "kvtier",
-}
-STORAGE_ARMS = tuple(_STORED_AS)
 WITHOUT_LOOKAHEAD = {"prefetch": "off", "eviction": "lru"}
 """Of the policy section, whatever the device's default is."""
-_POLICY: Mapping[str, Mapping[str, Any]] = {
-    NOT_RESTORED: {"restore": "off", **WITHOUT_LOOKAHEAD},
-    NOT_AHEAD: WITHOUT_LOOKAHEAD,
-    NOT_PROVEN: {"proof": "off"},
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One configuration of SGLang. `storage` is SGLang's name of its storage backend, empty for
+    none; `policy` is more of kvtier.json's policy section, for our backend; `arguments` are more of
+    SGLang's. `is_usual`: compared unless others are named.
+    """
+
+    about: str
+    storage: str = ""
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    is_usual: bool = False
+
+
+ARMS = {
+    BASELINE: Arm(
+        "radix cache on the device only: what was evicted is computed again", is_usual=True
+    ),
+    "hicache": Arm("SGLang's HiCache with its host pool, no storage", is_usual=True),
+    "hicache-file": Arm(
+        "HiCache with its host pool and SGLang's own file backend as storage", "file", is_usual=True
+    ),
+    NIXL: Arm(
+        "HiCache with its host pool and SGLang's own NIXL backend as storage: its POSIX plugin on files",
+        "nixl",
+    ),
+    MOONCAKE: Arm(
+        "HiCache with its host pool and SGLang's own Mooncake backend as storage: a master and an owner of memory on this host",
+        "mooncake",
+    ),
+    NOT_RESTORED: Arm(
+        "HiCache with its host pool and kvtier as storage, read back as SGLang does it: policy.restore is off",
+        "kvtier",
+        {"restore": "off", **WITHOUT_LOOKAHEAD},
+    ),
+    NOT_AHEAD: Arm(
+        "HiCache with its host pool and kvtier as storage, without looking ahead",
+        "kvtier",
+        WITHOUT_LOOKAHEAD,
+    ),
+    NOT_PROVEN: Arm(
+        "HiCache with its host pool and kvtier as storage, without the proof of what is restored: policy.proof is off",
+        "kvtier",
+        {"proof": "off"},
+    ),
+    OURS: Arm("HiCache with its host pool and kvtier as storage", "kvtier", is_usual=True),
 }
+"""By name. The order is the one results are shown in."""
+
+DEFAULT_ARMS = tuple(name for name, arm in ARMS.items() if arm.is_usual)
+STORAGE_ARMS = tuple(name for name, arm in ARMS.items() if arm.storage)
 
 
 @dataclass(frozen=True)
@@ -158,38 +178,40 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
     if variant is not None:
         arm, setup = variant.kind, _varied(setup, variant)
         more, own = variant.arguments, variant.env
+    row = ARMS[arm]
     flags = [*base_flags(setup)]
     env = {**server_env(setup), **own}
     paced = setup.paced
     if paced is not None:
         flags += paced.flags()
         env |= paced.env(folder / LOG)
-        if arm == MOONCAKE and not setup.linked:
+        if row.storage == "mooncake" and not setup.linked:
             env[MOONCAKE_WAITS] = "1"
     if arm != BASELINE:
         flags += cache_flags(setup.host, setup.host_ratio)
-    if arm in STORAGE_ARMS:
+    if row.storage:
         storage = storage_folder(folder)
         settings = folder / "storage.json"
-        settings.write_text(json.dumps(_storage_settings(arm, setup, storage), indent=1) + "\n")
-        flags += storage_flags(_STORED_AS[arm], f"@{settings}")
-        if setup.stock_reads is not None and _STORED_AS[arm] != OURS:
+        settings.write_text(json.dumps(_storage_settings(row, setup, storage), indent=1) + "\n")
+        flags += storage_flags(row.storage, f"@{settings}")
+        if setup.stock_reads is not None and row.storage != "kvtier":
             flags += ("--hicache-storage-prefetch-policy", setup.stock_reads)
-        if arm == "hicache-file":
+        if row.storage == "file":
             env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(storage)
             env["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] = str(setup.storage_bytes)
-        if arm == NIXL:
+        if row.storage == "nixl":
             env[peers.NIXL_FOLDER] = str(storage)
-    return Launch((*flags, *setup.extra, *more), env)
+    return Launch((*flags, *row.arguments, *setup.extra, *more), env)
 
 
 def missing(arm: str) -> str | None:
     """Why this arm of `ARMS` cannot be started here: a wheel or library that is not installed. None
     where nothing speaks against it. Takes seconds.
     """
-    if arm == NIXL:
+    storage = ARMS[arm].storage
+    if storage == "nixl":
         return peers.missing_nixl()
-    return peers.missing_mooncake() if arm == MOONCAKE else None
+    return peers.missing_mooncake() if storage == "mooncake" else None
 
 
 def kind_of(arm: str, setup: Setup) -> str:
@@ -198,9 +220,12 @@ def kind_of(arm: str, setup: Setup) -> str:
     return arm if variant is None else variant.kind
 
 
-def has_storage(arm: str, setup: Setup) -> bool:
-    """Whether an arm keeps a storage tier."""
-    return kind_of(arm, setup) in STORAGE_ARMS
+def storage_of(arm: str, setup: Setup) -> str:
+    """SGLang's name of the storage backend that an arm has; empty for none, and for an arm that is
+    neither one of `ARMS` nor a variant in `setup`.
+    """
+    kind = kind_of(arm, setup)
+    return ARMS[kind].storage if kind in ARMS else ""
 
 
 def check_arms(arms: Sequence[str], more: Collection[str] = ()) -> None:
@@ -322,21 +347,20 @@ def _varied(setup: Setup, variant: Variant) -> Setup:
     )
 
 
-def _storage_settings(arm: str, setup: Setup, storage: Path) -> dict[str, object]:
+def _storage_settings(arm: Arm, setup: Setup, storage: Path) -> dict[str, object]:
     settings: dict[str, object] = {"prefetch_threshold": setup.prefetch_threshold}
     if setup.paced is not None:
         settings |= setup.paced.settings()
-    if arm == NIXL:
+    if arm.storage == "nixl":
         settings |= peers.NIXL_SETTINGS
-    if arm == MOONCAKE:
+    if arm.storage == "mooncake":
         # The memory is an owner's: that of a server goes with the server.
         settings |= {"master_server_address": setup.master, "local_hostname": HOST}
         settings |= {"metadata_server": "P2PHANDSHAKE", "protocol": "tcp"}
         settings["global_segment_size"] = 0
-    if _STORED_AS[arm] == "kvtier":
+    if arm.storage == "kvtier":
         settings["store"] = {"path": str(storage), "capacity_bytes": setup.storage_bytes}
         settings |= setup.sections
-        own = dict(_POLICY.get(arm, {}))
-        if own:
-            settings["policy"] = {**setup.sections.get("policy", {}), **own}
+        if arm.policy:
+            settings["policy"] = {**setup.sections.get("policy", {}), **arm.policy}
     return settings

@@ -26,14 +26,13 @@ import psutil
 from sgl_kvtier.console import Progress, progress
 from sgl_kvtier.errors import BenchError, StoreError
 from sgl_kvtier.lab.experiment.arms import (
-    MOONCAKE,
     Setup,
     check_arms,
-    has_storage,
     kind_of,
     missing,
     prepare,
     storage_folder,
+    storage_of,
 )
 from sgl_kvtier.lab.experiment.load import Load
 from sgl_kvtier.lab.experiment.log import Log
@@ -384,7 +383,7 @@ class Rounds:
         folder = self._plan.folder / arm
         shutil.rmtree(storage_folder(folder), ignore_errors=True)
         setup = self._plan.setup
-        if kind_of(arm, setup) == MOONCAKE:
+        if storage_of(arm, setup) == "mooncake":
             setup = replace(setup, master=self._engine(arm))
         server = Server(arm, prepare(arm, setup, folder), folder)
         self._outcome.commands[arm] = server.command
@@ -416,7 +415,7 @@ class Rounds:
                 notes += await self._work.warm_up(client, one.arm)
                 self._now.warm.add(one.arm)
             await client.flush()
-            if has_storage(one.arm, plan.setup):
+            if storage_of(one.arm, plan.setup):
                 await client.clear_storage()
                 await client.flush()  # what was read ahead from storage before that was emptied
             stored = await self._work.prepare(client)
@@ -480,7 +479,7 @@ class Replaying:
                 raise BenchError(f"{arm}: the {attempt} warm-up request failed: {done.error}")
             await settled_metrics(client)
             await client.flush()
-        if has_storage(arm, setup) and (done.cached is None or not done.cached.storage):
+        if storage_of(arm, setup) and (done.cached is None or not done.cached.storage):
             return [
                 f"{arm}: the warm-up prompt did not come back from storage; see the server's log."
             ]

@@ -10,7 +10,7 @@ import pytest
 
 from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.arms import ARMS, STORAGE_ARMS, Setup, prepare, storage_folder
+from sgl_kvtier.lab.experiment.arms import ARMS, STORAGE_ARMS, Arm, Setup, prepare, storage_folder
 from sgl_kvtier.lab.experiment.remote.run import REMOTE_ARMS
 from sgl_kvtier.lab.outside import peers
 from sgl_kvtier.lab.paced.launching import MOONCAKE_WAITS
@@ -37,6 +37,10 @@ CACHE_FLAGS = {
 }
 
 
+OF_SGLANG = Arm("of SGLang", "file", arguments=("--radix-eviction-policy", "slru"))
+"""A configuration that differs from another one by a flag of SGLang."""
+
+
 def as_options(arguments: tuple[str, ...]) -> dict[str, str]:
     options: dict[str, str] = {}
     for word in arguments:
@@ -47,13 +51,23 @@ def as_options(arguments: tuple[str, ...]) -> dict[str, str]:
     return options
 
 
+@pytest.fixture(autouse=True)
+def one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of all arms is true of one that only differs by a flag, too."""
+    monkeypatch.setitem(ARMS, "flagged", OF_SGLANG)
+
+
 def test_all_arms_have_the_same_model_pools_and_chunks(tmp_path: Path) -> None:
     for setup in (CPU, GPU):
         common = []
         for arm in ARMS:
             options = as_options(prepare(arm, setup, tmp_path / arm).arguments)
             common.append(
-                {name: value for name, value in options.items() if name not in CACHE_FLAGS}
+                {
+                    name: value
+                    for name, value in options.items()
+                    if name not in CACHE_FLAGS and name not in ARMS[arm].arguments
+                }
             )
         assert all(options == common[0] for options in common)
 
@@ -69,19 +83,26 @@ def test_arms_with_a_host_pool_have_the_same_one(tmp_path: Path) -> None:
 
 def test_storage_arms_have_folders_of_their_own_and_the_same_limits(tmp_path: Path) -> None:
     settings, folders = {}, set()
-    for arm in STORAGE_ARMS:
+    for arm in (*STORAGE_ARMS, "flagged"):
         launch = prepare(arm, CPU, tmp_path / arm)
         path = as_options(launch.arguments)["--hicache-storage-backend-extra-config"]
         assert path.startswith("@")
         settings[arm] = json.loads(Path(path[1:]).read_text())
         folders.add(storage_folder(tmp_path / arm))
-        if arm == "hicache-file":
+        if ARMS[arm].storage == "file":
             assert launch.env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(
                 storage_folder(tmp_path / arm)
             )
             assert launch.env["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] == str(1 << 30)
-    assert len(folders) == len(STORAGE_ARMS)
+    assert len(folders) == len(STORAGE_ARMS) + 1
     assert len({one["prefetch_threshold"] for one in settings.values()}) == 1
+
+
+def test_a_flag_of_sglang_reaches_the_server_of_its_arm_alone(tmp_path: Path) -> None:
+    for arm in ("hicache-file", "flagged"):
+        options = as_options(prepare(arm, CPU, tmp_path / arm).arguments)
+        wanted = "slru" if arm == "flagged" else None
+        assert options.get("--radix-eviction-policy") == wanted
 
 
 def test_of_the_arms_that_restore_one_looks_ahead(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from sgl_kvtier.lab.experiment.arms import (
     MOONCAKE,
     OURS,
     Setup,
-    has_storage,
     prepare,
     storage_folder,
+    storage_of,
 )
 from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.experiment.machine import CpuWatch
@@ -470,7 +470,7 @@ def pair(arm: RemoteArm, setup: Setup, folder: Path) -> Iterator[Sequence[Server
         yield servers
     finally:
         stop_servers(servers)
-        if has_storage(arm.kind, setup):
+        if storage_of(arm.kind, setup):
             for name in NAMES:
                 shutil.rmtree(storage_folder(folder / name), ignore_errors=True)
 
