@@ -291,6 +291,11 @@ def with_unit_last(name: str) -> str:
     return f"{name.removeprefix('bytes_')}_bytes" if name.startswith("bytes_") else name
 
 
+def plain_numbers(counters: type) -> list[str]:
+    """The fields of a class of counters that are numbers without labels: each is a metric."""
+    return [field.name for field in fields(counters) if isinstance(field.default, int | float)]
+
+
 def feature_samples() -> Iterator[Sample]:
     """Which features this SGLang allows."""
     for feature in features.FEATURES:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sgl_kvtier.runtime.metrics import Sample
+from sgl_kvtier.runtime.metrics import Sample, plain_numbers
 from sgl_kvtier.types import PLACES, Link, Tier
 
 
@@ -36,5 +36,5 @@ class LookaheadCounters:
                 self.hit_tokens[tier],
             )
         yield "wasted_bytes", {}, wasted_bytes
-        for name in ("victims", "host_victims", "drift", "failures", "checks"):
+        for name in plain_numbers(LookaheadCounters):
             yield name, {}, getattr(self, name)

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sgl_kvtier.runtime.metrics import Sample, with_unit_last
+from sgl_kvtier.runtime.metrics import Sample, plain_numbers, with_unit_last
 from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.types import PLACES, Link, Tier
 
@@ -107,17 +107,6 @@ class RestoreCounters:
         for tier, pages in dict(self.spliced_pages).items():
             yield "loaded_tokens", {"tier": PLACES[tier]}, pages * page_tokens
         yield "computed_tokens", {}, self.computed_pages * page_tokens
-        for name in _PLAIN:
-            yield with_unit_last(name), {}, getattr(self, name)
-
-
-_PLAIN = (
-    "unused_pages",
-    "jumps",
-    "parks",
-    "parked_s",
-    "meeting_wait_s",
-    "restoring_s",
-    "planner_failures",
-    "untimed_chunks",
-)
+        for name in plain_numbers(RestoreCounters):
+            if name != "computed_pages":  # published in tokens
+                yield with_unit_last(name), {}, getattr(self, name)
