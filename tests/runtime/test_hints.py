@@ -40,6 +40,7 @@ from sgl_kvtier.runtime.hints.message import (
 from sgl_kvtier.runtime.hints.requests import MOST, known, together
 from sgl_kvtier.runtime.hints.route import ANSWER, ask, best
 from sgl_kvtier.runtime.hints.scheduler import MOST_SESSIONS, take
+from sgl_kvtier.runtime.proof.record import Proof
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile
 from sgl_kvtier.runtime.records.decision_file import Recorded
 from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
@@ -203,7 +204,8 @@ class Lab:
         self.planner = Learning(
             recorded, self.inner.profile, None, Profile({}, {}, {}, 0, {}), ENGINE
         )
-        self.engine = SimpleNamespace(offers=SimpleNamespace(is_on=True, min_tokens=0))
+        offers = SimpleNamespace(is_on=True, min_tokens=0)
+        self.engine = SimpleNamespace(offers=offers, proof=Proof())
         self.context = SimpleNamespace(now=0.0)
         notes = RestoreNotes(config, self.engine, self.planner, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
         self.parts = SimpleNamespace(

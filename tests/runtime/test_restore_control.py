@@ -38,7 +38,7 @@ NAMES = [f.name for f in dataclasses.fields(PolicyConfig)]
 def lab(config: PolicyConfig) -> SimpleNamespace:
     """A scheduler with notes, an engine that only has what is changed, and a real planner."""
     engine = SimpleNamespace(
-        offers=SimpleNamespace(is_on=True, min_tokens=config.min_restore_tokens),
+        offers=SimpleNamespace(is_on=True, min_tokens=0),
         context=SimpleNamespace(now=1.0),
         proof=Proof(),
     )
@@ -89,6 +89,12 @@ def test_what_was_refuted_is_not_turned_on_again() -> None:
     assert scheduler.notes.config.min_restore_tokens == 100
     HANDLERS["policy.restore"](scheduler, 4)
     assert not scheduler.engine.offers.is_on
+
+
+def test_what_the_engine_itself_acts_on_is_in_force_from_the_start() -> None:
+    scheduler = lab(PolicyConfig(restore="off", min_restore_tokens=512))
+    assert not scheduler.engine.offers.is_on
+    assert scheduler.engine.offers.min_tokens == 512
 
 
 def test_the_least_length_is_the_engines_as_well() -> None:

@@ -34,15 +34,20 @@ class RestoreNotes:
         self._planner = planner
         self._agreement = agreement
         self._log = log
+        self._apply(config)
 
     def configure(self, config: PolicyConfig) -> None:
         """Other settings from the next request on. Restorations under way keep their mode. What was
         refuted stays off.
         """
         self.config = config
+        self._apply(config)
+        self._planner.observe(PolicyChanged(config, self._engine.context.now))
+
+    def _apply(self, config: PolicyConfig) -> None:
+        """Puts in force what the runtime itself acts on, at the start and after every change."""
         self._engine.offers.is_on = config.restore != "off" and not self.is_refuted
         self._engine.offers.min_tokens = config.min_restore_tokens
-        self._planner.observe(PolicyChanged(config, self._engine.context.now))
 
     @property
     def is_refuted(self) -> bool:

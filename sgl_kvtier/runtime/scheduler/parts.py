@@ -57,7 +57,6 @@ class Parts:
         self.engine = engine = RestoreEngine(
             context, mover, policy.min_restore_tokens, self._why_left
         )
-        engine.offers.is_on = policy.restore != "off"
         self.turns = TurnReads(context, engine, planner, engine.counters.turn_reads)
         self.queue: Queue | None = Queue(planner, context.requests)
         # Pipeline stages with fewer layers may have room for more tokens.
