@@ -7,6 +7,7 @@ import difflib
 import importlib
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -37,7 +38,7 @@ COMMANDS = {
     ),
     "compare": Command(
         "sgl_kvtier.lab.experiment.scenarios.compare",
-        "replay agent sessions against stock HiCache and kvtier, side by side",
+        "replay agent sessions against SGLang's own HiCache and kvtier, side by side",
         "kvtier compare --quick\n  kvtier compare --trace swe_mini_deepseek --json out.json --html "
         "out.html",
     ),
@@ -138,7 +139,7 @@ COMMANDS = {
     ),
     "doctor": Command(
         "sgl_kvtier.runtime.tools.doctor",
-        "check this machine: versions, SGLang's seams, platform, disk, memory",
+        "check this machine: versions, what is used of SGLang, platform, disk, memory",
         "kvtier doctor --config kvtier.json",
     ),
     "schema": Command(
@@ -147,6 +148,32 @@ COMMANDS = {
         "kvtier schema\n  kvtier schema kvtier.stat/1",
     ),
 }
+
+
+class _Help(argparse.Action):
+    """--help. A command whose defaults follow from other options says by `defaults(args)`, by the
+    names of the options, what they are after those that stand before --help.
+    """
+
+    def __init__(self, part: Any, **given: Any) -> None:
+        self._defaults = getattr(part, "defaults", None)
+        about = "show this help"
+        if self._defaults is not None:
+            about += "; its defaults are those of the options before it"
+        super().__init__(nargs=0, default=argparse.SUPPRESS, help=about, **given)
+
+    def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, *_: Any) -> None:
+        if self._defaults is not None:
+            parser.set_defaults(**self._defaults(args))
+        parser.print_help()
+        parser.exit()
+
+
+class _Format(argparse.RawDescriptionHelpFormatter):
+    """Breaks no line inside a name such as --page-size."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -176,8 +203,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             prog=f"kvtier {name}",
             description=command.summary,
             epilog=f"example:\n  {command.example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Format,
+            add_help=False,
         )
+        parser.add_argument("-h", "--help", action=_Help, part=part)
         part.add_arguments(parser)
         own, extra = _split(rest)
         parsed, unknown = parser.parse_known_args(own)

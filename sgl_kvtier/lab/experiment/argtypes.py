@@ -10,8 +10,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,39 +56,27 @@ RUN: _Options = {
 """Options of a run."""
 
 SERVER: _Options = {
-    "model-path": {
-        "metavar": "DIR",
-        "help": "a model's folder or name (default: a lab model is written)",
-    },
-    "lab-model": {
-        "choices": (*SHAPES, *DRAWN),
-        "default": "lab-mha",
-        "help": "which one (default %(default)s)",
-    },
+    "model-path": {"metavar": "DIR", "help": "a model's folder or name (default: %(default)s)"},
+    "lab-model": {"choices": (*SHAPES, *DRAWN), "help": "which one (default %(default)s)"},
     "device": {
         "type": any_device,
         "metavar": "cpu|cuda|paced:PROFILE[@GB/s]",
-        "help": "default: cuda where there is an NVIDIA device. paced: computes nothing and takes the "
-        "time of an accelerator, with a disk that reads 6.4 GB/s or what follows the @ (sgl_kvtier/lab/paced)",
+        "help": "paced: an emulated GPU, which takes the GPU's time and computes nothing; its disk reads 6.4 GB/s or what "
+        "follows the @ (default %(default)s)",
     },
     "dilation": {
         "type": above_nought,
         "default": 1.0,
         "metavar": "D",
-        "help": "of a paced device: everything takes D times as long, and results are divided by it "
-        "(default 1)",
+        "help": "of an emulated GPU: everything takes D times as long, and results are divided by it "
+        "(default %(default)g)",
     },
-    "dtype": {
-        "help": "default: float32 on a CPU, bfloat16 for models of ours elsewhere, else the model's"
-    },
-    "threads": {
-        "type": positive,
-        "help": "torch threads per server on a CPU (default: half of the cores)",
-    },
-    "tp": {"type": positive, "default": 1, "help": "tensor-parallel size (default 1)"},
-    "page-size": {"type": positive, "help": "tokens per page (default 16 on a CPU, else 64)"},
-    "chunk": {"type": positive, "help": "chunked prefill size (default 512 on a CPU, else 4096)"},
-    "storage-size": {"type": size, "default": 4 << 30, "help": "storage per arm (default 4GiB)"},
+    "dtype": {"help": "of the weights and the KV cache, as SGLang's (default %(default)s)"},
+    "threads": {"type": positive, "help": "torch threads per server (default %(default)s)"},
+    "tp": {"type": positive, "help": "tensor-parallel size (default %(default)s)"},
+    "page-size": {"type": positive, "help": "tokens per page (default %(default)s)"},
+    "chunk": {"type": positive, "help": "chunked prefill size (default %(default)s)"},
+    "storage-size": {"type": size, "help": "storage per configuration (default %(default)s)"},
     "server-arg": {
         "action": "append",
         "default": [],
@@ -99,10 +86,10 @@ SERVER: _Options = {
     "folder": {
         "type": Path,
         "metavar": "DIR",
-        "help": "keep logs and storage in DIR/<arm> (default: a temporary folder, kept when something fails)",
+        "help": "keep logs and storage in DIR/CONFIGURATION (default: a temporary folder, kept when something fails)",
     },
 }
-"""Options of the servers that are started."""
+"""Options of the servers that are started. `server_shown` has the defaults that help names."""
 
 
 def add_options(
@@ -219,15 +206,8 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def add_load_arguments(
-    parser: argparse.ArgumentParser,
-    defaults: LoadOptions,
-    others: Mapping[str, LoadOptions] | None = None,
-) -> None:
-    """Which sessions to replay. `others` are defaults where something is otherwise, by its name in
-    help texts.
-    """
-    default = partial(_default, defaults, others or {})
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which sessions to replay. `load_shown` has the defaults that its help names."""
     group = parser.add_argument_group("workload")
     group.add_argument(
         "--trace",
@@ -240,12 +220,12 @@ def add_load_arguments(
         "--skip", type=count, default=0, metavar="N", help="pass over the trace's first N sessions"
     )
     for name, letter, about in (
-        ("sessions", "N", f"sessions {default('sessions')}"),
-        ("turns", "N", f"cut sessions after N calls {default('turns')}"),
+        ("sessions", "N", "sessions (default %(default)s)"),
+        ("turns", "N", "cut sessions after N calls (default %(default)s)"),
         (
             "divisor",
             "D",
-            f"lab models: divide all token counts by D, keep the structure {default('divisor')}",
+            "lab models: divide all token counts by D, keep the structure (default %(default)s)",
         ),
         ("max-prompt-tokens", "N", "cut sessions before a longer prompt"),
         ("block-tokens", "N", BLOCK_TOKENS),
@@ -255,14 +235,14 @@ def add_load_arguments(
         "--min-prompt-tokens",
         type=count,
         metavar="N",
-        help=f"pass over sessions without a prompt of N tokens {default('least_prompt_tokens')}",
+        help="pass over sessions without a prompt of N tokens (default %(default)s)",
     )
     group.add_argument(
         "--max-output-tokens",
         type=_most_tokens,
         metavar="N|recorded",
         help="generate at most N tokens a call; recorded, or 0: as many as the trace says, without a limit "
-        f"{default('most_output_tokens', 'recorded')}",
+        "(default %(default)s)",
     )
 
 
@@ -276,21 +256,32 @@ def _most_tokens(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{error}, or recorded") from error
 
 
-def _default(
-    usual: LoadOptions, others: Mapping[str, LoadOptions], name: str, without: str = "all"
-) -> str:
-    """The defaults of one option as its help names them; `without` is what no limit is called."""
+def load_shown(usual: LoadOptions) -> dict[str, object]:
+    """The defaults of `add_load_arguments` as its help names them, by option."""
+    return {
+        "sessions": usual.sessions,
+        "turns": "all" if usual.turns is None else usual.turns,
+        "divisor": usual.divisor,
+        "min_prompt_tokens": usual.least_prompt_tokens,
+        "max_output_tokens": usual.most_output_tokens or "recorded",
+    }
 
-    def amount(options: LoadOptions) -> str:
-        value: float | None = getattr(options, name)
-        return without if value is None else f"{value:g}"
 
-    places: dict[str, list[str]] = {amount(usual): []}
-    for where, options in others.items():
-        places.setdefault(amount(options), []).append(where)
-    places[amount(usual)] = []
-    texts = (f"{value} {', '.join(where)}".rstrip() for value, where in places.items())
-    return f"(default {'; '.join(texts)})"
+def server_shown(args: Options) -> dict[str, object]:
+    """The defaults of `SERVER` as help names them on the device of these options, by option."""
+    shape = shape_of(replace(args, page_size=None, chunk=None, dtype=None))
+    emulated = is_paced(shape.device)
+    return {
+        "device": shape.device,
+        "model_path": "its own" if emulated else "a lab model is written",
+        "lab_model": "the device's own" if emulated else args.lab_model or "lab-mha",
+        "dtype": shape.dtype,
+        "threads": 1 if emulated else "half of the cores",
+        "tp": 1,
+        "page_size": shape.page,
+        "chunk": shape.chunk,
+        "storage_size": "4GiB",
+    }
 
 
 def load_options(args: Options, defaults: LoadOptions) -> LoadOptions:
@@ -312,12 +303,8 @@ def load_options(args: Options, defaults: LoadOptions) -> LoadOptions:
     )
 
 
-def add_replay_arguments(
-    parser: argparse.ArgumentParser, defaults: ReplayOptions, elsewhere: str = "", paused: str = ""
-) -> None:
-    """How to replay them. `elsewhere` says what is the default number at a time otherwise, `paused`
-    where gaps are not the recorded ones unless one asks for those.
-    """
+def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOptions) -> None:
+    """How to replay them."""
     group = parser.add_argument_group("replay")
     how_many = group.add_mutually_exclusive_group()
     # No default: argparse does not take an option for given where it has its default's value.
@@ -325,7 +312,7 @@ def add_replay_arguments(
         "--concurrency",
         type=positive,
         metavar="N",
-        help=f"sessions at a time: the next begins when one ends (default {defaults.concurrency}{elsewhere})",
+        help=f"sessions at a time: the next begins when one ends (default {defaults.concurrency})",
     )
     how_many.add_argument(
         "--rate",
@@ -333,15 +320,11 @@ def add_replay_arguments(
         metavar="R",
         help="open loop instead: R sessions arrive a second on average, at random times that follow from the seed",
     )
-    add_session_arguments(group, defaults, paused)
+    add_session_arguments(group, defaults)
 
 
-def add_session_arguments(
-    group: argparse._ArgumentGroup, defaults: ReplayOptions, paused: str = ""
-) -> None:
-    """How each session is replayed, however many there are at a time. `paused` says where gaps are
-    not the recorded ones unless one asks for those.
-    """
+def add_session_arguments(group: argparse._ArgumentGroup, defaults: ReplayOptions) -> None:
+    """How each session is replayed, however many there are at a time."""
     group.add_argument(
         "--route",
         choices=tuple(ROUTES),
@@ -360,8 +343,7 @@ def add_session_arguments(
         "--pause",
         type=not_negative,
         metavar="S",
-        help="every tool gap lasts S seconds, whatever was recorded"
-        + (f" ({paused})" if paused else ""),
+        help="every tool gap lasts S seconds, whatever was recorded (default: %(default)s)",
     )
     group.add_argument(
         "--gap-scale",

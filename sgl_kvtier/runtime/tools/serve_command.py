@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         help="a model's folder or name; `kvtier model NAME` writes a small one and prints its "
-        "folder. A paced device brings its own",
+        "folder. An emulated GPU brings its own",
     )
     parser.add_argument(
         "--store",
@@ -88,16 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         type=any_device,
         metavar="cpu|cuda|paced:PROFILE[@GB/s]",
-        help="default: cuda where there is an NVIDIA device. paced: computes nothing and takes the "
-        "time of an accelerator, with a disk that reads 6.4 GB/s or what follows the @, to see "
-        "what a server would do there (sgl_kvtier/lab/paced)",
+        help="default: cuda where there is an NVIDIA GPU. paced: an emulated GPU, which takes the "
+        "GPU's time and computes nothing, to see what a server would do there; its disk reads "
+        "6.4 GB/s or what follows the @",
     )
     parser.add_argument(
         "--dilation",
         type=above_nought,
         default=1.0,
         metavar="D",
-        help="of a paced device: everything takes D times as long (default 1)",
+        help="of an emulated GPU: everything takes D times as long (default 1)",
     )
     parser.add_argument("--port", type=port, default=_DEFAULT_PORT, help="default %(default)s")
     parser.usage = (

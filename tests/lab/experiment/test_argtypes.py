@@ -1,20 +1,21 @@
-"""Options that commands share: which devices each offers, and the defaults that its help names."""
+"""Options that commands share: the defaults that help names, and what each device refuses."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from types import SimpleNamespace
 
 import pytest
 
+from sgl_kvtier import cli
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import load_options, replay_options
 from sgl_kvtier.lab.experiment.frame import check
 from sgl_kvtier.lab.experiment.options import Options
-from sgl_kvtier.lab.experiment.scenarios import compare, replay, restore
+from sgl_kvtier.lab.experiment.scenarios import compare, replay
 from sgl_kvtier.lab.experiment.scenarios.compare import CompareOptions
 from sgl_kvtier.lab.outside.replay import ReplayOptions
-from sgl_kvtier.lab.stress.server import command as fuzz
 
 PACED = ("--device", "paced:h100-llama8b")
 
@@ -30,50 +31,81 @@ def served(words: list[str]) -> CompareOptions:
     return CompareOptions.of(parser_of(compare).parse_args(words))
 
 
-def helped(command, option: str) -> str:
-    """The help of one option."""
-    return parser_of(command)._option_string_actions[f"--{option}"].help or ""
+def helped(words: str, option: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the help says of an option after these words of a command line, in one line."""
+    with pytest.raises(SystemExit):
+        cli.main([*words.split(), "--help"])
+    options = re.split(r"\n  (?=-)", capsys.readouterr().out)
+    (said,) = [one for one in options if one.startswith(f"--{option} ")]
+    return " ".join(said.split())
+
+
+EMULATED = "--device paced:h100-llama8b"
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("words", "option", "default"),
     [
-        (
-            "arms",
-            "(default: all but hicache-nixl,hicache-mooncake,kvtier-off,kvtier-restore,kvtier-unproven, and oracle",
-        ),
-        ("device-tokens", "a third on a paced device"),
-        ("chunk", "512 on a CPU, 4096 on a GPU, 8192 on a paced device"),
-        (
-            "sessions",
-            "(default 8; 6 with --quick; 12 on a paced device; 5 on a paced device with --quick)",
-        ),
-        ("divisor", "(default 4; 1 on a GPU, on a paced device, on a paced device with --quick)"),
-        ("max-output-tokens", "(default 16; recorded on a GPU; 12 with --quick)"),
-        (
-            "rounds",
-            "(default 4 on a paced device, where recompute has one; else 3, or 2 with --quick)",
-        ),
+        ("--device cpu", "arms", "recompute, hicache, hicache-file, kvtier"),
+        ("--device cpu --quick", "arms", "recompute, hicache-file, kvtier"),
+        ("--device cpu --arms kvtier", "arms", "recompute, hicache, hicache-file, kvtier"),
+        (EMULATED, "arms", "recompute, hicache, hicache-file, kvtier, oracle"),
+        (f"{EMULATED} --quick", "arms", "hicache-file, kvtier"),
+        ("--device cpu", "sessions", "8"),
+        ("--device cpu --quick", "sessions", "6"),
+        (EMULATED, "sessions", "12"),
+        (f"{EMULATED} --quick", "sessions", "5"),
+        ("--device cuda", "turns", "40"),
+        ("--device cuda", "divisor", "1"),
+        ("--device cuda", "max-output-tokens", "recorded"),
+        ("--device cpu --quick", "max-output-tokens", "12"),
+        ("--device cpu", "rounds", "3"),
+        ("--device cpu --quick", "rounds", "2"),
+        (EMULATED, "rounds", "4"),
+        (EMULATED, "concurrency", "all"),
+        ("--device cpu", "chunk", "512"),
+        ("--device cuda", "chunk", "4096"),
+        (EMULATED, "chunk", "8192"),
+        ("--device cpu --page-size 32", "page-size", "16"),
+        ("--device cuda", "lab-model", "lab-mha"),
+        (EMULATED, "lab-model", "the device's own"),
+        (EMULATED, "dilation", "2"),
+        (f"{EMULATED} --quick", "dilation", "1"),
     ],
 )
-def test_the_help_of_compare_names_the_defaults_of_every_device(option, said):
-    assert said in helped(compare, option)
+def test_the_help_of_compare_has_the_defaults_of_the_options_before_it(
+    words, option, default, capsys
+):
+    assert f"(default {default})" in helped(f"compare {words}", option, capsys)
 
 
 @pytest.mark.parametrize(
-    ("command", "option", "said"),
+    ("words", "option", "default"),
     [
-        (restore, "lengths", "8k,16k,32k,64k on a paced device"),
-        (restore, "models", "a paced device brings its own"),
-        (restore, "foreign", "(default 0.1; 0.5 on a paced device"),
-        (restore, "chunk", "8192 on a paced device"),
-        (fuzz, "chunk", "(default 256, 2048 on a paced device)"),
-        (fuzz, "divisor", "(default 4; 1 on a paced device)"),
-        (fuzz, "lab-model", "a paced device brings its own"),
+        ("compare restore --device cpu", "lengths", "2k,4k,8k,16k"),
+        ("compare restore --device cpu --quick", "lengths", "2k"),
+        (f"compare restore {EMULATED}", "lengths", "8k,16k,32k,64k"),
+        ("compare restore --device cpu", "load-over-compute", "1/16,1/8,1/4,1/2,1,2,4,8,16"),
+        ("compare restore --device cpu --at-once 2", "load-over-compute", "1"),
+        ("compare restore --device cpu --at-once 2", "lengths", "1k,2k,3k,4k"),
+        ("compare restore --device cuda", "models", "lab-gpu-1b"),
+        (f"compare restore {EMULATED}", "models", "h100-llama8b"),
+        (f"compare restore {EMULATED}", "foreign", "0.5"),
+        ("compare remote", "tokens", "2048"),
+        (f"compare remote {EMULATED}", "tokens", "16384"),
+        ("compare remote --quick", "sessions", "2"),
+        ("bench restore-fuzz --device cpu", "chunk", "256"),
+        (f"bench restore-fuzz {EMULATED}", "chunk", "2048"),
+        (f"bench restore-fuzz {EMULATED}", "divisor", "1"),
+        ("bench restore-fuzz --device cpu", "lab-model", "tiny-qwen3"),
+        ("bench restore-fuzz --device cuda", "lab-model", "lab-gpu-tiny"),
+        ("replay http://127.0.0.1:1", "turns", "all"),
     ],
 )
-def test_the_help_of_a_command_names_the_defaults_of_a_paced_device(command, option, said):
-    assert said in helped(command, option)
+def test_the_help_of_a_command_has_the_defaults_of_the_options_before_it(
+    words, option, default, capsys
+):
+    assert f"(default {default})" in helped(words, option, capsys)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class RemoteArm:
 REMOTE_ARMS = {
     BASELINE: RemoteArm(BASELINE, "nothing is kept between servers: B computes the prompt"),
     LOCAL: RemoteArm(OURS, "kvtier with a folder for each server, nothing shared"),
-    MOONCAKE: RemoteArm(MOONCAKE, "stock SGLang's own Mooncake backend", shares=True),
+    MOONCAKE: RemoteArm(MOONCAKE, "SGLang's own Mooncake backend", shares=True),
     REMOTE: RemoteArm(OURS, "kvtier with the remote store, restored from both ends", shares=True),
     REMOTE_LOAD: RemoteArm(OURS, "the same, loaded whole", shares=True, policy={"restore": "load"}),
     ORACLE: RemoteArm(OURS, "B served the session itself, and has it in memory", at_home=True),

@@ -33,8 +33,10 @@ from sgl_kvtier.lab.experiment.argtypes import (
     deadline_of,
     each_once,
     load_options,
+    load_shown,
     model_of,
     replay_options,
+    server_shown,
     setup_of,
     shape_of,
     thresholds,
@@ -90,7 +92,7 @@ from sgl_kvtier.lab.experiment.sglang_client import ChatReplaying, SGLangReplayi
 from sgl_kvtier.lab.experiment.timeline import timelines, watch_first
 from sgl_kvtier.lab.outside.openai import ROUTES, ChatClient
 from sgl_kvtier.lab.outside.replay import ReplayOptions
-from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, Paced, is_paced, parse
+from sgl_kvtier.lab.paced.launching import Paced, is_paced, parse
 from sgl_kvtier.lab.pages.ablation import ABLATION, SAME
 from sgl_kvtier.lab.pages.compare.page import compare_page
 from sgl_kvtier.lab.pages.compare.result import SCHEMA
@@ -126,37 +128,6 @@ _DEFAULT_DEVICE = "paced:h100-llama8b"
 """Where there is no card and nothing is asked for that only computing servers have."""
 # Three to six agents worked at a time when the default trace was recorded.
 REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
-
-_SERVER_HELP: Mapping[str, Mapping[str, Any]] = {
-    "device": {
-        "help": f"default: cuda where there is an NVIDIA device, else {_DEFAULT_DEVICE}; cpu with --model-path or "
-        "--lab-model. paced: computes nothing and takes the time of an accelerator, with a disk that reads 6.4 GB/s or what "
-        "follows the @ (sgl_kvtier/lab/paced)"
-    },
-    "model_path": {
-        "help": "a model's folder or name (default: a lab model is written; a paced device brings its own)"
-    },
-    "dilation": {
-        "default": None,
-        "help": "of a paced device: everything takes D times as long, and results are divided by it. Two cores keep pace "
-        "with 2 (default 2; 1 with --quick)",
-    },
-    "lab_model": {"default": None, "help": "which one (default lab-mha)"},
-    "dtype": {
-        "help": "default: float32 on a CPU, bfloat16 for models of ours on a GPU, else the model's; a paced device has "
-        "float32 alone"
-    },
-    "threads": {
-        "help": "torch threads per server on a CPU (default: half of the cores; a paced device has 1 alone)"
-    },
-    "tp": {"help": "tensor-parallel size (default 1, which a paced device has alone)"},
-    "page_size": {
-        "help": "tokens per page (default 16 on a CPU, else 64, which a paced device has alone)"
-    },
-    "chunk": {
-        "help": f"chunked prefill size (default 512 on a CPU, 4096 on a GPU, {CHUNK_TOKENS} on a paced device)"
-    },
-}
 
 _BEHIND = (
     "All tables: kvtier report FILE, of what --json FILE wrote. Plots: the page of --html PAGE."
@@ -217,33 +188,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         RUN,
         "quick rounds json html log minutes",
-        quick={"help": "a small load without the arm hicache: under 3 minutes"},
-        rounds={
-            "help": f"rounds, each with every arm (default {_PACED_ROUNDS} on a paced device, where recompute has one; else "
-            "3, or 2 with --quick)"
-        },
+        quick={"help": "a small load and fewer configurations: under 3 minutes"},
+        rounds={"help": "rounds, each with every configuration (default %(default)s)"},
         json={"help": f"{RUN['json']['help']}; FOLDER/: there, named by the device and the time"},
         html={"help": f"{RUN['html']['help']}; FOLDER/: as --json"},
     )
     parser.add_argument(
         "--arms",
         metavar="A,B",
-        help=f"what to compare, of {','.join((*ARMS, ORACLE))}; {ORACLE}: device memory for everything (default: all but "
-        f"{','.join(arm for arm in ARMS if arm not in DEFAULT_ARMS)}, and {ORACLE} on a paced device alone; {','.join(_QUICK_ARMS)} with --quick, {BASELINE} not on a paced device)",
+        help=f"configurations to compare, of {', '.join((*ARMS, ORACLE))}; {ORACLE}: device memory for everything "
+        "(default %(default)s)",
     )
     parser.add_argument(
         "--ablation",
         action="store_true",
         help="what each mechanism is worth: SGLang with the best of its flags, which are tried first, then kvtier's "
-        f"mechanisms one after the other; --arms: of {','.join(ABLATION_ARMS)}. Outputs are as long as recorded",
+        f"mechanisms one after the other; --arms: of {', '.join(ABLATION_ARMS)}. Outputs are as long as recorded",
     )
     servers = parser.add_argument_group("servers")
-    add_options(servers, SERVER, "", **_SERVER_HELP)
+    add_options(servers, SERVER, dilation={"default": None})
     servers.add_argument(
         "--device-tokens",
         type=positive,
-        help="tokens in the device pool (default: a fifth of all contexts, a third on a paced device, and at least the "
-        "longest request)",
+        help="tokens in the device pool (default: %(default)s of all contexts, and at least the longest request)",
     )
     servers.add_argument(
         "--host-ratio",
@@ -255,15 +222,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--servers",
         choices=("auto", "together", "fresh"),
         default="auto",
-        help="all up at once and flushed between rounds, or a fresh one per arm and round",
+        help="all up at once and flushed between rounds, or a fresh one per configuration and round (default %(default)s)",
     )
-    others = {
-        "on a GPU": _GPU,
-        "with --quick": _QUICK,
-        "on a paced device": _PACED,
-        "on a paced device with --quick": _PACED_QUICK,
-    }
-    add_load_arguments(parser, _CPU, others)
+    add_load_arguments(parser)
     replay = parser.add_argument_group("replay")
     how_many = replay.add_mutually_exclusive_group()
     # No default: argparse does not take an option for given where it has its default's value.
@@ -272,7 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="concurrencies",
         type=_concurrencies,
         metavar="N[,N]",
-        help=f"sessions at a time: the next begins when one ends (default {REPLAY.concurrency}; on a paced device all). "
+        help="sessions at a time: the next begins when one ends (default %(default)s). "
         "Several: a comparison at each, of as many sessions at least",
     )
     how_many.add_argument(
@@ -283,10 +244,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="open loop instead: R sessions arrive a second on average, at random times that follow from the seed. "
         "Several: a comparison at each",
     )
-    paused = (
-        f"default on a paced device with --quick: {_QUICK_PAUSE_S:g}; --gap-scale 1: as recorded"
-    )
-    add_session_arguments(replay, REPLAY, paused)
+    add_session_arguments(replay, REPLAY)
     replay.add_argument(
         "--harness",
         choices=HARNESSES,
@@ -301,6 +259,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sessions come back after a restart: before a round each session's first prompt is served and stored, and "
         "device and host are emptied; measured from the second on (with --rate: when they come back)",
     )
+
+
+def defaults(given: argparse.Namespace) -> dict[str, object]:
+    """What the options left away are, as the help names them: it follows from the others. Raises
+    BenchError.
+    """
+    args = choose_device(CompareOptions.of(given))
+    emulated = is_paced(args.device)
+    return {
+        **server_shown(args),
+        **load_shown(load_defaults(args, str(args.device))),
+        "arms": ", ".join(chosen_arms(replace(args, arms=None))),
+        "rounds": _rounds(args, str(args.device)),
+        "dilation": args.dilation,
+        "device_tokens": "a third" if emulated else "a fifth",
+        "concurrencies": "all" if emulated else REPLAY.concurrency,
+        "pause": f"{_QUICK_PAUSE_S:g}; --gap-scale 1: as recorded"
+        if emulated and args.quick
+        else "as recorded",
+    }
 
 
 def run(given: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
     add_options,
     deadline_of,
     each_once,
+    server_shown,
     setup_of,
     shape_of,
     words,
@@ -92,12 +93,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         RUN,
         "quick rounds json html log minutes seed",
         quick={"help": "two sessions, one round, at full speed and balance"},
+        rounds={"help": "rounds (default %(default)s)"},
         log={
             "help": "keep every turn in FILE, and go on from those that are in it: a comparison in pieces"
         },
     )
     parser.add_argument(
-        "--arms", type=words, metavar="A,B", help=f"of {', '.join(REMOTE_ARMS)} (default: all)"
+        "--arms",
+        type=words,
+        metavar="A,B",
+        help=f"configurations, of {', '.join(REMOTE_ARMS)} (default: all)",
     )
     parser.add_argument(
         "--gbps",
@@ -108,25 +113,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "at which loading a prompt takes 1/4, 1 and 4 times as long as computing it)",
     )
     sessions = parser.add_argument_group("sessions")
+    sessions.add_argument("--tokens", type=positive, help="of a first prompt (default %(default)s)")
     sessions.add_argument(
-        "--tokens", type=positive, help="of a first prompt (default 2048, 16384 on a paced device)"
-    )
-    sessions.add_argument(
-        "--sessions", type=positive, metavar="N", help="of every cell and round (default 4)"
+        "--sessions",
+        type=positive,
+        metavar="N",
+        help="at each speed of every round (default %(default)s)",
     )
     add_options(
         parser.add_argument_group("servers"),
         SERVER,
         "lab-model device dilation page-size chunk storage-size server-arg folder",
-        lab_model={
-            "default": None,
-            "help": "which one (default lab-mha; a paced device has its own)",
-        },
         device={
             "default": "cpu",
             "help": "default %(default)s; two servers on one card would share it",
         },
     )
+
+
+def defaults(given: argparse.Namespace) -> dict[str, object]:
+    """What the options left away are, as the help names them: it follows from the others."""
+    args = RemoteOptions.of(given)
+    return {
+        **server_shown(replace(args, lab_model=args.lab_model or "lab-mha")),
+        "rounds": _rounds(replace(args, rounds=None)),
+        "tokens": _tokens(args),
+        "sessions": _sessions(replace(args, sessions=None)),
+    }
 
 
 def run(given: argparse.Namespace) -> int:
@@ -141,8 +154,7 @@ def run(given: argparse.Namespace) -> int:
     paced = is_paced(args.device)
     if paced and args.lab_model:
         raise BenchError(f"--lab-model: {args.device} brings a model of its own")
-    tokens = args.tokens or (16384 if paced else 2048)
-    args = replace(args, tokens=tokens, lab_model=args.lab_model or "lab-mha")
+    args = replace(args, tokens=args.tokens or _tokens(args), lab_model=args.lab_model or "lab-mha")
     check(args)
     if reason := missing_engine():
         raise BenchError(reason)
@@ -236,7 +248,7 @@ class Moving:
     @property
     def sessions(self) -> int:
         """How many count, of every cell and round."""
-        return self.args.sessions or (2 if self.args.quick else 4)
+        return _sessions(self.args)
 
     def token_bytes(self) -> int:
         """The KV cache of one token, in bytes of the modelled machine."""
@@ -278,6 +290,14 @@ def _cells(args: RemoteOptions) -> Sequence[Cell]:
     if args.gbps:
         return [Cell(gbps) for gbps in args.gbps]
     return [Cell(0.0), *(Cell(None, ratio) for ratio in ((1.0,) if args.quick else _RATIOS))]
+
+
+def _tokens(args: RemoteOptions) -> int:
+    return 16384 if is_paced(args.device) else 2048
+
+
+def _sessions(args: RemoteOptions) -> int:
+    return args.sessions or (2 if args.quick else 4)
 
 
 def _rounds(args: RemoteOptions) -> int:

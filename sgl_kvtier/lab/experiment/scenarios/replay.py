@@ -18,6 +18,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
     add_options,
     add_replay_arguments,
     load_options,
+    load_shown,
     replay_options,
 )
 from sgl_kvtier.lab.experiment.frame import Experiment, check
@@ -53,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "url",
         type=url,
-        help="the server, such as http://127.0.0.1:30000; with --route openai of any kind that has /v1/completions. One on a paced "
-        "device says so itself, and times are divided by its dilation",
+        help="the server, such as http://127.0.0.1:30000; with --route openai of any kind that has /v1/completions. One on an emulated "
+        "GPU says so itself, and times are divided by its dilation",
     )
     parser.add_argument(
         "--tokenizer",
@@ -69,8 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     every = "append every finished request to this JSON Lines file"
     add_options(parser, RUN, "log json", log={"help": every})
-    add_load_arguments(parser, _LOAD)
+    add_load_arguments(parser)
     add_replay_arguments(parser, _REPLAY)
+
+
+def defaults(_: argparse.Namespace) -> dict[str, object]:
+    """What the options left away are, as the help names them."""
+    return {**load_shown(_LOAD), "pause": "as recorded"}
 
 
 def run(given: argparse.Namespace) -> int:

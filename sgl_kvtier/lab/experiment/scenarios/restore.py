@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from sgl_kvtier import __version__
 from sgl_kvtier.arguments import not_negative, positive
 from sgl_kvtier.console import Progress, progress
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.argtypes import RUN, SERVER, add_options, each_once, shape_of, words
+from sgl_kvtier.lab.experiment.argtypes import (
+    RUN,
+    SERVER,
+    add_options,
+    each_once,
+    server_shown,
+    shape_of,
+    words,
+)
 from sgl_kvtier.lab.experiment.arms import check_names
 from sgl_kvtier.lab.experiment.comparison import device_of, paced_notes
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
@@ -49,9 +57,10 @@ from sgl_kvtier.lab.experiment.restore.trial import SLOWEST, Attempt, ServerCpu,
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, UNWEIGHTED
 from sgl_kvtier.lab.paced import pace
-from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced
+from sgl_kvtier.lab.paced.launching import is_paced
 from sgl_kvtier.lab.pages.cells import Kind
 from sgl_kvtier.lab.pages.kinds import BATCHES, GRID
+from sgl_kvtier.launch import detect_device
 from sgl_kvtier.outside import is_number, is_whole
 
 FOREIGN_CORES, PACED_FOREIGN_CORES = 0.1, 0.5
@@ -164,38 +173,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         RUN,
         "quick rounds json html log seed",
-        quick={
-            "help": "one length (two on a paced device), five bandwidths, two rounds: about 3 minutes on 2 cores"
-        },
-        rounds={"help": "rounds, every second one backwards (default 5)"},
+        quick={"help": "fewer lengths and bandwidths, two rounds: about 3 minutes on 2 cores"},
+        rounds={"help": "rounds, every second one backwards (default %(default)s)"},
         log={
-            "help": "keep every trial in FILE and continue from what is in it; models, lengths, ratios, arms and rounds may be others then, nothing else"
+            "help": "keep every trial in FILE and continue from what is in it; models, lengths, ratios, configurations and rounds may be others then, nothing else"
         },
     )
     parser.add_argument(
         "--lengths",
         type=lengths,
         metavar="N,N",
-        help="prefixes in tokens, k = 1024 (default 2k,4k,8k,16k; 8k,16k,32k,64k on a paced device)",
+        help="prefixes in tokens, k = 1024 (default %(default)s)",
     )
     parser.add_argument(
         "--load-over-compute",
         type=ratios,
         metavar="X,X",
-        help="loading over computing, as 1/4,1,4: the bandwidth is derived from the measured time of computing (default 1/16 to 16)",
+        help="loading over computing, as 1/4,1,4: the bandwidth is derived from the measured time of computing (default %(default)s)",
     )
     parser.add_argument(
         "--slow-rounds",
         type=positive,
         metavar="N",
-        help="measure arms that take over 3 times the best of their cell in the first N rounds only (default: in all)",
+        help="measure configurations that take over 3 times the best of their cell in the first N rounds only (default: in all)",
     )
     parser.add_argument(
         "--arms",
         type=words,
         metavar="A,B",
-        help=f"of {', '.join(RESTORE_ARMS)} (default {','.join(DEFAULT_RESTORE_ARMS)}); with --at-once of {', '.join(BATCH_ARMS)} "
-        f"(default {','.join(DEFAULT_BATCH_ARMS)})",
+        help=f"configurations, of {', '.join(RESTORE_ARMS)}; with --at-once of {', '.join(BATCH_ARMS)}. stock: SGLang's own way "
+        "(default %(default)s)",
     )
     parser.add_argument(
         "--hole",
@@ -206,31 +213,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--foreign",
         type=not_negative,
         metavar="CORES",
-        help=f"repeat trials during which others used more (default {FOREIGN_CORES:g}; {PACED_FOREIGN_CORES:g} on a paced "
-        "device, where those that lost over 10 %% of their time to the first token are repeated too)",
+        help="repeat trials during which others used more, on an emulated GPU also those that lost over 10 %% of their time to the "
+        "first token (default %(default)g)",
     )
     together = parser.add_argument_group("several at once")
     together.add_argument(
         "--at-once",
         type=sizes,
         metavar="N,N",
-        help="ask for this many stored prefixes together, mixed of --lengths (then by default 1k,2k,3k,4k; 4k,8k,16k,32k on a paced "
-        f"device), next to {DECODERS} requests that decode; --load-over-compute is that of the mix (default 1)",
+        help=f"ask for this many stored prefixes together, mixed of --lengths, next to {DECODERS} requests that decode; "
+        "--load-over-compute is that of the mix",
     )
     server = parser.add_argument_group("server")
     add_options(
         server,
         SERVER,
         "device dilation page-size chunk storage-size server-arg folder",
-        page_size={
-            "help": "tokens per page (default 16 on a CPU, else 64, which a paced device has alone)"
-        },
-        chunk={
-            "help": f"chunked prefill size (default 512 on a CPU, 4096 on a GPU, {CHUNK_TOKENS} on a paced device)"
-        },
         storage_size={
-            "default": None,
-            "help": "of the store (default: 4GiB, or more where all prompts of a model of ours need it)",
+            "help": "of the store (default %(default)s, or more where all prompts of a model of ours need it)"
         },
     )
     server.add_argument(
@@ -238,8 +238,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=words,
         metavar="A,B",
         help=f"lab models ({', '.join(SHAPES)}), for an accelerator drawn ones ({', '.join(DRAWN)}) and shapes without weights "
-        f"({', '.join(UNWEIGHTED)}), folders or names (default lab-mha on a CPU, else lab-gpu-1b; a paced device brings its own)",
+        f"({', '.join(UNWEIGHTED)}), folders or names (default %(default)s)",
     )
+
+
+def defaults(given: argparse.Namespace) -> dict[str, object]:
+    """What the options left away are, as the help names them: it follows from the others. Raises
+    BenchError.
+    """
+    args = RestoreOptions.of(given)
+    args = replace(args, device=args.device or detect_device())
+    mode = mode_of(args)
+    usual = options_of(
+        replace(args, rounds=None, lengths=None, load_over_compute=None, arms=None), "", 0, 0
+    )
+    ratios = [f"{ratio:g}" if ratio >= 1 else f"1/{1 / ratio:g}" for ratio in usual.ratios]
+    return {
+        **server_shown(args),
+        "rounds": usual.rounds,
+        "lengths": ",".join(f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in usual.lengths),
+        "load_over_compute": ",".join(ratios),
+        "arms": ", ".join(mode.default_arms),
+        "foreign": _foreign(replace(args, foreign=None)),
+        "models": ", ".join(models_of(replace(args, models=None))),
+    }
 
 
 def _tokens(part: str) -> int:

@@ -24,6 +24,8 @@ from sgl_kvtier.lab.experiment.argtypes import (
     add_load_arguments,
     add_options,
     load_options,
+    load_shown,
+    server_shown,
 )
 from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup, model_arguments
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
@@ -171,13 +173,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         server,
         SERVER,
         "lab-model device dilation dtype threads tp chunk storage-size server-arg folder",
-        lab_model={
-            "default": None,
-            "help": "default tiny-qwen3 on a CPU, else lab-gpu-tiny; a paced device brings its own",
-        },
-        storage_size={"default": 1 << 30, "help": "of the store (default 1GiB)"},
-        threads={"default": 1, "help": "torch threads on a CPU (default 1)"},
-        chunk={"help": f"chunked prefill size (default {CHUNK}, {PACED_CHUNK} on a paced device)"},
+        storage_size={"default": 1 << 30, "help": "of the store (default %(default)s)"},
+        threads={"default": 1},
     )
     server.add_argument(
         "--overlap",
@@ -192,7 +189,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="host pool as a multiple of the device pool, which has room for three quarters of the "
         "longest prompts at a time (default %(default)s)",
     )
-    add_load_arguments(parser, _LOAD, {"on a paced device": _PACED})
+    add_load_arguments(parser)
+
+
+def defaults(args: argparse.Namespace) -> dict[str, object]:
+    """What the options left away are, as the help names them: it follows from the others."""
+    emulated, model = is_paced(args.device), fuzzed_model(args)
+    return {
+        **server_shown(replace(Options.of(args), lab_model=model)),
+        **load_shown(_PACED if emulated else _LOAD),
+        "threads": args.threads,
+        "chunk": PACED_CHUNK if emulated else CHUNK,
+        "storage_size": "1GiB",
+    }
 
 
 def run(args: argparse.Namespace) -> int:
