@@ -242,7 +242,9 @@ def check_names(arms: Sequence[str], known: Sequence[str]) -> None:
     unknown = [arm for arm in arms if arm not in known]
     if unknown or not arms or len(set(arms)) < len(arms):
         wrong = (
-            f"no arm named {', '.join(unknown)}" if unknown else "each arm once, and at least one"
+            f"no configuration named {', '.join(unknown)}"
+            if unknown
+            else "each configuration once, and at least one"
         )
         raise BenchError(f"--arms: {wrong}. There are: {', '.join(known)}")
 

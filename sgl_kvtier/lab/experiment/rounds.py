@@ -247,7 +247,7 @@ class Rounds:
         if all(map(outcome.is_out, plan.arms)):
             reasons = [f"{arm} is skipped: {why}" for arm, why in outcome.skipped.items()]
             why = "\n".join([*outcome.failures.values(), *reasons])
-            raise BenchError(f"no arm could be measured.\n{why}")
+            raise BenchError(f"no configuration could be measured.\n{why}")
 
     def _skip(self) -> None:
         """Arms that lack a wheel or library, each looked for once."""

@@ -126,7 +126,7 @@ def over(
             y = f"{measure.label} ({measure.unit or 'more is better'})"
             yield (
                 lines(series, title, x[1], y, **scales),
-                "A line for each arm, a point for each cell.",
+                "A line for each configuration, a point for each cell.",
             )
 
 

@@ -172,7 +172,7 @@ REMOTE = Kind(
             ),
             _turns,
             [
-                "Turns whose session was served by the other server before. Ours is x faster: the arm's time over "
+                "Turns whose session was served by the other server before. Ours is x faster: the configuration's time over "
                 f"that of {_REMOTE}, the median over equal turns. Remote: bytes that kvtier read from there."
             ],
         )

@@ -14,7 +14,7 @@ Row = dict[str, Any]
 Statement = tuple[str, bool]
 """A sentence; True marks what is wrong."""
 
-ARM = Column("arm", "Arm")
+ARM = Column("arm", "Configuration")
 
 
 def arm_rows(result: dict) -> Iterator[Row]:
@@ -92,8 +92,8 @@ def worse(
                 both = f"{ours} {measure.text(mine)}, {arm} {measure.text(theirs)}"
                 found.append((f"{place}: {both}.", True))
     if not compared:
-        return [(f"Nothing to compare: there is no arm {ours} beside another.", False)]
-    none = f"None: in none of {compared} figures is another arm better than {ours}."
+        return [(f"Nothing to compare: there is no configuration {ours} beside another.", False)]
+    none = f"None: in none of {compared} figures is another configuration better than {ours}."
     return found or [(none, False)]
 
 

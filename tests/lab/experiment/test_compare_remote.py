@@ -166,7 +166,7 @@ def test_an_answer_that_differs_fails_the_comparison(moved: Command) -> None:
 
 
 def test_wrong_arms_are_refused(moved: Command) -> None:
-    assert "no arm named none" in moved("--arms", "recompute,none").err
+    assert "no configuration named none" in moved("--arms", "recompute,none").err
 
 
 def test_without_mooncake_it_says_what_to_install(

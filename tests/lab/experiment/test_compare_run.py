@@ -231,7 +231,7 @@ def test_a_server_that_ends_while_it_is_emptied_is_started_anew(compare: Command
 def test_when_every_arm_fails_the_command_says_so(compare: Command) -> None:
     done = compare("--arms", "recompute", task="recompute:refuse")
     assert (done.status, done.result) == (1, {})
-    assert "no arm could be measured" in done.err
+    assert "no configuration could be measured" in done.err
     assert "no memory left for you" in done.err
 
 
@@ -300,7 +300,7 @@ def test_a_stopped_comparison_leaves_no_server_and_writes_what_it_has(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--arms", "recompute,lmcache"], "no arm named lmcache"),
+        (["--arms", "recompute,lmcache"], "no configuration named lmcache"),
         (["--trace", "no_such_trace"], "no trace 'no_such_trace'"),
         (["--device-tokens", "16"], "less than the longest request needs"),
         (["--json", "/proc/nowhere/out.json"], "/proc/nowhere/out.json"),
@@ -384,7 +384,10 @@ def test_a_comparison_of_nothing_but_skipped_arms_fails(
 ) -> None:
     done = compare("--rounds", "1", "--arms", "hicache-nixl")
     assert (done.status, done.result) == (1, {})
-    assert "no arm could be measured.\nhicache-nixl is skipped: NIXL cannot be used" in done.err
+    assert (
+        "no configuration could be measured.\nhicache-nixl is skipped: NIXL cannot be used"
+        in done.err
+    )
     assert no_nixl == ["hicache-nixl"]
 
 

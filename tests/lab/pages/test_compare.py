@@ -204,7 +204,9 @@ def test_what_another_arm_does_better_is_listed_but_for_the_arm_with_memory_for_
 def test_an_arm_that_wins_everywhere_has_no_losing_cell_and_the_page_says_how_many_were_compared() -> (
     None
 ):
-    assert "None: in none of 1 figures is another arm better than kvtier." in losing(two_arms(1, 2))
+    assert "None: in none of 1 figures is another configuration better than kvtier." in losing(
+        two_arms(1, 2)
+    )
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,9 @@ class RemoteRun:
                     self.failures[arm] = str(error)
                     self.notes.append(f"{arm} failed: {str(error).splitlines()[0]}")
         if len(self.failures) == len(options.arms):
-            raise BenchError("no arm could be measured.\n" + "\n".join(self.failures.values()))
+            raise BenchError(
+                "no configuration could be measured.\n" + "\n".join(self.failures.values())
+            )
 
     def _round(self, arm: str, number: int, cells: Sequence[Cell]) -> None:
         self.describe(f"round {number}, {arm}: starting")

@@ -143,7 +143,7 @@ _RETURNING = (
 
 STANDING = (
     "Every round starts cold: device and host pools flushed, storage emptied. The operating system's page cache is not.",
-    "The arm recompute has no host pool; the others have the same one.",
+    "The configuration recompute has no host pool; the others have the same one.",
     "Without compared_with, equal_tokens_fraction of recompute compares its later rounds with its first: what repeating alone "
     "changes.",
     "bytes: tokens that the server counts to and from storage, times its bytes per token. disk_bytes: block-device traffic "
@@ -346,7 +346,9 @@ def run(given: argparse.Namespace) -> int:
         log = RoundLog.open(args.log, about(setup, chosen, shared))
         compared = Comparison(cells, log)
         loads = f"{axis} {', '.join(f'{value:g}' for value in values)}; " if values[1:] else ""
-        announce(chosen, "round and arm", cells[0].plan, f"{loads}{rounds} rounds of each")
+        announce(
+            chosen, "round and configuration", cells[0].plan, f"{loads}{rounds} rounds of each"
+        )
         common = standing(setup, chosen, replaying)
         if args.ablation or len(values) > 1:
             kind = ABLATION if args.ablation else SWEEP
@@ -428,7 +430,7 @@ def announce(chosen: Load, per: str, plan: Plan, what: str) -> None:
     setup = plan.setup
     print(
         f"{chosen.describe(per)}; device pool {setup.device_tokens:,} tokens, host pool {setup.host_tokens:,}\n"
-        f"arms: {', '.join(plan.arms)}; {what}; logs in {plan.folder}",
+        f"configurations: {', '.join(plan.arms)}; {what}; logs in {plan.folder}",
         file=sys.stderr,
     )
 
@@ -648,10 +650,12 @@ def replay_notes(options: ReplayOptions) -> list[str]:
     """How gaps, lengths and outputs of the trace are replayed."""
     scale, cap, most = options.gap_scale, options.gap_cap_s, options.most_output_tokens
     fed_back = {
-        "recorded": "The trace's own outputs are fed back, so all arms get the same prompts.",
-        "server": "The server's own outputs are fed back, so arms whose answers differ get different prompts.",
+        "recorded": "The trace's own outputs are fed back, so all configurations get the same prompts.",
+        "server": "The server's own outputs are fed back, so configurations whose answers differ get different prompts.",
     }
-    arrive = "Open loop: sessions arrive at random times, the same in all arms and rounds."
+    arrive = (
+        "Open loop: sessions arrive at random times, the same in all configurations and rounds."
+    )
     return [
         *([] if options.rate is None else [arrive]),
         *([_RETURNING] if options.returning else []),

@@ -63,13 +63,13 @@ _speeds = each_once(
 )
 
 STANDING = (
-    "Every arm has two servers A and B of its own, fresh in every round, and a fresh master and owner. A session's first turns "
+    "Every configuration has two servers A and B of its own, fresh in every round, and a fresh master and owner. A session's first turns "
     "go to A and its next to B, or they take turns; times are of turns whose session was served by the other server before.",
-    "Servers reach the owner through one relay with a token bucket for each direction, at every speed and in all arms alike. "
+    "Servers reach the owner through one relay with a token bucket for each direction, at every speed and in all configurations alike. "
     "What A writes is sent at full speed; then moved turns are asked for one by one at the cell's.",
     f"In every cell {WARM} session is played first and not counted, so that connections are there and a speed is learned.",
-    "All arms get the same prompts. Equality: output tokens against those of recompute.",
-    "SGLang's own settings (prefetch policy timeout, write-through) are left as they are in all arms.",
+    "All configurations get the same prompts. Equality: output tokens against those of recompute.",
+    "SGLang's own settings (prefetch policy timeout, write-through) are left as they are in all configurations.",
 )
 
 

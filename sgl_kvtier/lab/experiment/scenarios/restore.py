@@ -75,14 +75,14 @@ _PACED_CURVE_STEP = 2048
 _RATIOS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 _ALONE = (
-    "All arms run in one server process; between two requests its device and host caches are emptied and it is waited for "
+    "All configurations run in one server process; between two requests its device and host caches are emptied and it is waited for "
     "until it does nothing. Every second round goes backwards. Figures are medians.",
     "T_opt: the best split of the prefix on the compute curve measured in the same run (linear between its points), the "
     "loading taken as linear, no interference, then what a prompt takes whose prefix is in device memory. The loading is measured, so that "
     "what SGLang does while it loads (copies in host memory, waiting for the next look) is in it.",
     "The best single way (`speedup_vs_best_single`) is the better of computing and SGLang's own load, and our engine's load where "
-    "the arm load_kvtier was measured.",
-    "An arm that estimates the bandwidth restores once before it is measured in a cell; `first_ttft_ms` is that restoration, which "
+    "the configuration load_kvtier was measured.",
+    "A configuration that estimates the bandwidth restores once before it is measured in a cell; `first_ttft_ms` is that restoration, which "
     "expects the bandwidth of the cell before.",
     f"Equality: tokens, and log-probs to {LOGPROB_TOLERANCE:g}, against computing the whole prompt. Attempts that were disturbed and "
     "made again (`discarded` in `trials`) are compared as well; their times count for nothing.",
@@ -100,7 +100,7 @@ HOLE = (
 )
 
 _TOGETHER = (
-    "All arms run in one server process and are asked for the same batches; before each its device and host caches are emptied and "
+    "All configurations run in one server process and are asked for the same batches; before each its device and host caches are emptied and "
     "it is waited for until it does nothing. Every second round goes backwards, and each has batches of its own.",
     "Time to first token is from a request's own sending, makespan from the first sending to the last first token. Percentiles are of "
     "all requests of a cell, makespans are medians over rounds.",
@@ -444,8 +444,8 @@ def standing(args: RestoreOptions) -> list[str]:
     found += mode_of(args).standing
     if args.slow_rounds is not None:
         found.append(
-            f"An arm that takes more than {SLOW:g} times the best of its cell was measured in the first {args.slow_rounds} "
-            "rounds only; `rounds` of each cell says how often each arm was."
+            f"A configuration that takes more than {SLOW:g} times the best of its cell was measured in the first {args.slow_rounds} "
+            "rounds only; `rounds` of each cell says how often each was."
         )
     return found
 

@@ -256,7 +256,7 @@ RATIOS = Listing(
     ),
     _ratios,
     [
-        "Below 1 the first arm is faster. Taken round by round, so that what slows a whole round cancels out."
+        "Below 1 the first configuration is faster. Taken round by round, so that what slows a whole round cancels out."
     ],
 )
 
