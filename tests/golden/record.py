@@ -1,11 +1,13 @@
 """Writes `decisions/`: small decision logs of simulated servers in all modes, and of hands that
-fail, cancel, abort and ask at random. `python tests/golden/record.py [NAME...]`, after a change of
-decisions that is on purpose.
+fail, cancel, abort and ask at random. `python tests/golden/record.py`, after a new setting or a change of
+decisions that is on purpose: a log that is still decided as before gets the settings of now, others
+are run anew, and tests/parity/plans.json gets the digests of now. `record.py NAME...` runs those anew.
 """
 
 from __future__ import annotations
 
 import gzip
+import json
 import random
 import sys
 from collections.abc import Callable
@@ -13,8 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "policy"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
 from random_hands import ENGINE, PAGE, PROFILE, RandomHands, key
+from recorded_run import PLANS, digests
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.sim.arrivals import Pace
@@ -27,15 +31,15 @@ from sgl_kvtier.lab.sim.hardware import (
     step_cost,
 )
 from sgl_kvtier.lab.sim.policies import AHEAD
-from sgl_kvtier.lab.sim.replay import Recording
+from sgl_kvtier.lab.sim.replay import Recording, replay
 from sgl_kvtier.lab.sim.requests import ByLayers, SimRequest
 from sgl_kvtier.lab.sim.run import engine_shape, simulate
 from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.policy.decision_log import (
     NUMBERED,
     Header,
+    Reader,
     Writer,
-    decode,
     decode_header,
     encode_header,
 )
@@ -216,13 +220,20 @@ RUNS: dict[str, Callable[[], Lines]] = {
 
 def main(names: list[str]) -> None:
     for name in names or RUNS:
-        lines = RUNS[name]()[:MOST_LINES]
-        writer = Writer()
+        path = Path(__file__).with_name("decisions").joinpath(f"{name}.jsonl.gz")
+        kept = gzip.decompress(path.read_bytes()).decode().splitlines() if not names else []
+        lines, said = kept, "decides as before"
+        if not kept or replay(kept).difference is not None:
+            lines, said = RUNS[name]()[:MOST_LINES], "run anew"
+        reader, writer = Reader(), Writer()
         text = [encode_header(decode_header(lines[0]), NUMBERED)]
-        text += [writer.encode(decode(line)) for line in lines[1:]]
-        packed = gzip.compress(("\n".join(text) + "\n").encode(), 9, mtime=0)
-        Path(__file__).with_name("decisions").joinpath(f"{name}.jsonl.gz").write_bytes(packed)
-        print(name, len(lines), len(packed), flush=True)
+        text += [writer.encode(reader.decode(line)) for line in lines[1:]]
+        if text != kept:
+            path.write_bytes(gzip.compress(("\n".join(text) + "\n").encode(), 9, mtime=0))
+            said += ", written"
+        print(f"{name}: {said}", flush=True)
+    if not names:
+        PLANS.write_text(json.dumps(digests(), indent=2) + "\n")
 
 
 if __name__ == "__main__":

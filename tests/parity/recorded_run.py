@@ -4,8 +4,10 @@ log. Also a script.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.experiment import Load, Machine, run_policy
@@ -32,6 +34,21 @@ RULES = {
     "cacheflow": "sgl_kvtier.lab.rules:CacheFlow",
 }
 """policy.rules, by the names of tests."""
+
+
+PLANS = Path(__file__).with_name("plans.json")
+"""Digests of the runs' logs: of every fact, view, plan and answer. tests/golden/record.py writes it."""
+
+
+def digest(lines: list[str]) -> dict[str, object]:
+    """Of a log."""
+    text = "\n".join(lines)
+    return {"lines": len(lines), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def digests() -> dict[str, dict[str, object]]:
+    """Of the runs under all rules."""
+    return {rule: digest(record(rule)) for rule in RULES}
 
 
 def record(rule: str) -> list[str]:
