@@ -19,6 +19,7 @@ OBJECTS = {
 }
 POD = OBJECTS["Deployment"]["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
+BUILT_FROM = ("LICENSE", "README.md", "pyproject.toml", "setup.cfg", "setup.py")
 
 
 def test_the_container_serves_with_the_settings_of_the_config_map(capsys, tmp_path):
@@ -38,6 +39,13 @@ def test_the_container_serves_with_the_settings_of_the_config_map(capsys, tmp_pa
     assert port == str(CONTAINER["ports"][0]["containerPort"])
     assert "--enable-metrics" in command
     assert parse_config(json.loads(told)).store.capacity_bytes > 1 << 30
+
+
+def test_the_home_of_a_user_without_one_is_on_the_volume():
+    """SGLang compiles into it at the start: where it cannot be written, no server starts."""
+    (home,) = (one["value"] for one in CONTAINER["env"] if one["name"] == "HOME")
+    (cache,) = (one for one in CONTAINER["volumeMounts"] if one["name"] == "cache")
+    assert home == cache["mountPath"] and not cache.get("readOnly")
 
 
 def test_volumes_ports_and_labels_fit_together():
@@ -71,6 +79,14 @@ def test_the_overlay_for_llm_d_turns_kvtier_on_and_stores_below_its_volume(monke
     assert parse_bytes(volume["emptyDir"]["sizeLimit"] + "B") > store.capacity_bytes >= 400 << 30
     assert container["image"] == CONTAINER["image"]
     assert pod["securityContext"].items() <= POD["securityContext"].items()
+
+
+def test_the_image_has_what_the_package_is_built_from_and_not_the_whole_checkout():
+    """The checkout of somebody who followed README has 11 GB of libraries."""
+    lines = (ROOT / "examples" / "Dockerfile").read_text().splitlines()
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    assert copied == {*BUILT_FROM, "sgl_kvtier"}
+    assert all((ROOT / name).exists() for name in copied)
 
 
 def test_the_image_has_a_release_that_the_package_supports():
