@@ -12,7 +12,6 @@ and the conversation so far: its KV cache comes from the store.
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -51,8 +50,11 @@ def served(model: str, store: Path) -> Iterator[str]:
     except (OSError, HTTPException) as error:
         raise SystemExit(f"the server does not answer ({error}): see {log.name}") from error
     finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
+        server.terminate()
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
 
 
 def answers(url: str) -> bool:
