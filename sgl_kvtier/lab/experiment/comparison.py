@@ -36,12 +36,14 @@ class Cell:
     """What those trials found."""
 
     def lost_pace(self) -> list[str]:
-        """A note for every arm that a paced device could not keep the pace of."""
+        """A note for every arm that a paced device could not keep the pace of. Its steps are read
+        when a round is complete: of an arm without one nothing is known.
+        """
         paced, rounds = self.plan.setup.paced, self.outcome.rounds
         if paced is None:
             return []
         rows, notes = sample_rows(rounds), []
-        for arm in dict.fromkeys(one.arm for one in rounds):
+        for arm in dict.fromkeys(one.arm for one in rounds if one.complete):
             pace = arm_figures(arm, rounds, rows).get("pace")
             if pace is None:
                 notes.append(f"INVALID: {arm}: the paced device wrote no step.")

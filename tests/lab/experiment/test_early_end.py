@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +170,18 @@ def test_requests_are_reported_when_the_server_cannot_be_fuzzed_on(
     assert any(
         line.split() == ["restored", "by", "kvtier", "3"] for line in printed.out.splitlines()
     )
+
+
+def test_an_emulated_gpu_is_not_blamed_for_a_round_that_was_interrupted() -> None:
+    plan: Any = SimpleNamespace(setup=SimpleNamespace(paced=object()))
+    sample = Sample("0", 1, Completion(0.0, 0.3, (1, 2, 3), (0.1, 0.2, 0.3)))
+
+    def said(**of_round: bool) -> list[str]:
+        outcome = Outcome(rounds=[Round("kvtier", 1, [sample], **of_round)])
+        return comparison.Cell({}, "", plan, plan, outcome=outcome).lost_pace()
+
+    assert said(complete=True) == ["INVALID: kvtier: the paced device wrote no step."]
+    assert said() == []
 
 
 def test_nothing_interrupts_a_report() -> None:

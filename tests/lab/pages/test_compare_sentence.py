@@ -134,6 +134,18 @@ def test_an_arm_that_measured_nothing_lost_no_pace() -> None:
     assert sentence(result)[0].startswith("Nothing to compare on paced h100-llama8b: first token")
 
 
+@pytest.mark.parametrize("torn", [("kvtier",), ("hicache-file", "kvtier")])
+def test_of_an_arm_whose_only_round_was_interrupted_no_pace_is_known_and_nothing_is_said(
+    torn: tuple[str, ...],
+) -> None:
+    result = on_a_paced_device(compared(FASTER, MORE))
+    for arm in torn:
+        result["arms"][arm] |= {"pace": None, "rounds": [{"complete": False}]}
+    text, bad = sentence(result)
+    assert text.startswith("Nothing to compare on paced h100-llama8b: ")
+    assert "kvtier" not in text and not bad
+
+
 def test_unequal_answers_come_first() -> None:
     result = compared(FASTER, MORE)
     result["arms"]["kvtier"]["equal_tokens_fraction"] = 141 / 144
