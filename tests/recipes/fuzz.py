@@ -64,7 +64,8 @@ def run(
     settings["lab"]["faults"] = Chaos(_FAULTS, seed).faults()
     settings["lab"]["faults"]["stall_ms"] *= gauntlet.DILATION
     (folder / "kvtier.json").write_text(json.dumps(settings))
-    launch = Launch(tuple(gauntlet.arguments(recipe, dropped, folder)), env)
+    words = gauntlet.arguments(recipe, dropped, folder)
+    launch, page = Launch(tuple(words), env), int(words[words.index("--page-size") + 1])
     log, sessions = FuzzLog(), _sessions(seed)
     for asked in (one for session in sessions for one in session):
         answer = Answer(expected(asked.ids, asked.outputs), ())
@@ -83,7 +84,7 @@ def run(
         )
         options = FuzzOptions(
             f"{seed}", chaos, requests=requests, deadline_s=_DEADLINE_S,
-            page_tokens=gauntlet.PAGE, dilation=gauntlet.DILATION, ahead=ahead,
+            page_tokens=page, dilation=gauntlet.DILATION, ahead=ahead,
             gbps_scale=settings["lab"]["throttle"]["read_gbps"],
         )  # fmt: skip
         asyncio.run(FuzzRun(options, server, sessions, log).run())

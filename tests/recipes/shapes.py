@@ -200,10 +200,11 @@ ADDED: dict[str, dict[str, Any]] = {
     "nemotron-3": _STATES,
     "gpt-oss": _TRITON,
     "gemma-4": _TRITON,
-    "deepseek-v4": {"--page-size": 256},
+    "deepseek-v4": {"--page-size": 256, "--max-total-tokens": 65536},
 }
 """Flags by shape, for what SGLang would choose on a GPU: how many states its memory has room for,
-the attention backend, and the size of V4's pages.
+the attention backend, and the size of V4's pages. A tenth of V4's tokens have room in its windows:
+SGLang admits no prompt that needs all of it.
 """
 
 
@@ -235,9 +236,14 @@ def write(shape: str, folder: Path) -> Path:
 
 
 def bytes_per_token(shape: str) -> int:
-    """Keys and values, or latents, of one token in bfloat16, roughly: windows count in full."""
+    """Keys and values, or latents, of one token in bfloat16, roughly: windows count in full, but
+    for DeepSeek V4's.
+    """
     config = SHAPES[shape].get("text_config", SHAPES[shape])
     layers = config["num_hidden_layers"]
+    if "compress_ratios" in config:  # latents, and of every four tokens index keys
+        rows = {0: 0.0, 4: (584 + 132) / 4, 128: 584 / 128}
+        return int(sum(rows[ratio] for ratio in config["compress_ratios"][:layers]))
     if "kv_lora_rank" in config:
         return int(2 * layers * (config["kv_lora_rank"] + config["qk_rope_head_dim"]))
     return int(2 * layers * 2 * config["num_key_value_heads"] * config["head_dim"])

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fuzz
@@ -123,6 +124,23 @@ def test_a_changed_row_of_any_kind_of_pool_is_seen(monkeypatch: pytest.MonkeyPat
     moved = latent.clone()
     latent[3] = moved[64]  # a page of another place
     assert not bool((buffers[0][0].read(slots) == chain[:, None]).all())
+
+
+def test_states_of_a_compressor_are_signed_by_window_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(gauntlet.HERE / "stand_in"))
+    from recipe_device.rows import Rows, _keeps, _state_pages
+
+    every = torch.zeros(4 * 8 + 3, 6)  # of four window pages, and three that belong to none
+    states = SimpleNamespace(ratio=4, ring_size=8, kv_score_buffer=SimpleNamespace(kv_score=every))
+    rows = Rows("compressor state", "0", _state_pages(states), 4000)
+    rows.write(torch.tensor([1, 3]), torch.tensor([5, 7]))
+    assert [bool(ring.any()) for ring in every.split(8)] == [False, True, False, True, False]
+    every[8 + 7, 5] += 1
+    assert (rows.read(torch.tensor([1, 3])) != torch.tensor([[5], [7]])).any(1).tolist() == [
+        True, False,
+    ]  # fmt: skip
+    assert _keeps(states) and not _keeps(None) and not _keeps(SimpleNamespace(ratio=128))
 
 
 def test_a_fuzzed_recipe_is_sound_when_something_was_compared_and_nothing_was_wrong() -> None:

@@ -81,6 +81,8 @@ class Device:
         self._counts_file = Path(os.environ[COUNTS], f"{os.getpid()}.json")
         self._states: Pools | None = None
         self._unverified: list[_Verified] = []
+        self._begins: dict[int, torch.Tensor] = {}
+        """The first token's chain of the request in each row, where rows of pages do not tell it."""
         self.requests: dict[str, Any] = {}
         """SGLang's requests of the batch at hand, by id."""
 
@@ -151,9 +153,10 @@ class Device:
         if first:
             if pools.tokens:
                 before = pools.tokens[0].read(prefix[-1:])[0, 0]
-            else:  # rows of pages do not tell it
-                chain_before = self._known(fb, number, first, shift)
-                before = before if chain_before is None else chain_before[-1]
+            elif known is not None:  # rows of pages do not tell it
+                before = known[-1]
+            else:
+                before = pools.computed[prefix[-1]]
             if slot is not None:
                 states = [rows.read(slot) - before for rows in pools.states]
             if known is not None:
@@ -174,6 +177,7 @@ class Device:
             for rows in pools.windows:
                 rows.write(there[there > 0], chain[there > 0])
         if not pools.tokens:
+            pools.note(own, chain)
             ends = (torch.arange(first, first + len(own)) + 1) % pools.page == 0
             for rows in pools.pages:
                 rows.write(own[ends] // pools.page, chain[ends])
@@ -186,12 +190,15 @@ class Device:
             self._sign_states(pools, fb, number, slot, states, chain, first, before)
         if shift:
             return chain
+        if prefills and not pools.tokens:
+            begin = chain[0] if known is None else known[0]
+            self._begins[int(fb.req_pool_indices[number])] = begin
         if not first:
             return chain - chain[0]
         if pools.tokens:
             return chain - pools.tokens[0].read(prefix[:1])[0, 0]
-        begin = self._known(fb, number, 1, 0)
-        return chain if begin is None else chain - begin[0]
+        begin = self._begins[int(fb.req_pool_indices[number])]
+        return chain - begin
 
     def _check_pages(
         self, fb: Any, number: int, pools: Pools, prefix: torch.Tensor, known: torch.Tensor

@@ -1,5 +1,5 @@
 """Signatures in every pool of a model: keys and values, latents, DSA's index keys, pages of sliding
-windows, and states by request.
+windows, states by request, and the states of DeepSeek V4's compressors by window page.
 
 A row says which tokens stand before it: it holds the chain of these tokens (`paced.signatures`),
 and in each 8 bytes a constant of the buffer and column. Whatever is behind another prefix, in
@@ -92,6 +92,9 @@ class Pools:
         self.pages: list[Rows] = []
         """Of DeepSeek V4: rows of whole pages, by the number of a page of token slots."""
         self.window_pages: list[Rows] = []
+        """By the number of a page of window slots: windows, and states of compressors."""
+        self.computed = torch.empty(0, dtype=torch.int64)
+        """Of DeepSeek V4: chains of tokens by slot, as far as a forward here has computed them."""
         self._pool, self._requests, self.page = pool, requests, pool.page_size
         if hasattr(pool, "kv_pools") and hasattr(pool, "index_pools"):
             self.tokens: list[Rows] = []
@@ -99,6 +102,9 @@ class Pools:
                 for part in kinds.values():
                     self.pages += _numbered(f"{tag}compressed", _packed(part), len(self.pages))
             self.window_pages += _numbered(f"{tag}window", _packed(pool.swa_kv_pool), 1000)
+            kinds = (pool.compress_state_pools, pool.indexer_compress_state_pools)
+            states = [_state_pages(part) for kind in kinds for part in kind if _keeps(part)]
+            self.window_pages += _numbered(f"{tag}compressor state", states, 4000)
             return
         whole = getattr(pool, "full_kv_pool", pool)
         self.tokens = [*_numbered(f"{tag}kv", _layers(whole), 0)]
@@ -116,6 +122,12 @@ class Pools:
                 for layer in range(part.shape[0]):
                     number = 3000 + len(self.states)
                     self.states.append(Rows("state", str(number), part[layer], number))
+
+    def note(self, slots: torch.Tensor, chain: torch.Tensor) -> None:
+        """Tokens of these slots were computed, with these chains."""
+        if (more := int(slots.max()) + 1 - len(self.computed)) > 0:
+            self.computed = torch.cat([self.computed, torch.zeros(more, dtype=torch.int64)])
+        self.computed[slots] = chain
 
     def window_slots(self, slots: torch.Tensor) -> torch.Tensor:
         """Where the window pages of these token slots are; 0 where they are gone."""
@@ -146,6 +158,19 @@ def _packed(pool: Any) -> list[torch.Tensor]:
         return []
     buffers = getattr(pool, "kv_buffer", None)
     return [*(pool.index_k_with_scale_buffer if buffers is None else buffers)]
+
+
+def _keeps(states: Any) -> bool:
+    """Whether these are states of a compressor that stay with a window page. With pages of 256
+    tokens those of 128 tokens to one are never read behind the end of a page.
+    """
+    return states is not None and states.ratio == 4
+
+
+def _state_pages(states: Any) -> torch.Tensor:
+    """The states of a layer's compressor: [window page, byte], as many as there are whole ones."""
+    every, ring = states.kv_score_buffer.kv_score, states.ring_size
+    return every[: len(every) // ring * ring].view(torch.uint8).view(len(every) // ring, -1)
 
 
 def _layers(pool: Any) -> list[torch.Tensor]:
