@@ -26,7 +26,11 @@ def test_a_recipe_is_stored_restored_and_looked_ahead_with_equal_answers(tmp_pat
     assert row["rows"]["kv"]["checked"] > gauntlet.PROMPT and row["rows"]["kv"]["wrong"] == 0
 
 
-ANCHORS = [("gpt-oss-120b", "window"), ("qwen3-next-80b-a3b", "state")]
+ANCHORS = [
+    ("gpt-oss-120b", "window"),
+    ("qwen3-next-80b-a3b", "state"),
+    ("deepseek-v4-agentx", "compressor state"),
+]
 """Models that need more than KV pages at the end of a prefix, and what that is."""
 
 
@@ -135,13 +139,31 @@ def test_windows_and_states_that_do_not_come_are_seen(
     assert bool(found) is (proof == "auto")
 
 
-def leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the next server load KV pages alone."""
+@pytest.mark.slow
+@pytest.mark.parametrize("proof", ["auto", "off"])
+def test_compressor_states_that_do_not_come_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: str
+) -> None:
+    recipes, dropped = gauntlet.load()
+    recipe = next(one for one in recipes if one.name == "deepseek-v4-agentx")
+    leave_out(monkeypatch, "deepseek_v4_c4_state")
+    monkeypatch.setitem(gauntlet.POLICY, "proof", proof)
+    row = gauntlet.run(recipe, dropped, tmp_path / "server")
+    assert (row["restores"], row["equal"]) == (proof == "off", proof == "auto"), row
+    assert row["rows"]["window"]["wrong"] == 0, "nothing else was left out"
+    assert bool(row["rows"]["compressor state"]["wrong"]) is (proof == "off")
+    log = (tmp_path / "server" / "server.log").read_text(errors="replace")
+    found = re.search("restoration is not right on this device.* in the c4 state pages", log)
+    assert bool(found) is (proof == "auto")
+
+
+def leave_out(monkeypatch: pytest.MonkeyPatch, pool: str = "") -> None:
+    """Has the next server load KV pages alone, or all but those of one of DeepSeek V4's pools."""
     real = gauntlet.environment
 
     def leaving_out(*given: Any) -> dict[str, str]:
         env = real(*given)
-        Path(env["DRAFTS"]).touch()
+        Path(env["DRAFTS"]).write_text(pool)
         return env
 
     monkeypatch.setattr(gauntlet, "environment", leaving_out)

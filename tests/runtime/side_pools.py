@@ -9,17 +9,23 @@ from typing import Any, NamedTuple
 
 import torch
 from pools import PAGE, latent_host_pool, latent_pool
+from sglang.srt.mem_cache import memory_pool_host
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import (
+    DeepSeekV4PagedHostPool,
+    DeepSeekV4StateHostPool,
+    LogicalHostPool,
+)
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from sgl_kvtier.lab.gpu.pools import pools, random_bytes
-from sgl_kvtier.runtime.cpu import hicache
+from sgl_kvtier.runtime.cpu import copies, hicache
 
 
 class Beside(NamedTuple):
@@ -160,6 +166,74 @@ def with_states(
         "convolution states": list(states.conv[0]),
     }
     return Beside(found, PAGE, buffers, 1)
+
+
+_ROWS = 64
+"""Tokens of a page below, whose rows are whole pages."""
+
+
+def with_compressed(
+    layout: str = "page_first_direct", device: str = "cpu", io: str = "direct"
+) -> Beside:
+    """DeepSeek V4's pools, small: KV pages without bytes, compressed latents of layers 1 and 3 at
+    their numbers; windows of 4 layers and a draft's, and states of the compressors at the numbers
+    of the windows' pages.
+    """
+    if device == "cpu":
+        hicache.install()
+        for name in ("transfer_kv_per_layer_direct_pf_lf", "transfer_kv_all_layer_direct_lf_pf"):
+            if not hasattr(memory_pool_host, name):  # SGLang imports it beside CUDA alone
+                setattr(memory_pool_host, name, getattr(copies, name))
+
+    def rows(layers: int, pages: int, nbytes: int) -> list[torch.Tensor]:
+        return [torch.zeros(pages, nbytes, dtype=torch.uint8, device=device) for _ in range(layers)]
+
+    def paged(name: PoolName, on_device: list[torch.Tensor], pages: int) -> Any:
+        return DeepSeekV4PagedHostPool(
+            str(name),
+            on_device,
+            on_device[0].shape[1],
+            pages,
+            _ROWS,
+            layout,
+            pin_memory=device != "cpu",
+        )
+
+    def own(name: PoolName, host: Any, layers: dict[int, int], **more: Any) -> PoolEntry:
+        random_bytes(host.kv_buffer)
+        return PoolEntry(name, host, SimpleNamespace(), layers.get, **more)
+
+    c4, c128, window = rows(2, 16, 640), rows(1, 16, 96), rows(5, 12, 1200)
+    states = [
+        SimpleNamespace(
+            ring_size=8,
+            kv_score_buffer=SimpleNamespace(kv_score=torch.zeros(12 * 8 + 3, 6, device=device)),
+        )
+        for _ in range(2)
+    ]
+    c4_state = DeepSeekV4StateHostPool(
+        "c4_state", states, 20, _ROWS, layout, pin_memory=device != "cpu"
+    )
+    every, compressed = {n: n for n in range(4)}, {1: 0, 3: 1}
+    found = controller_of(
+        PoolEntry(
+            PoolName.KV, LogicalHostPool(24 * _ROWS, _ROWS, layout), None, every.get,
+            is_primary_index_anchor=True,
+        ),
+        own(
+            PoolName.SWA, paged(PoolName.SWA, window, 20), {**every, 4: 4},
+            packed_draft_device_pools=(window[4],),
+        ),
+        own(PoolName.DEEPSEEK_V4_C4, paged(PoolName.DEEPSEEK_V4_C4, c4, 24), compressed),
+        own(PoolName.DEEPSEEK_V4_C4_STATE, c4_state, compressed),
+        own(PoolName.DEEPSEEK_V4_C128, paged(PoolName.DEEPSEEK_V4_C128, c128, 24), {2: 0}),
+        layers=4,
+        device=device,
+        io=io,
+    )  # fmt: skip
+    buffers = {"c4 pages": c4, "c128 pages": c128}
+    buffers |= {"window pages": window, "c4 state pages": c4_state.device_page_views}
+    return Beside(found, _ROWS, buffers, _ROWS)
 
 
 def with_packed_draft() -> Beside:

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.l2_transfer import L2Transfer
 from side_pools import (
     Beside,
     slots_of,
+    with_compressed,
     with_draft,
     with_index_keys,
     with_packed_draft,
@@ -27,14 +28,24 @@ from sgl_kvtier.runtime.proof.pages import ReadBack
 from sgl_kvtier.runtime.proof.start import Rows
 from sgl_kvtier.runtime.restore import copy_device
 from sgl_kvtier.runtime.restore.copy_device import CpuCopies
-from sgl_kvtier.runtime.sglang import slot_pools
+from sgl_kvtier.runtime.sglang import anchors, slot_pools
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
 
 FROM, TO = [3, 6, 1], [2, 5, 9]
+
+
+def with_compressed_pages() -> Beside:
+    """DeepSeek V4's, without what a load brings with windows."""
+    beside = with_compressed()
+    return beside._replace(
+        buffers={name: beside.buffers[name] for name in ("c4 pages", "c128 pages")}
+    )
+
+
 EACH = pytest.mark.parametrize(
     "made",
-    [with_draft, with_index_keys, with_packed_draft, with_packed_keys],
-    ids=["draft", "DSA", "MTP of latents", "MTP"],
+    [with_draft, with_index_keys, with_packed_draft, with_packed_keys, with_compressed_pages],
+    ids=["draft", "DSA", "MTP of latents", "MTP", "DeepSeek V4"],
 )
 
 
@@ -56,7 +67,7 @@ def differing(back: ReadBack, beside: Beside) -> dict[int, tuple[str, int]]:
 def whole_page(layer: torch.Tensor, page: int, tokens: int) -> torch.Tensor:
     """The bytes of a page in a layer, whose rows are tokens or pages."""
     flat = layer.view(torch.uint8).view(len(layer), -1)
-    is_page_row = flat.shape[1] > 4096  # 64 index keys of 132 bytes
+    is_page_row = len(layer) < 5 * tokens
     return flat[page] if is_page_row else flat[page * tokens : (page + 1) * tokens].view(-1)
 
 
@@ -67,8 +78,8 @@ def test_a_load_brings_the_pages_of_all_pools(made: Callable[[], Beside]) -> Non
     assert sorted(differing(back, beside)) == [0, 1, 2]
     load(beside)
     assert differing(back, beside) == {}
-    host = HostTier(SimpleNamespace(cache_controller=beside.controller))  # type: ignore[arg-type]
-    assert back.page_bytes == beside.page * host.token_bytes, "what is planned with and counted"
+    tree: Any = SimpleNamespace(cache_controller=beside.controller, page_size=beside.page)
+    assert back.page_bytes == HostTier(tree).page_bytes, "what is planned with and counted"
 
 
 @pytest.mark.parametrize("piece_bytes", [16 << 20, 1])
@@ -99,7 +110,9 @@ def test_a_load_that_leaves_a_pool_out_is_found(
     with monkeypatch.context() as patch:
         patch.setattr(slot_pools, "beside", lambda controller: [])
         load(beside)
-    first = next((name for name in beside.buffers if name.startswith(("draft", "index"))), None)
+    first = next(
+        (name for name in beside.buffers if name.startswith(("draft", "index", "c4"))), None
+    )
     found = differing(back, beside)
     if first is None:  # MTP's draft lies in the same host pages: SGLang describes both
         assert found == {}
@@ -112,7 +125,7 @@ def test_the_check_at_start_sees_the_rows_of_all_pools(made: Callable[[], Beside
     beside = made()
     rows = Rows.of(beside.controller)
     assert rows.names == list(beside.buffers)
-    assert rows.page_bytes == beside.page * slot_pools.token_bytes(beside.controller.mem_pool_host)
+    assert rows.page_bytes == slot_pools.page_bytes(beside.controller.mem_pool_host, beside.page)
     load(beside)
     at = rows.slots(TO, on_device=True)
     for half, layers in enumerate(rows.device):
@@ -130,29 +143,40 @@ WINDOW_FROM, WINDOW_TO = [8, 2], [11, 3]
 """Of the last two of three pages."""
 
 
-def with_loaded_windows() -> tuple[Beside, Callable[[], dict[int, tuple[str, int]]]]:
+def with_loaded_windows(
+    made: Callable[[], Beside] = with_windows,
+) -> tuple[Beside, Callable[[], dict[int, tuple[str, int]]]]:
     """Windows that have come with the last pages of a load, and what compares all of it."""
-    beside = with_windows()
-    host, device = slots_of(FROM, PAGE), slots_of(TO, PAGE)
-    window = slots_of(WINDOW_FROM, PAGE), slots_of(WINDOW_TO, PAGE)
+    beside = made()
+    page = beside.page
+    host, device = slots_of(FROM, page), slots_of(TO, page)
+    window = slots_of(WINDOW_FROM, page), slots_of(WINDOW_TO, page)
     copy = CpuCopies(beside.controller).begin(host, device, None, window)
-    back = ReadBack(beside.controller, PAGE, None)
+    back = ReadBack(beside.controller, page, None)
     assert sorted(back.differing(host, device, window)) == [0, 1, 2]
     copy.place()
     return beside, lambda: back.differing(host, device, window)
 
 
 @pytest.mark.parametrize("piece_bytes", [16 << 20, 1])
+@pytest.mark.parametrize(
+    ("made", "names"),
+    [
+        (with_windows, ["window keys", "window values"]),
+        (with_compressed, ["window pages", "c4 state pages"]),
+    ],
+    ids=["windows", "DeepSeek V4"],
+)
 def test_one_bit_in_a_window_is_found_in_the_page_that_it_came_with(
-    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+    made: Callable[[], Beside], names: list[str], piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "PIECE_BYTES", piece_bytes)
-    beside, differing_now = with_loaded_windows()
+    beside, differing_now = with_loaded_windows(made)
     assert differing_now() == {}
-    for name in ("window keys", "window values"):
+    for name in names:
         for layer, rows in enumerate(beside.buffers[name]):
             for place, page in enumerate(WINDOW_TO):
-                page_bytes = whole_page(rows, page, PAGE)
+                page_bytes = whole_page(rows, page, beside.page)
                 page_bytes[-1] ^= 1
                 assert differing_now() == {1 + place: (name, layer)}
                 page_bytes[-1] ^= 1
@@ -189,6 +213,35 @@ def test_a_draft_in_the_targets_pages_is_one_pool_with_its_layers() -> None:
     assert [len(half.layers) for half in pool.halves] == [3]
 
 
+def test_windows_of_deepseek_v4_are_counted_with_the_states_of_its_compressors() -> None:
+    beside = with_compressed()
+    group = beside.controller.mem_pool_host
+    back = ReadBack(beside.controller, beside.page, None)
+    assert slot_pools.page_bytes(group, beside.page) == back.page_bytes == 2 * 640 + 96
+    row, ring, width = 1200, 8, 6
+    assert back.window_bytes == 5 * row + 2 * ring * width * 4
+    assert slot_pools.has_anchors(beside.controller) and slot_pools.has_windows(beside.controller)
+
+
+@pytest.mark.parametrize("left_out", ["swa", "deepseek_v4_c4_state"])
+def test_a_load_of_deepseek_v4_without_one_of_its_window_pools_is_found(
+    left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = tuple(name for name in anchors.POOLS if name != left_out)
+    real = anchors.pools_in
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            anchors, "pools_in", lambda names: tuple(n for n in real(names) if n in taken)
+        )
+        beside, _ = with_loaded_windows(with_compressed)
+    window = slots_of(WINDOW_FROM, beside.page), slots_of(WINDOW_TO, beside.page)
+    found = ReadBack(beside.controller, beside.page, None).differing(
+        slots_of(FROM, beside.page), slots_of(TO, beside.page), window
+    )
+    name = "window pages" if left_out == "swa" else "c4 state pages"
+    assert found == dict.fromkeys((1, 2), (name, 0))
+
+
 # --- which pools are known ------------------------------------------------------------------------
 
 
@@ -196,7 +249,9 @@ def tree(name: PoolName, host: Any, **how: Any) -> Any:
     spec = SidecarPoolSpec(**{"pool_name": name, "indices_from_pool": PoolName.KV, **how})
     group = SimpleNamespace(entry_map={name: SimpleNamespace(host_pool=host)})
     return SimpleNamespace(
-        sidecar_pool_specs=[spec], cache_controller=SimpleNamespace(mem_pool_host=group)
+        sidecar_pool_specs=[spec],
+        cache_controller=SimpleNamespace(mem_pool_host=group),
+        page_size=256,
     )
 
 
@@ -208,6 +263,38 @@ def test_drafts_and_index_keys_at_the_slots_of_kv_pages_are_known() -> None:
         assert slot_pools.foreign(tree(name, index_keys)) == []
 
 
+_AT_WINDOWS = {"indices_from_pool": PoolName.SWA, "hit_policy": PoolHitPolicy.TRAILING_PAGES}
+
+
+def compressed_host(name: PoolName, page: int = 256) -> Any:
+    """A host pool of DeepSeek V4's, of the kind that it has under this name."""
+    host = with_compressed().host(
+        "deepseek_v4_c4_state" if "state" in str(name) else "deepseek_v4_c4"
+    )
+    host.page_size = page
+    return host
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        (PoolName.DEEPSEEK_V4_C4, {}),
+        (PoolName.DEEPSEEK_V4_C4_INDEXER, {}),
+        (PoolName.DEEPSEEK_V4_C128, {}),
+        (PoolName.DEEPSEEK_V4_C4_STATE, _AT_WINDOWS),
+        (PoolName.DEEPSEEK_V4_C4_INDEXER_STATE, _AT_WINDOWS),
+    ],
+)
+def test_pools_of_deepseek_v4_are_known_at_their_own_slots_alone(
+    name: PoolName, how: dict[str, Any]
+) -> None:
+    host = compressed_host(name)
+    assert slot_pools.foreign(tree(name, host, **how)) == []
+    others = {} if how else _AT_WINDOWS
+    assert slot_pools.foreign(tree(name, host, **others)) == [str(name)]
+    assert slot_pools.foreign(tree(name, compressed_host(name, page=128), **how)) == [str(name)]
+
+
 @pytest.mark.parametrize(
     ("name", "host", "how"),
     [
@@ -216,8 +303,16 @@ def test_drafts_and_index_keys_at_the_slots_of_kv_pages_are_known() -> None:
         (PoolName.DEEPSEEK_V4_C4, with_draft, {}),
         (PoolName.INDEXER, with_draft, {}),
         (PoolName.DRAFT, None, {}),
+        (PoolName.DRAFT_SWA, with_draft, _AT_WINDOWS),
     ],
-    ids=["other slots", "a window", "another name", "not index keys", "states"],
+    ids=[
+        "other slots",
+        "a window",
+        "another name",
+        "not index keys",
+        "states",
+        "a draft's windows",
+    ],
 )
 def test_other_pools_are_named(name: PoolName, host: Any, how: dict[str, Any]) -> None:
     pool = state_pool() if host is None else host().host("draft")

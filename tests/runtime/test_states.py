@@ -258,7 +258,7 @@ def test_states_are_copied_to_slots_of_their_own() -> None:
         mem_pool_host=group,
         _l2_load_transfers=lambda host, device, sides=None: asked.append(sides) or [],
     )
-    assert slot_pools.beside(controller) == [] and slot_pools.token_bytes(group) == 8
+    assert slot_pools.beside(controller) == [] and slot_pools.page_bytes(group, 1) == 8
     host, device = torch.tensor([3]), torch.tensor([7])
     slot_pools.transfers(controller, torch.arange(4), torch.arange(4), (host, device))
     ((state,),) = asked

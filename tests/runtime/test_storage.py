@@ -38,6 +38,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
+from side_pools import slots_of, with_compressed
 
 from sgl_kvtier.errors import ConfigError, SeamError
 from sgl_kvtier.lab.gpu.pools import random_bytes
@@ -45,6 +46,7 @@ from sgl_kvtier.runtime.backend import hooks as backend_hooks
 from sgl_kvtier.runtime.backend import identity
 from sgl_kvtier.runtime.backend.host_pages import bytes_of, is_page_contiguous
 from sgl_kvtier.runtime.backend.storage import KVTierStorage, _WholePages
+from sgl_kvtier.runtime.sglang import anchors
 from sgl_kvtier.runtime.sglang.hooks import targets
 from sgl_kvtier.runtime.step.page_names import page_key
 from sgl_kvtier.store.base import ReadOutcome
@@ -816,6 +818,54 @@ def test_pages_of_deepseek_v4_come_back_although_its_kv_pool_has_no_bytes(make):
     for i in range(3):
         stored = compressed.get_data_page(i * page, flat=True)
         assert torch.equal(compressed.get_data_page((8 + i) * page, flat=True), stored)
+
+
+def test_a_page_of_deepseek_v4_is_read_in_all_pools_with_window_and_states_at_its_end(make):
+    made = with_compressed()
+    entries = made.controller.mem_pool_host.entries
+    hosts = {str(one.name): one.host_pool for one in entries}
+    backend = make(hosts.pop("kv"), side_pools=[*hosts.items()], is_mla_model=True)
+    stored = {name: [2, 1, 0] for name in hosts if name not in anchors.POOLS}
+    stored |= {"swa": [2, 1], "deepseek_v4_c4_state": [2]}
+    for name, pages in stored.items():
+        into = slots_of([5 + page for page in pages], made.page)
+        backend.batch_set_v2([PoolTransfer(name=name, host_indices=into, keys=keys(*pages))])
+
+    def read(anchored: list[int]) -> list[str]:
+        """Pages 2, 1 and 0 into 12, 11 and 10, their windows into 15 and 14."""
+        ended = {}
+        job = backend.begin_read(
+            [page_key(name) for name in keys(2, 1, 0)],
+            slots_of([12, 11, 10], made.page),
+            on_page=lambda page, outcome: ended.update({page: outcome.name}),
+            anchor=slots_of(anchored, made.page),
+        )
+        assert job.wait(15)
+        return [ended[page] for page in range(3)]
+
+    assert read([15, 14]) == ["OK", "MISS", "OK"], "page 1 has no states"
+    assert read([15]) == ["OK"] * 3
+    for name, pages in stored.items():
+        into = 13 if name in anchors.POOLS else 10
+        for page in pages:
+            there, came = (
+                hosts[name].get_data_page(at * made.page) for at in (5 + page, into + page)
+            )
+            assert torch.equal(came, there), (name, page)
+
+
+def test_numbers_of_pages_tell_nothing_of_the_stores_speed(make):
+    anchor, compressed = numbering_pool(), compressed_pool(seed=1)
+    backend = make(anchor, [(PoolName.DEEPSEEK_V4_C4, compressed)], is_mla_model=True)
+    names, places = keys("a"), torch.arange(anchor.page_size)
+    backend.batch_set(names, [anchor.get_data_page(0)])
+    moved = PoolTransfer(name=PoolName.DEEPSEEK_V4_C4, host_indices=places, keys=names)
+    backend.batch_set_v2([moved])
+    assert backend.batch_get(names, [anchor.get_dummy_flat_data_page()]) != [None]
+    assert not backend.own_reads, "a byte for each page"
+    assert backend.batch_get_v2([moved]) == {PoolName.DEEPSEEK_V4_C4: [True]}
+    ((_, nbytes, _),) = backend.own_reads
+    assert nbytes == compressed.get_data_page(0).nbytes
 
 
 def test_ranks_of_deepseek_v4_share_their_pages(make):

@@ -328,7 +328,7 @@ def test_a_question_that_was_given_up_is_not_offered() -> None:
 
 # --- models with sliding windows --------------------------------------------------------------------------------------
 
-WINDOWS = SimpleNamespace(one="window", pages=2, page_slots=PAGE, slot_bytes=4)
+WINDOWS = SimpleNamespace(one="window", pages=2, page_slots=PAGE, page_bytes=PAGE * 4)
 
 
 def with_window(one: Any, ends: Sequence[int], name: str = "swa") -> Any:

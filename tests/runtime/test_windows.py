@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.swa import SWAComponent
+from side_pools import with_compressed
 from test_restore_ends import Mover, Pool
 
 from sgl_kvtier.policy import messages
@@ -291,7 +292,7 @@ def test_window_slots_are_copied_and_counted_apart_from_pages_at_kv_slots() -> N
         _l2_load_transfers=lambda host, device, sides=None: asked.append(sides) or [],
     )
     assert slot_pools.beside(controller) == [] and slot_pools.others(controller) == ["swa"]
-    assert slot_pools.token_bytes(group) == 8
+    assert slot_pools.page_bytes(group, PAGE) == PAGE * 8
     host, device = torch.arange(2), torch.arange(5, 7)
     slot_pools.transfers(controller, torch.arange(4), torch.arange(4))
     slot_pools.transfers(controller, torch.arange(4), torch.arange(4), (host, device))
@@ -299,6 +300,20 @@ def test_window_slots_are_copied_and_counted_apart_from_pages_at_kv_slots() -> N
     (window,) = asked[1]
     assert str(window.name) == windows.POOL
     assert (window.host_indices is host, window.device_indices is device) == (True, True)
+
+
+def test_states_with_the_windows_slots_are_counted_with_their_pages() -> None:
+    """DeepSeek V4's."""
+    lab = Lab()
+    (states,) = (
+        one.host_pool
+        for one in with_compressed().controller.mem_pool_host.entries
+        if str(one.name) == "deepseek_v4_c4_state"
+    )
+    entries = lab.host.entry_map  # type: ignore[attr-defined]
+    entries["deepseek_v4_c4_state"] = SimpleNamespace(host_pool=states)
+    own = states.layer_num * states.state_page_bytes
+    assert windows.Windows(lab.tree).page_bytes == PAGE * 4 + own > PAGE * 4
 
 
 def test_windows_in_memory_of_another_kind_are_left_to_sglang() -> None:

@@ -278,7 +278,7 @@ class Promotions:
             return
         self._copying = None
         seconds = max(0.0, copying.poll.seen_at - copying.begun_at)
-        nbytes = copying.ack.num_tokens * (self._page_bytes // self._page)
+        nbytes = copying.ack.num_tokens // self._page * self._page_bytes
         self._counters.moved_bytes[Link.HOST_TO_DEVICE] += nbytes
         self._tell(TransferDone("", Link.HOST_TO_DEVICE, _NO_SPAN, nbytes, seconds, _LATER))
 

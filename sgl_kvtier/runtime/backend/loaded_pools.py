@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from sgl_kvtier.runtime.backend.host_pages import PAGE_AXES, buffer_of, device_buffers
-from sgl_kvtier.runtime.sglang import slot_pools, states, windows
+from sgl_kvtier.runtime.backend.host_pages import PAGE_AXES, buffer_of, device_buffers, has_bytes
+from sgl_kvtier.runtime.sglang import compressed_pools, slot_pools, states, windows
 from sgl_kvtier.store.base import KV
 
-_ROWS_OF_LAYERS = ("layer", "token", "head")
-"""Of pages that are one row in each layer, which lie one after the other in every layout."""
+_ROW_AXES = ("layer", "token", "head")
+"""Of a page that is one row: layers lie one after the other in each layout."""
 
 
 @dataclass(frozen=True, eq=False)
 class Half:
-    """K, V, the latents or the index keys of a pool."""
+    """K, V, the latents or the index keys of a pool, or a pool's whole pages."""
 
     name: str
-    """In words: `keys`, `draft values`, `window keys`, `index keys`, `recurrent states`."""
+    """In words: `keys`, `draft values`, `index keys`, `c4 pages`, `recurrent states`."""
     layers: list[torch.Tensor]
     """By layer of the host pool the device's buffer: [slot, ...], or [page, ...] where a page is
     one row. Layers of a draft that lie in the same host pages come last.
@@ -54,7 +54,7 @@ def loaded_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
 
 
 def anchor_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
-    """The same of windows or states, which have slots of their own; none of a model without. A slot
+    """The same of windows, with what has their slots, or of states; none of a model without. A slot
     of a state is a page of these pools, each of which is one of its tensors.
     """
     if slot_pools.has_states(controller):
@@ -70,11 +70,15 @@ def _described(controller: Any, transfers: list[Any], page_tokens: int) -> list[
     found: dict[int, LoadedPool] = {}
     for transfer in transfers:
         host, device = transfer.host_pool, transfer.device_pool
+        if not has_bytes(host):
+            continue
         if getattr(device, "host_transfer_translate", None) is not None:
             raise ValueError("device slots with other numbers than the pool's")
         known = found.get(id(host))
         if known is None:
             found[id(host)] = _pool(_name_of(controller, host), host, device, page_tokens)
+        elif transfer.is_draft and compressed_pools.has_page_rows(host):
+            continue  # its layers are among the host pool's
         elif transfer.is_draft:
             for half, more in zip(known.halves, _buffers(host, device), strict=True):
                 half.layers.extend(more)
@@ -125,7 +129,7 @@ def _states(host: Any) -> list[LoadedPool]:
         raise ValueError(f"states of another release ({error})") from error
     found = [
         LoadedPool(
-            _StateTensor(tensor, len(layers)), None, [Half(name, list(layers))], 1, _ROWS_OF_LAYERS
+            _StateTensor(tensor, len(layers)), None, [Half(name, list(layers))], 1, _ROW_AXES
         )
         for name, tensor, layers in tensors
         if tensor.numel()
@@ -144,6 +148,10 @@ def keys_and_values(host: Any, k: list[torch.Tensor], v: list[torch.Tensor]) -> 
 def _pool(name: str, host: Any, device: Any, page_tokens: int) -> LoadedPool:
     if host.layout not in PAGE_AXES or buffer_of(host) is None:
         raise ValueError(f"host pages of layout {host.layout} in {type(host).__name__}")
+    if compressed_pools.has_page_rows(host):
+        named = "window" if name == windows.POOL else name.removeprefix(compressed_pools.PREFIX)
+        rows = Half(f"{named.replace('_', ' ')} pages", compressed_pools.device_rows(host))
+        return LoadedPool(host, device, [rows], 1, _ROW_AXES)
     buffers = _buffers(host, device)
     kinds = {1: ("latents",), 2: ("keys", "values")}.get(len(buffers))
     if _has_index_keys(host):
@@ -153,7 +161,7 @@ def _pool(name: str, host: Any, device: Any, page_tokens: int) -> LoadedPool:
     of = "draft " if name.startswith("draft") else "window " if name == windows.POOL else ""
     halves = [Half(of + kind, list(layers)) for kind, layers in zip(kinds, buffers, strict=True)]
     if _has_index_keys(host):
-        return LoadedPool(host, device, halves, 1, _ROWS_OF_LAYERS)
+        return LoadedPool(host, device, halves, 1, _ROW_AXES)
     return LoadedPool(host, device, halves, page_tokens, PAGE_AXES[host.layout])
 
 

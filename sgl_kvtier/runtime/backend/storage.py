@@ -246,7 +246,8 @@ class KVTierStorage(HiCacheStorage):
         stats = self._store.stats()
         logger.info(
             "kvtier: %d pages in %s, zero copy %s, at most %d bytes", stats.pages, store.folder,
-            is_page_contiguous(self.mem_pool_host), stats.capacity_bytes,
+            all(is_page_contiguous(p) for p in self.registered_pools.values() if has_bytes(p)),
+            stats.capacity_bytes,
         )  # fmt: skip
 
     def leave_identity(self) -> None:
@@ -449,19 +450,22 @@ class KVTierStorage(HiCacheStorage):
         first pages comes their anchor (a window or a state), into the slots `anchor`. Only for
         servers without other side pools; the job counts the parts of a page one by one.
         """
-        own = anchors.pool_in(self.registered_pools)
-        pools = tuple(name for name in self.registered_pools if name != own)
+        own = anchors.pools_in(self.registered_pools)
+        pools = tuple(
+            name
+            for name, host in self.registered_pools.items()
+            if name not in own and has_bytes(host)
+        )
         store, pages = self._store, self._page_reads(pools, keys, host_slots)
-        first = 0
         beside: list[list[PageRead]] | None = [] if anchor is None else None
-        if anchor is not None and own is not None:
-            first = len(anchor) // self.registered_pools[own].page_size
-            beside = self._page_reads((own,), keys[:first], anchor)
+        if anchor is not None and own:
+            first = len(anchor) // self.registered_pools[own[0]].page_size
+            beside = self._page_reads(own, keys[:first], anchor)
         if store is None or pages is None or beside is None:
             return None
         for parts, more in zip(pages, beside, strict=False):
             parts += more
-        if on_page is not None and len(pools) + first > 1:
+        if on_page is not None and any(len(parts) > 1 for parts in pages):
             on_page = _WholePages([len(parts) for parts in pages], on_page)
         reads = [read for parts in pages for read in parts]
         return store.read(reads, priority=urgency, deadline_s=deadline_s, on_page=on_page)
@@ -615,7 +619,8 @@ class KVTierStorage(HiCacheStorage):
         read = [outcome is ReadOutcome.OK for outcome in outcomes]
         seconds = time.perf_counter() - started
         self._note(self._read_batches, sum(read), nbytes_of(parts, read), seconds)
-        if any(read) and read_or_given_up(outcomes) and tier is not None:
+        tells = has_bytes(self.registered_pools[pool]) and read_or_given_up(outcomes)
+        if any(read) and tells and tier is not None:
             self.own_reads.append((tier, nbytes_of(parts, read), seconds))
         return read
 

@@ -234,8 +234,8 @@ def _host_layers(pool: LoadedPool) -> list[list[torch.Tensor]]:
     for piece, half in zip(pieces, pool.halves, strict=True):
         layout = pool.host.layout if pool.page_rows > 1 else "page_first_direct"
         rows = piece.view(torch.uint8)
-        if pool.page_rows == 1:  # page, layer, one row, byte
-            rows = rows.unsqueeze(3)
+        if pool.page_rows == 1:  # page, layer, one row, one head, byte
+            rows = rows.view(*rows.shape[:2], 1, 1, -1)
         found.append([_host_rows(layout, rows, n, page) for n in range(len(half.layers))])
     return found
 

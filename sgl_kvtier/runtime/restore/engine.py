@@ -512,7 +512,7 @@ class RestoreEngine:
         anchor = load.anchor_of(first, stop)
         if anchor is None or self.context.anchors is None:
             return 0
-        return len(anchor.device) * self.context.anchors.slot_bytes
+        return len(anchor.device) // anchor.page * self.context.anchors.page_bytes
 
     def _disown(self, load: Load, span: Span) -> int:
         """These pages of a load will not come. Returns the end of those that were waited for; 0

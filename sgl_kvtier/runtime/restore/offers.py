@@ -335,8 +335,7 @@ def _offer_of(context: StepContext, r: Restoration) -> RestoreOffered:
     if context.anchors is None:
         return offer
     pages = len(r.anchor)
-    nbytes = pages * context.anchors.page_slots * context.anchors.slot_bytes
-    return replace(offer, anchor_pages=pages, anchor_bytes=nbytes)
+    return replace(offer, anchor_pages=pages, anchor_bytes=pages * context.anchors.page_bytes)
 
 
 def stored_of(operation: Operation, hit_tokens: int, page: int) -> Stored:

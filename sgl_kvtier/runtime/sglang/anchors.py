@@ -10,20 +10,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sgl_kvtier.runtime.sglang import states, windows
+from sgl_kvtier.runtime.sglang import compressed_pools, states, windows
 
 if TYPE_CHECKING:
     import torch
 
-POOLS = (windows.POOL, states.POOL)
-"""SGLang's names for their pools, of host memory and in storage."""
+POOLS = (windows.POOL, states.POOL, *compressed_pools.AT_WINDOWS)
+"""SGLang's names for their pools, of host memory and in storage: of windows, of states, and of what
+has the windows' slots.
+"""
 
 
 class Anchors(Protocol):
     """The slots of one tree's anchors, on the device and in host memory."""
 
     name: str
-    """Of the pool, one of `POOLS`."""
+    """Of the pool that has these slots, one of `POOLS`."""
     what: str
     """The word for them: windows or states."""
     one: str
@@ -32,8 +34,8 @@ class Anchors(Protocol):
     """Pages of one anchor."""
     page_slots: int
     """Slots that come with a page."""
-    slot_bytes: int
-    """Bytes of a slot in all layers."""
+    page_bytes: int
+    """Bytes that come with a page, in all layers and pools."""
 
     def available(self) -> int:
         """Device slots that hold nothing."""
@@ -97,9 +99,9 @@ def unknown(tree: Any, kinds: list[str]) -> list[str]:
     return [line for line in told if line]
 
 
-def pool_in(names: Any) -> str | None:
-    """The anchors' pool among these; None where there is none."""
-    return next((pool for pool in POOLS if pool in names), None)
+def pools_in(names: Any) -> tuple[str, ...]:
+    """Pools among these whose pages lie at the anchors' slots, those that have the slots first."""
+    return tuple(pool for pool in POOLS if pool in names)
 
 
 def is_asked_for(operation: Any) -> bool:

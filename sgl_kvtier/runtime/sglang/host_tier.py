@@ -59,9 +59,9 @@ class HostTier:
         return int(self._pool.anchor_entry.host_pool.logical_size)
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in all layers of this process, in all pools that have these slots."""
-        return slot_pools.token_bytes(self._pool)
+    def page_bytes(self) -> int:
+        """Bytes of a page in all layers of this process, in all pools that have these slots."""
+        return slot_pools.page_bytes(self._pool, self._tree.page_size)
 
     @property
     def write_back(self) -> bool:

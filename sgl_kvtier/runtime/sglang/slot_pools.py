@@ -1,5 +1,5 @@
-"""Port to the pools whose pages lie at the slots of the KV pages: a draft's keys and values, and
-index keys of sparse attention (DSA).
+"""Port to the pools whose pages lie at the slots of the KV pages: a draft's keys and values, index
+keys of sparse attention (DSA), and DeepSeek V4's compressed latents.
 
 SGLang keeps each of them in a host pool of its own with the slot numbers of the KV pool, and calls
 them side pools with the indices of another one. A page is a page of all of them: it is read, copied
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sgl_kvtier.runtime.sglang import anchors, states, windows
+from sgl_kvtier.runtime.sglang import anchors, compressed_pools, states, windows
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def others(controller: Any) -> list[str]:
 
 def has_anchors(controller: Any) -> bool:
     """Whether windows or a state may come with a load."""
-    return anchors.pool_in(others(controller)) is not None
+    return bool(anchors.pools_in(others(controller)))
 
 
 def has_windows(controller: Any) -> bool:
@@ -46,17 +46,17 @@ def has_states(controller: Any) -> bool:
 
 
 def _entries(group: Any) -> list[Any]:
-    """A group's entries, without the pool of windows or states, whose slots are its own."""
+    """A group's entries, without those of windows or states, whose slots are their own."""
     return [entry for entry in getattr(group, "entries", ()) if entry.name not in anchors.POOLS]
 
 
-def token_bytes(group: Any) -> int:
-    """Bytes of one token in all layers of a host pool, or of all pools of a group that have the KV
-    pages' slots.
+def page_bytes(group: Any, tokens: int) -> int:
+    """Bytes of a page of so many tokens in all layers of a host pool, or of all pools of a group
+    that have the KV pages' slots.
     """
     whole = getattr(group, "entries", None) is None
     pools = [group] if whole else [entry.host_pool for entry in _entries(group)]
-    return sum(int(pool.size_per_token) for pool in pools)
+    return sum(compressed_pools.page_bytes(pool, tokens) for pool in pools)
 
 
 Slots: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
@@ -80,9 +80,9 @@ def transfers(
         for entry in beside(controller)
     ]
     if window is not None:
-        pool = anchors.pool_in(others(controller))
-        assert pool is not None, "of a model with anchors"
-        sides.append(anchors.transfer(pool, *window))
+        pools = anchors.pools_in(others(controller))
+        assert pools, "of a model with anchors"
+        sides += [anchors.transfer(pool, *window) for pool in pools]
     described: list[Any] = controller._l2_load_transfers(
         host_slots, device_slots, *([sides] if sides else [])
     )
@@ -90,8 +90,8 @@ def transfers(
 
 
 def foreign(tree: Any) -> list[str]:
-    """Names of this tree's side pools whose pages do not lie at the slots of KV pages, or are of a
-    kind that nobody has restored.
+    """Names of this tree's side pools whose pages do not lie at the slots of KV pages or of
+    windows, or are of a kind that nobody has restored.
     """
     return [str(spec.pool_name) for spec in tree.sidecar_pool_specs if not _is_known(tree, spec)]
 
@@ -109,12 +109,13 @@ def _is_known(tree: Any, spec: Any) -> bool:
         PoolName.DRAFT_INDEXER: (DSAIndexerPoolHost,),
         PoolName.INDEXER: (DSAIndexerPoolHost,),
     }
+    host = group.entry_map[spec.pool_name].host_pool
     return (
         spec.indices_from_pool == PoolName.KV
         and spec.hit_policy == PoolHitPolicy.ALL_PAGES
         # Pools derived from these have more than rows, as scales.
-        and type(group.entry_map[spec.pool_name].host_pool) in kinds.get(spec.pool_name, ())
-    )
+        and type(host) in kinds.get(spec.pool_name, ())
+    ) or compressed_pools.is_known(spec, host, tree.page_size)
 
 
 def registered_later(params: Any) -> set[str]:

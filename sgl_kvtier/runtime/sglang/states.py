@@ -40,7 +40,7 @@ class States:
         self._slots = tree.req_to_token_pool.mamba_allocator
         self._size = int(tree.req_to_token_pool.mamba_pool.size)
         self._host = tree.cache_controller.mem_pool_host.entry_map[POOL].host_pool
-        self.slot_bytes = int(self._host.size_per_token)
+        self.page_bytes = int(self._host.size_per_token)
 
     def available(self) -> int:
         """Device slots that hold nothing."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sgl_kvtier.runtime.sglang import compressed_pools
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,11 +32,13 @@ class Windows:
         self._kind = ComponentType.SWA
         self._component = tree.components[self._kind]
         self._slots = tree.token_to_kv_pool_allocator.swa_attn_allocator
-        self._host = tree.cache_controller.mem_pool_host.entry_map[POOL].host_pool
+        entries = tree.cache_controller.mem_pool_host.entry_map
+        self._host = entries[POOL].host_pool
         self.pages = int(self._component.full_window_pages)
         """Pages of one window, rounded up."""
         self.page_slots = int(tree.page_size)
-        self.slot_bytes = int(self._host.size_per_token)
+        hosts = [entries[n].host_pool for n in (POOL, *compressed_pools.AT_WINDOWS) if n in entries]
+        self.page_bytes = sum(compressed_pools.page_bytes(h, self.page_slots) for h in hosts)
 
     def available(self) -> int:
         """Device slots that hold nothing."""

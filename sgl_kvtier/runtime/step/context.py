@@ -38,7 +38,7 @@ class StepContext:
         self.slots = PrivateSlots(self.device, self.host, self.anchors)
         self.room = RealRoom(tree, self.slots)
         self.page = int(tree.page_size)
-        self.page_bytes = self.host.token_bytes * self.page
+        self.page_bytes = self.host.page_bytes
         self.agreed_page_bytes = self.page_bytes
         """The planner's size of a page, in bytes: pipeline stages with other numbers of layers have
         other pages, and plan the same.

@@ -9,7 +9,8 @@ the loaded ones, the noise]. With $PLAIN_COPIES, data-parallel attention works i
 copies with torch, as SGLang does it for its own CPU engine alone, and a rank may have no token.
 With $GONE, restoring needs a symbol that SGLang does not have.
 With $DRAFTS, speculative decoding runs on the CPU (`chain_drafts.py`); while that file is there,
-loads leave out the rows of the draft, and windows.
+loads leave out the rows of the draft, and windows; where it has the name of one of SGLang's host
+pools of DeepSeek V4, those of that pool alone.
 With $KVTIER_RECIPE_COUNTS, the GPU that SGLang asks for before it chooses kernels is an H100, and
 the CPU platform has states and DeepSeek V4's pools (tests/recipes).
 """
@@ -202,6 +203,8 @@ def _leave_out(module):
         described = transfers(controller, host_slots, *load)
         if not Path(os.environ["DRAFTS"]).exists():
             return described
+        if named := Path(os.environ["DRAFTS"]).read_text():
+            return [one for one in described if getattr(one.host_pool, "pool_name", "") != named]
         return described[: min(1, len(host_slots))]  # none where windows come alone
 
     # Of copies alone: what compares pages still knows all pools.
