@@ -125,6 +125,7 @@ def tree(*kinds: ComponentType, side_pools: tuple[PoolName, ...] = ()) -> Any:
     group = SimpleNamespace(entry_map={name: SimpleNamespace(host_pool=0) for name in side_pools})
     return SimpleNamespace(
         tree_components=(ComponentType.FULL, *kinds),
+        page_size=64,
         sidecar_pool_specs=specs,
         token_to_kv_pool_allocator=None,
         cache_controller=SimpleNamespace(mem_pool_host=group),

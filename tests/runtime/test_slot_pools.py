@@ -219,7 +219,7 @@ def test_windows_of_deepseek_v4_are_counted_with_the_states_of_its_compressors()
     back = ReadBack(beside.controller, beside.page, None)
     assert slot_pools.page_bytes(group, beside.page) == back.page_bytes == 2 * 640 + 96
     row, ring, width = 1200, 8, 6
-    assert back.window_bytes == 5 * row + 2 * ring * width * 4
+    assert back.anchor_bytes == 5 * row + 2 * ring * width * 4
     assert slot_pools.has_anchors(beside.controller) and slot_pools.has_windows(beside.controller)
 
 
