@@ -12,17 +12,17 @@ from sgl_kvtier.policy.messages import Move
 from sgl_kvtier.runtime.ahead import promotions
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
-from sgl_kvtier.runtime.ahead.promotions import Promotions, _Fetch
+from sgl_kvtier.runtime.ahead.promotions import Promotions, _Copying, _Fetch
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler import hooks as restore_hooks
 from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.sglang.host_tier import Pin
 from sgl_kvtier.runtime.sglang.tree_nodes import Found
 from sgl_kvtier.runtime.step.context import StepContext
-from sgl_kvtier.runtime.step.polls import Poll
+from sgl_kvtier.runtime.step.polls import LANDED, Poll
 from sgl_kvtier.runtime.step.tracked import Path
 from sgl_kvtier.store.base import ReadOutcome
-from sgl_kvtier.types import PageKey, Tier
+from sgl_kvtier.types import Link, PageKey, Tier
 
 PAGE = 4
 KEYS = tuple(PageKey(bytes([n]) * 32) for n in range(2))
@@ -270,7 +270,7 @@ def test_the_node_behind_which_pages_come_is_pinned_until_they_are_there(
 class Anchors:
     """Anchors of two pages, with two slots a page."""
 
-    name, pages, page_slots = "swa", 2, 2
+    name, pages, page_slots, page_bytes = "swa", 2, 2, 1000
 
 
 LONG = tuple(PageKey(bytes([n]) * 32) for n in range(4))
@@ -307,6 +307,20 @@ def test_with_anchors_a_path_comes_whole_its_end_first_with_the_anchor(
     assert [(pool, behind, slots.tolist(), record) for pool, behind, slots, record in given] == [
         ("swa", 1, [100, 101, 102, 103], "inserted")
     ]
+    assert moves._counters.moved_bytes == {Link.STORAGE_TO_HOST: 4 * PAGE * 4 + 2 * 1000}
+
+
+def test_bytes_of_anchors_that_sglang_copies_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves, _, _ = fetching_with_anchors(monkeypatch)
+    for by_pool, own in (({"kv": 3 * PAGE, "swa": 4}, 2 * 1000), ({"kv": 3 * PAGE}, 0), (None, 0)):
+        moves._counters.moved_bytes.clear()
+        poll: Any = Poll(1, 1)
+        poll.mark(0, LANDED, 2.0)
+        poll.seen[:] = poll.local
+        ack = SimpleNamespace(num_tokens=3 * PAGE, num_tokens_by_pool=by_pool)
+        moves._copying = _Copying(0, ack, 1.0, 1.0, poll)
+        moves._note_copied()
+        assert moves._counters.moved_bytes == {Link.HOST_TO_DEVICE: 3 * PAGE * 4 + own}
 
 
 def test_with_anchors_a_path_comes_as_far_as_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,9 +278,18 @@ class Promotions:
             return
         self._copying = None
         seconds = max(0.0, copying.poll.seen_at - copying.begun_at)
-        nbytes = copying.ack.num_tokens // self._page * self._page_bytes
+        slots = getattr(copying.ack, "num_tokens_by_pool", None) or {}
+        own = 0 if self._anchors is None else slots.get(self._anchors.name, 0)
+        nbytes = self._bytes(copying.ack.num_tokens // self._page, own)
         self._counters.moved_bytes[Link.HOST_TO_DEVICE] += nbytes
         self._tell(TransferDone("", Link.HOST_TO_DEVICE, _NO_SPAN, nbytes, seconds, _LATER))
+
+    def _bytes(self, pages: int, anchor_slots: int) -> int:
+        """Bytes of so many pages, and of slots of what stands at their end."""
+        own = 0
+        if self._anchors is not None:
+            own = anchor_slots // self._anchors.page_slots * self._anchors.page_bytes
+        return pages * self._page_bytes + own
 
     # --- reads from storage -----------------------------------------------------------------------
 
@@ -422,6 +431,7 @@ class Promotions:
         none when it takes none.
         """
         page, names = self._page, [key.hex() for key in fetch.keys[:pages]]
+        nbytes = self._bytes(pages, 0 if fetch.anchor is None else len(fetch.anchor))
         tokens = self._context.names.radix_key(fetch.path, fetch.start, fetch.start + pages)
         taken = self._host.graft(
             fetch.pin.node,
@@ -433,7 +443,6 @@ class Promotions:
         if taken is None:
             return _NO_SPAN
         fetch.path.node = taken.node or fetch.path.node
-        nbytes = pages * self._page_bytes
         link = FIRST_HOP[fetch.source]
         self._counters.moved_bytes[link] += nbytes
         storage_ops.count_loaded(self._context.tree, 0, pages * page)
