@@ -72,6 +72,7 @@ def ask(url: str, messages: list[dict[str, str]]) -> str:
         "model": "default",
         "messages": messages,
         "temperature": 0,
+        "frequency_penalty": 0.6,  # a model as small as this repeats itself without
         "max_tokens": 60,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -96,7 +97,7 @@ def ask(url: str, messages: list[dict[str, str]]) -> str:
             print(text, end="", flush=True)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     print(
-        f"\n\n  [first token after {first:.1f} s; {usage['prompt_tokens']} prompt tokens, "
+        f"\n\n[first token after {first:.1f} s; {usage['prompt_tokens']} prompt tokens, "
         f"{cached} of them not computed]"
     )
     return said
@@ -115,14 +116,15 @@ def main() -> None:
         model = found.stdout.strip()
     text = DOCUMENT.read_text(encoding="utf-8")
     messages = [{"role": "user", "content": f"{text}\n\n{QUESTIONS[0]}"}]
+    print("[the server starts, and computes the document: one or two minutes]", flush=True)
     with served(model, store) as url:
         messages.append({"role": "assistant", "content": ask(url, messages)})
         time.sleep(5)  # written to the store meanwhile
-    print("\n  [the server was stopped, and is started again]")
+    print("\n[the server was stopped, and starts again]", flush=True)
     messages.append({"role": "user", "content": QUESTIONS[1]})
     with served(model, store) as url:
         ask(url, messages)
-    print(f"\n  [pages are in {store}]")
+    print(f"\n[pages are in {store}]")
 
 
 if __name__ == "__main__":
