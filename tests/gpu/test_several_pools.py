@@ -17,6 +17,7 @@ from place import LATENTS
 from side_pools import (
     Beside,
     slots_of,
+    with_compressed,
     with_draft,
     with_index_keys,
     with_packed_keys,
@@ -43,7 +44,11 @@ from sgl_kvtier.runtime.step.restoration import Load, Restoration
 from sgl_kvtier.types import Link, Span, Tier
 
 SOURCE, TARGET = [3, 9, 4, 0, 7], [6, 2, 9, 1, 12]
-ANCHORS = {with_windows: ([8, 2], [11, 3]), with_states: ([8], [11])}
+ANCHORS = {
+    with_windows: ([8, 2], [11, 3]),
+    with_states: ([8], [11]),
+    with_compressed: ([8, 2], [11, 3]),
+}
 """Window pages, or a state, that come with the last pages of a load, in host memory and on the
 device.
 """
@@ -52,12 +57,15 @@ POOLS = {
     with_index_keys: "index keys",
     with_windows: "window",
     with_states: "recurrent states",
+    with_compressed: "c4 pages",
 }
 REGISTERED = {with_index_keys: "indexer", with_states: "mamba"}
-NAMES = ["draft", "DSA", "windows", "states"]
+NAMES = ["draft", "DSA", "windows", "states", "DeepSeek V4"]
 EACH = pytest.mark.parametrize("made", list(POOLS), ids=NAMES)
 WITH_MTP = pytest.mark.parametrize("made", [*POOLS, with_packed_keys], ids=[*NAMES, "MTP"])
-EACH_ANCHOR = pytest.mark.parametrize("made", list(ANCHORS), ids=["windows", "states"])
+EACH_ANCHOR = pytest.mark.parametrize(
+    "made", [with_windows, with_states], ids=["windows", "states"]
+)
 WHERE = pytest.mark.parametrize(("where", "io", "layout"), LATENTS)
 ON_GPU = pytest.mark.parametrize(
     ("io", "layout"), [("kernel", "page_first"), ("direct", "page_first_direct")]
@@ -99,6 +107,8 @@ def place(made: Callable[..., Beside], layout: str, where: str, io: str) -> Besi
         beside.controller.load_fence_stream = torch.cuda.Stream()
         if (name := REGISTERED.get(made)) is not None:
             MADE.append(beside.host(name))
+        if made is with_compressed:
+            MADE.extend(one.host_pool for one in beside.controller.mem_pool_host.entries)
     return beside
 
 
@@ -163,7 +173,8 @@ def test_pages_of_which_a_part_did_not_come_do_not_land(
 ) -> None:
     leave_out(monkeypatch)
     states, proof = load(made, place(made, layout, where, io))
-    alone = len(SOURCE) - len(ANCHORS[made][0]) if made in ANCHORS else 0
+    of_kv = made in (with_windows, with_states)  # pages without anchors are the KV pool's alone
+    alone = len(SOURCE) - len(ANCHORS[made][0]) if of_kv else 0
     assert states == bytes([LANDED] * alone + [DIFFERS] * (len(SOURCE) - alone))
     assert proof.difference is not None and POOLS[made] in proof.difference.what
 
@@ -247,7 +258,13 @@ def test_pages_whose_windows_or_states_come_beside_them_go_through_staging(
 
 
 WITHOUT_STAGING = pytest.mark.parametrize(
-    "made", [with_draft, with_index_keys], ids=["draft", "DSA"]
+    ("made", "names"),
+    [
+        (with_draft, "draft"),
+        (with_index_keys, "indexer"),
+        (with_compressed, "deepseek_v4_c4, deepseek_v4_c128"),
+    ],
+    ids=["draft", "DSA", "DeepSeek V4"],
 )
 
 
@@ -255,14 +272,13 @@ WITHOUT_STAGING = pytest.mark.parametrize(
 @WITHOUT_STAGING
 @ON_GPU
 def test_the_check_at_start_takes_sglangs_kernels_and_says_why(
-    made: Callable[..., Beside], io: str, layout: str, caplog: pytest.LogCaptureFixture
+    made: Callable[..., Beside], names: str, io: str, layout: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     beside = place(made, layout, "cuda", io)
     found = proven_copies(beside.controller)
     assert found.wrong == "" and found.start is not None and found.start.pages > 8
     assert way_of(found.copies) == "StreamCopies"
-    name = "draft" if made is with_draft else "indexer"
-    assert f"layer by layer: pages of several pools, {name} beside KV" in caplog.text
+    assert f"layer by layer: pages of several pools, {names} beside KV" in caplog.text
     for name, layers in beside.buffers.items():
         assert not any(layer.view(torch.uint8).any() for layer in layers), name
 
@@ -271,11 +287,12 @@ def test_the_check_at_start_takes_sglangs_kernels_and_says_why(
 @WITHOUT_STAGING
 @ON_GPU
 def test_the_check_at_start_finds_a_pool_that_is_left_out(
-    made: Callable[..., Beside], io: str, layout: str, monkeypatch: pytest.MonkeyPatch
+    made: Callable[..., Beside], names: str, io: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    del names
     beside = place(made, layout, "cuda", io)
     leave_out(monkeypatch)
-    said = "draft values" if made is with_draft else "index keys"
+    said = {with_draft: "draft values", with_index_keys: "index keys"}.get(made, "c128 pages")
     with pytest.raises(StartDiffers, match=said):
         start.check(StreamCopies(beside.controller), beside.controller)
 
