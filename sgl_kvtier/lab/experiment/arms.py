@@ -260,6 +260,8 @@ def check_dtype(setup: Setup) -> None:
 
 
 _OF_THE_MODEL = (
+    "--model-path",
+    "--mamba-radix-cache-strategy",
     "--attention-backend",
     "--prefill-attention-backend",
     "--decode-attention-backend",
@@ -271,9 +273,9 @@ _OF_THE_MODEL = (
 
 
 def model_arguments(words: Sequence[str]) -> tuple[str, ...]:
-    """Of a server's further arguments those on which its numbers depend: the kernels that it
-    computes with. Another server with them, and without the others, gives the same answers. A flag
-    and its value are one word (`--flag=value`) or two.
+    """Of a server's further arguments those on which its numbers depend: the model, and the kernels
+    that it computes with. Another server with them, and without the others, gives the same answers.
+    A flag and its value are one word (`--flag=value`) or two.
     """
     found: list[str] = []
     for place, word in enumerate(words):

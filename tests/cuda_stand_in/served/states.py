@@ -11,6 +11,11 @@ from pathlib import Path
 from sgl_kvtier.lab.outside.lab_model import write_model
 from sgl_kvtier.lab.outside.model_shapes import BYTES, VOCABULARY
 
+PAGE, STRATEGY = 64, "--mamba-radix-cache-strategy=extra_buffer"
+"""Tokens of a page, and a flag, of a server with such a model: SGLang keeps states at multiples of
+64 tokens.
+"""
+
 
 def write_state_model(folder: Path) -> Path:
     """The folder of a model of four layers with random weights in float32, its tokenizer that of the
@@ -27,7 +32,7 @@ def write_state_model(folder: Path) -> Path:
         linear_conv_kernel_dim=4, linear_key_head_dim=16, linear_value_head_dim=16,
         linear_num_key_heads=2, linear_num_value_heads=6,
         num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
-        mlp_only_layers=list(range(layers)), tie_word_embeddings=False, max_position_embeddings=4096,
+        mlp_only_layers=list(range(layers)), tie_word_embeddings=False, max_position_embeddings=16384,
         bos_token_id=None, eos_token_id=BYTES, dtype="float32",
     )  # fmt: skip
     model = Qwen3NextForCausalLM(config).float().eval()

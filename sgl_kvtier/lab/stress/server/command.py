@@ -172,7 +172,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         server,
         SERVER,
-        "lab-model device dilation dtype threads tp chunk storage-size server-arg folder",
+        "lab-model device dilation dtype threads tp chunk page-size storage-size server-arg folder",
         storage_size={"default": 1 << 30, "help": "of the store (default %(default)s)"},
         threads={"default": 1},
     )
