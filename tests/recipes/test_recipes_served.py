@@ -95,7 +95,11 @@ def test_a_next_turn_finds_the_answer_before_it(
         prompt = [16 + n % 200 for n in range(1000)]
         answer, _ = asked.answer(prompt, 200)
         _, meta = asked.answer([*prompt, *answer, *range(20, 60)], 1)
+        shared = [16 + n * 7 % 211 for n in range(1000)]
+        others = [asked.answer([*shared, *[30 + n] * 200], 1)[1] for n in range(3)]
     assert len(answer) == 200 and meta["cached_tokens"] == found
+    # Where prompts part SGLang keeps a state when the second one comes.
+    assert [one["cached_tokens"] for one in others] == [0, 0, 960]
 
 
 @pytest.mark.slow
