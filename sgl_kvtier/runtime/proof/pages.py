@@ -34,7 +34,6 @@ from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.fences import sleeping_event
 from sgl_kvtier.runtime.proof import record
 from sgl_kvtier.runtime.proof.record import Difference, Proof, State
-from sgl_kvtier.runtime.sglang import slot_pools
 from sgl_kvtier.runtime.sglang.slot_pools import Slots
 from sgl_kvtier.runtime.step.restoration import Load
 
@@ -196,8 +195,9 @@ class ReadBack:
             raise ValueError("sgl_kvtier.runtime.cuda._native is not compiled")
         self.page = page_tokens
         self.halves = _halves_of(loaded_pools(controller, page_tokens))
-        self._anchors = _halves_of(anchor_pools(controller, page_tokens))
-        self._anchor_page = 1 if slot_pools.has_states(controller) else page_tokens
+        anchors = anchor_pools(controller, page_tokens)
+        self._anchors = _halves_of(anchors)
+        self._anchor_page = int(anchors[0].host.page_size) if anchors else 0
         self.page_bytes = sum(half.page_bytes() for half in self.halves)
         """Without the window or state that came with it."""
         self.anchor_bytes = sum(half.page_bytes() for half in self._anchors)

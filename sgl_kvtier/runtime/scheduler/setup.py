@@ -45,7 +45,7 @@ from sgl_kvtier.runtime.scheduler.refusals import (
     unsupported,
 )
 from sgl_kvtier.runtime.settings import looks_ahead
-from sgl_kvtier.runtime.sglang import features, states, tree_ranks
+from sgl_kvtier.runtime.sglang import features, slot_pools, states, tree_ranks
 from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.context import StepContext
@@ -228,7 +228,7 @@ def build(tree: Tree, server_args: Any) -> Parts:
         parts.engine.layers = by_layers.Layers(
             context, server_args, config.lab.layer_parts, parts.engine.counters
         )
-    if context.anchors is not None and context.anchors.name == states.POOL:
+    if slot_pools.has_states(controller):
         line = features.line("checkpoints") or states.kept_at(context.page)
         logger.info("kvtier: %s", line)
     if args.enable_metrics:
