@@ -262,9 +262,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def defaults(given: argparse.Namespace) -> dict[str, object]:
-    """What the options left away are, as the help names them: it follows from the others. Raises
-    BenchError.
-    """
+    """The defaults that help shows: they follow from the options that are given. Raises BenchError."""
     args = choose_device(CompareOptions.of(given))
     emulated = is_paced(args.device)
     return {

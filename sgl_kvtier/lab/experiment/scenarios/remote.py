@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def defaults(given: argparse.Namespace) -> dict[str, object]:
-    """What the options left away are, as the help names them: it follows from the others."""
+    """The defaults that help shows: they follow from the options that are given."""
     args = RemoteOptions.of(given)
     return {
         **server_shown(replace(args, lab_model=args.lab_model or "lab-mha")),

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def defaults(_: argparse.Namespace) -> dict[str, object]:
-    """What the options left away are, as the help names them."""
+    """The defaults that help shows: they follow from the options that are given."""
     return {**load_shown(_LOAD), "pause": "as recorded"}
 
 

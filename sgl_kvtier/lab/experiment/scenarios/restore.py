@@ -243,9 +243,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def defaults(given: argparse.Namespace) -> dict[str, object]:
-    """What the options left away are, as the help names them: it follows from the others. Raises
-    BenchError.
-    """
+    """The defaults that help shows: they follow from the options that are given. Raises BenchError."""
     args = RestoreOptions.of(given)
     args = replace(args, device=args.device or detect_device())
     mode = mode_of(args)

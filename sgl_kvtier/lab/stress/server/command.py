@@ -193,7 +193,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def defaults(args: argparse.Namespace) -> dict[str, object]:
-    """What the options left away are, as the help names them: it follows from the others."""
+    """The defaults that help shows: they follow from the options that are given."""
     emulated, model = is_paced(args.device), fuzzed_model(args)
     return {
         **server_shown(replace(Options.of(args), lab_model=model)),
