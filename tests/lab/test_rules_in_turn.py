@@ -30,7 +30,10 @@ def test_the_one_whose_turn_it_is_decides_everything(name: str) -> None:
     assert {n: getattr(rules, n) for n in NUMBERS} == {n: getattr(own, n) for n in NUMBERS}
     waiting = [One(1, 2.0), One(2, 3.0), One(3, 1.0)]
     assert list(rules.load_order(waiting)) == list(own.load_order(waiting))
-    assert (rules.mode(Slow()), rules.why_declined(Slow())) == (own.mode(Slow()), own.why_declined(Slow()))
+    assert (rules.mode(Slow()), rules.why_declined(Slow())) == (
+        own.mode(Slow()),
+        own.why_declined(Slow()),
+    )
 
 
 def test_a_server_begins_with_kvtiers_own_and_may_go_back_to_them() -> None:

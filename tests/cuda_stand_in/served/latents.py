@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from sgl_kvtier.lab.outside.lab_model import write_model
+from served.weights import save_with_weights
 from sgl_kvtier.lab.outside.model_shapes import BYTES, VOCABULARY
 
 LATENT, ROTARY = 512, 64
@@ -17,7 +16,6 @@ def write_latent_model(folder: Path) -> Path:
     lab models. Weights are scaled as theirs (`model_shapes.py`): every token depends on the whole
     context.
     """
-    import torch
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     layers = 2
@@ -30,15 +28,7 @@ def write_latent_model(folder: Path) -> Path:
         num_mtp_layers=0, max_position_embeddings=4096, bos_token_id=None, eos_token_id=BYTES, dtype="float32",
     )  # fmt: skip
     model = DeepseekV3ForCausalLM(config).float().eval()
-    numbers = torch.Generator().manual_seed(0)
-    scales = {"embed_tokens": config.hidden_size**0.5, "q_b_proj": 4.0, "lm_head": 6.0}
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 2:
-                scale = next((one for part, one in scales.items() if part in name), 1.0)
-                weight.normal_(std=scale / weight.shape[1] ** 0.5, generator=numbers)
-        model.lm_head.weight[BYTES:] = 0.0  # it generates plain bytes
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(write_model("tiny-llama") / name, folder)
+    save_with_weights(
+        model, folder, {"embed_tokens": config.hidden_size**0.5, "q_b_proj": 4.0, "lm_head": 6.0}
+    )
     return folder

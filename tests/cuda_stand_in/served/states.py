@@ -5,10 +5,9 @@ without experts.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
-from sgl_kvtier.lab.outside.lab_model import write_model
+from served.weights import save_with_weights
 from sgl_kvtier.lab.outside.model_shapes import BYTES, VOCABULARY
 
 PAGE, STRATEGY = 64, "--mamba-radix-cache-strategy=extra_buffer"
@@ -36,20 +35,12 @@ def write_state_model(folder: Path) -> Path:
         bos_token_id=None, eos_token_id=BYTES, dtype="float32",
     )  # fmt: skip
     model = Qwen3NextForCausalLM(config).float().eval()
-    numbers = torch.Generator().manual_seed(0)
-    scales = {"embed_tokens": width**0.5, "q_proj": 4.0, "lm_head": 6.0}
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() >= 2:
-                scale = next((one for part, one in scales.items() if part in name), 1.0)
-                weight.normal_(std=scale / weight.shape[-1] ** 0.5, generator=numbers)
-            elif name.endswith("A_log"):
+            if name.endswith("A_log"):
                 weight.fill_(-4.0)
-        model.lm_head.weight[BYTES:] = 0.0  # it generates plain bytes
-    model.save_pretrained(folder)
+    save_with_weights(model, folder, {"embed_tokens": width**0.5, "q_proj": 4.0, "lm_head": 6.0})
     written = folder / "config.json"  # SGLang reads what transformers turns into types of layers
     kept = json.loads(written.read_text("utf-8")) | {"full_attention_interval": 2}
     written.write_text(json.dumps(kept), "utf-8")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(write_model("tiny-llama") / name, folder)
     return folder

@@ -259,6 +259,32 @@ def test_windows_are_restored_as_transformers_computes(
         assert right.is_met(computed) and right.is_met(back)
 
 
+def check_mistake_is_found(
+    server: Served,
+    spoil: Path,
+    model: Path,
+    asked: list[list[int]],
+    proof_of: str,
+    where: str,
+    page: int = PAGE,
+) -> None:
+    """A mistake that begins once prefixes were restored: the comparison of pages finds it `where`
+    and all answers are right, or some are wrong where pages are not compared.
+    """
+    first, again = restored(server, asked)
+    check_restored(server, again, page=page)
+    spoil.touch()
+    server.flush()
+    last = [server.ask(ids) for ids in reversed(asked)][::-1]
+    if proof_of == "auto":
+        assert waited_for(lambda: proof(server) == State.REFUTED)
+        assert counted(server, "restore_proof_pages_total", "result")["differs"] > 0
+        assert re.search(where, log_of(server))
+    right = wanted(asked, path=model)
+    assert are_met(right, first) and are_met(right, again)
+    assert are_met(right, last) is (proof_of == "auto")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("proof_of", ["auto", "off"])
 @pytest.mark.parametrize("mistake", ["anchors_left_out", "windows_exchanged"])
@@ -267,22 +293,11 @@ def test_wrong_windows_are_found_before_a_forward_reads_them(
 ) -> None:
     """Or in the answers, where pages are not compared."""
     model, spoil = write_windowed_model(tmp_path / "model"), tmp_path / "spoil"
-    asked = prompts(2, LONG, seed=32)
     env = {"STAND_IN_MISTAKE": mistake, "STAND_IN_SPOIL": str(spoil)}
     policy = {"proof": proof_of}
     with on_stand_in(tmp_path, model_path=model, env=env, policy=policy, **WINDOWED) as server:
-        first, again = restored(server, asked)
-        check_restored(server, again)
-        spoil.touch()
-        server.flush()
-        last = [server.ask(ids) for ids in reversed(asked)][::-1]
-        if proof_of == "auto":
-            assert waited_for(lambda: proof(server) == State.REFUTED)
-            assert counted(server, "restore_proof_pages_total", "result")["differs"] > 0
-            assert re.search(r"in the window (keys|values) of layer \d", log_of(server))
-    right = wanted(asked, path=model)
-    assert are_met(right, first) and are_met(right, again)
-    assert are_met(right, last) is (proof_of == "auto")
+        where = r"in the window (keys|values) of layer \d"
+        check_mistake_is_found(server, spoil, model, prompts(2, LONG, seed=32), proof_of, where)
 
 
 STATES = {
@@ -335,23 +350,13 @@ def test_a_state_that_does_not_come_is_found_before_a_forward_reads_it(
 ) -> None:
     """Or in the answers, where pages are not compared."""
     model, spoil = write_state_model(tmp_path / "model"), tmp_path / "spoil"
-    asked = prompts(2, LONG, seed=34)
     mistake = {"STAND_IN_MISTAKE": "anchors_left_out", "STAND_IN_SPOIL": str(spoil)}
     policy = {"proof": proof_of, "min_restore_tokens": 128}
     env = {**linear_layers(), **mistake}
     with on_stand_in(tmp_path, model_path=model, env=env, policy=policy, **STATES) as server:
-        first, again = restored(server, asked)
-        check_restored(server, again, page=STATES["page_size"])
-        spoil.touch()
-        server.flush()
-        last = [server.ask(ids) for ids in reversed(asked)][::-1]
-        if proof_of == "auto":
-            assert waited_for(lambda: proof(server) == State.REFUTED)
-            assert counted(server, "restore_proof_pages_total", "result")["differs"] > 0
-            assert re.search(r"in the recurrent states of layer \d", log_of(server))
-    right = wanted(asked, path=model)
-    assert are_met(right, first) and are_met(right, again)
-    assert are_met(right, last) is (proof_of == "auto")
+        where, page = r"in the recurrent states of layer \d", STATES["page_size"]
+        asked = prompts(2, LONG, seed=34)
+        check_mistake_is_found(server, spoil, model, asked, proof_of, where, page)
 
 
 def asked_by_a_crowd(server: Served, rounds: int) -> tuple[int, int]:

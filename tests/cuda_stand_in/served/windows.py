@@ -4,10 +4,9 @@ sinks, as gpt-oss has them: Granite SWA's, without experts.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from sgl_kvtier.lab.outside.lab_model import write_model
+from served.weights import save_with_weights
 from sgl_kvtier.lab.outside.model_shapes import BYTES, VOCABULARY
 
 WINDOW = 40
@@ -30,17 +29,9 @@ def write_windowed_model(folder: Path) -> Path:
         pad_token_id=None, bos_token_id=None, eos_token_id=BYTES, dtype="float32",
     )  # fmt: skip
     model = GraniteSWAForCausalLM(config).float().eval()
-    numbers = torch.Generator().manual_seed(0)
-    scales = {"embed_tokens": width**0.5, "q_proj": 4.0, "lm_head": 6.0}
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() == 2:
-                scale = next((one for part, one in scales.items() if part in name), 1.0)
-                weight.normal_(std=scale / weight.shape[1] ** 0.5, generator=numbers)
-            elif name.endswith("sinks"):
+            if name.endswith("sinks"):
                 weight.copy_(torch.arange(heads) / 2)  # SGLang has them in bfloat16
-        model.lm_head.weight[BYTES:] = 0.0  # it generates plain bytes
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(write_model("tiny-llama") / name, folder)
+    save_with_weights(model, folder, {"embed_tokens": width**0.5, "q_proj": 4.0, "lm_head": 6.0})
     return folder
