@@ -147,7 +147,8 @@ def pod(path: Path, promised: Path, *, ends_after: int | None) -> Callable[[], s
         with promised.open("ab", buffering=0) as file:
             while True:
                 (outcome,) = put(store, {key(number): content(number, 5000)})
-                if outcome is not PutOutcome.STORED or store.stats().pages_evicted:
+                # KEPT: the life before was ended between storing this page and noting it.
+                if outcome is PutOutcome.REFUSED or store.stats().pages_evicted:
                     break
                 file.write(b"%d\n" % number)
                 number += 1
