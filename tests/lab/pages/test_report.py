@@ -211,7 +211,7 @@ def test_the_published_rows_of_a_grid_follow_from_their_raw_result(grid: str, ra
 @pytest.mark.parametrize("raw", ["harness", "harness-sglang"])
 def test_the_published_rows_of_other_clients_follow_from_their_raw_results(raw: str) -> None:
     result = read_result(RAW / f"{raw}.json.gz")
-    page = (DATA.parent / "harness.md").read_text(encoding="utf-8")
+    page = (DATA.parent / "emulated-h100.md").read_text(encoding="utf-8")
     rows = result["harness"]["agreement"]
     assert all(row["ratio"] == pytest.approx(row["harness"] / row["own"]) for row in rows)
     for arm, figures in result["arms"].items():
