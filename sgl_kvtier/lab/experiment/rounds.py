@@ -63,6 +63,7 @@ LOOK_S = 0.5
 """Seconds between two looks whether they still go on."""
 
 _WARM_UP_TOKENS = 3
+_RESTARTED = "Servers were stopped and started again between what was stored and what was measured."
 _T = TypeVar("_T")
 
 
@@ -103,7 +104,7 @@ class Work(Protocol):
 @dataclass(frozen=True)
 class Plan:
     """Which arms, in what order, how often. `together` None: all servers at once if memory allows.
-    Rounds are numbered from `first_round`. No round begins after `until` on the monotonic clock.
+    False: one for each arm and round, which is restarted once something was stored. Rounds are numbered from `first_round`. No round begins after `until` on the monotonic clock.
     """
 
     arms: Sequence[str]
@@ -372,7 +373,14 @@ class Rounds:
         one = Round(arm, plan.first_round + number - 1)
         outcome.rounds.append(one)
         try:
-            asyncio.run(self._measure(server, one, shown.advance))
+            stored = asyncio.run(self._prepare(server, one))
+            if stored and plan.together is False:
+                server.stop()
+                server.start()
+                server.wait_until_healthy(START_S)
+                if _RESTARTED not in outcome.notes:
+                    outcome.notes.append(_RESTARTED)
+            asyncio.run(self._measure(server, one, stored, shown.advance))
         finally:
             server.raise_if_ended(f"in round {number}")
         command, start_s = tuple(outcome.commands[arm]), outcome.start_s.get(arm)
@@ -404,24 +412,34 @@ class Rounds:
         seconds = self._now.servers[arm].wait_until_healthy(START_S)
         self._outcome.start_s.setdefault(arm, seconds)
 
-    async def _measure(self, server: Server, one: Round, advance: Callable[[], None]) -> None:
-        plan, notes = self._plan, self._outcome.notes
-        paced = plan.setup.paced
+    def _client(self, server: Server, one: Round) -> Client:
+        paced = self._plan.setup.paced
         one.dilation = 1.0 if paced is None else paced.dilation
-        async with plan.client(
-            server.url, timeout_s=plan.request_timeout_s, dilation=one.dilation
-        ) as client:
+        return self._plan.client(
+            server.url, timeout_s=self._plan.request_timeout_s, dilation=one.dilation
+        )
+
+    async def _prepare(self, server: Server, one: Round) -> bool:
+        """Empties all tiers of a server that has served before. True: then something was stored."""
+        async with self._client(server, one) as client:
             if one.arm not in self._now.warm:
-                notes += await self._work.warm_up(client, one.arm)
+                self._outcome.notes += await self._work.warm_up(client, one.arm)
                 self._now.warm.add(one.arm)
             await client.flush()
-            if storage_of(one.arm, plan.setup):
+            if storage_of(one.arm, self._plan.setup):
                 await client.clear_storage()
                 await client.flush()  # what was read ahead from storage before that was emptied
             stored = await self._work.prepare(client)
             if stored:
                 await settled_metrics(client)
                 await client.flush()
+        return stored
+
+    async def _measure(
+        self, server: Server, one: Round, stored: bool, advance: Callable[[], None]
+    ) -> None:
+        plan, notes = self._plan, self._outcome.notes
+        async with self._client(server, one) as client:
             one.before = await client.metrics()
             disk = server.disk_bytes()
             watch = CpuWatch(lambda: server.usage().cpu_s)
@@ -438,7 +456,7 @@ class Rounds:
             one.disk_bytes = (max(after[0] - disk[0], 0), max(after[1] - disk[1], 0))
             # Without its server the work ends as well, every request that was left a failure.
             server.raise_if_ended(f"in round {one.number}")
-            if paced is not None:
+            if plan.setup.paced is not None:
                 lines = pace.read(server.folder / launching.LOG)
                 one.steps = [line for line in lines if line["at"] >= one.began_s]
             one.complete = True

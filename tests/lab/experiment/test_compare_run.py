@@ -114,6 +114,18 @@ def test_sessions_that_return_find_their_first_prompt_in_storage_alone(compare: 
     assert any("Sessions return" in note for note in done.result["notes"])
 
 
+def test_fresh_servers_are_restarted_before_sessions_return(
+    compare: Command, tmp_path: Path
+) -> None:
+    words = ("--servers", "fresh", "--rounds", "1", "--arms", "kvtier", "--returning")
+    done = compare(*words, "--folder", str(tmp_path / "work"))
+    assert done.status == 0, done.err
+    assert [sample["turn"] for sample in done.result["samples"]] == [2, 2]
+    assert any("stopped and started again" in note for note in done.result["notes"])
+    (log,) = (tmp_path / "work").rglob("server.log")
+    assert log.read_text().count("ready") == 2
+
+
 def test_a_sentence_and_one_table_are_printed_and_where_the_others_are(compare: Command) -> None:
     done = compare("--rounds", "1", "--arms", "recompute,kvtier")
     assert done.out.startswith(done.result["summary"])

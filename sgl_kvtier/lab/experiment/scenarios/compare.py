@@ -256,8 +256,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replay.add_argument(
         "--returning",
         action="store_true",
-        help="sessions come back after a restart: before a round each session's first prompt is served and stored, and "
-        "device and host are emptied; measured from the second on (with --rate: when they come back)",
+        help="sessions come back to emptied memory: before a round each session's first prompt is served and stored, and "
+        "device and host are emptied, with --servers fresh by a restart of the server; measured from the second on "
+        "(with --rate: when they come back)",
     )
 
 
