@@ -590,7 +590,7 @@ distributions: list of objects; one per quantity
   n: integer; number of values
 bad_lines: list of strings; lines that were skipped, as FILE:LINE: reason
 left_out.<what>: integer; what the file has and the sessions do not, or what it lacks
-sessions_cut, sessions_dropped, calls_cut: integer; left out by --max-calls and --max-prompt-tokens
+sessions_cut, sessions_dropped, calls_cut: integer; left out by --turns and --max-prompt-tokens
 """,
 )
 

@@ -109,11 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mean seconds between session starts, drawn at random (default: as recorded)",
     )
     running.add_argument(
-        "--most-prompt", type=positive, metavar="N", help="cut sessions before a longer prompt"
+        "--max-prompt-tokens",
+        type=positive,
+        metavar="N",
+        help="cut sessions before a longer prompt",
     )
-    running.add_argument(
-        "--traces-dir", "--traces", dest="traces", type=Path, metavar="DIR", help=FOLDER_HELP
-    )
+    running.add_argument("--traces-dir", dest="traces", type=Path, metavar="DIR", help=FOLDER_HELP)
     running.add_argument("--block-tokens", type=positive, metavar="N", help=BLOCK_TOKENS)
     running.add_argument(
         "--json", metavar="FILE", help="write the result as JSON; - for standard output"
@@ -267,7 +268,7 @@ def _load(args: argparse.Namespace) -> Load:
         sessions,
         seed=args.seed,
         pace=Pace(args.start_every),
-        most_prompt_tokens=args.most_prompt,
+        most_prompt_tokens=args.max_prompt_tokens,
         traces=args.traces,
         block_tokens=args.block_tokens,
     )

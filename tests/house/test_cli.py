@@ -80,7 +80,7 @@ LONG = "n" * 100_000
         ["serve", "m", "--config", LONG, "--print"],
         ["doctor", "--json", LONG],
         ["trace", "describe", LONG],
-        ["trace", "list", "--traces", LONG],
+        ["trace", "list", "--traces-dir", LONG],
         ["sim", "run", "--trace", LONG],
         ["sim", "run", "--config", LONG],
         ["sim", "replay-log", LONG],

@@ -22,12 +22,12 @@ from unittest.mock import patch
 
 KEPT = Path(__file__).parent.parent / "golden" / "scenarios"
 
-_COMPUTED = ("--device", "cpu", "--lab-model", "tiny-qwen3")
+_COMPUTED = ("--device", "cpu", "--model", "tiny-qwen3")
 _PACED = ("--device", "paced:h100-llama8b")
 _SESSIONS = (*("--trace", "generated:swe-mini"), *("--sessions", "3", "--turns", "2"))
 _SMALL = (*_SESSIONS, "--divisor", "16")
 _AT_ONCE = (*("compare", "restore", "--device", "cpu", "--models", "tiny-qwen3"), "--foreign", "99")
-_REMOTE = (*("compare", "remote", "--lab-model", "tiny-qwen3"), "--tokens", "256")
+_REMOTE = (*("compare", "remote", "--model", "tiny-qwen3"), "--tokens", "256")
 
 SCENARIOS: dict[str, tuple[str, ...]] = {
     "compare": ("compare", *_COMPUTED, *_SMALL, "--gap-scale", "0", "--rounds", "4"),

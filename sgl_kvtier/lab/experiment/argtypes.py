@@ -19,8 +19,9 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import Setup
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions
 from sgl_kvtier.lab.experiment.options import Options
-from sgl_kvtier.lab.outside.lab_model import write_named
-from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, serving_dtype
+from sgl_kvtier.lab.outside import smollm2
+from sgl_kvtier.lab.outside.lab_model import NAMES, write_named
+from sgl_kvtier.lab.outside.model_shapes import serving_dtype
 from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import FEEDBACK, ReplayOptions
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced, parse
@@ -56,8 +57,11 @@ RUN: _Options = {
 """Options of a run."""
 
 SERVER: _Options = {
-    "model-path": {"metavar": "DIR", "help": "a model's folder or name (default: %(default)s)"},
-    "lab-model": {"choices": (*SHAPES, *DRAWN), "help": "which one (default %(default)s)"},
+    "model": {
+        "metavar": "NAME",
+        "help": f"a model of `kvtier model`, which is written first ({smollm2.NAME} has real weights), or a model's folder or "
+        "ORGANIZATION/NAME (default %(default)s)",
+    },
     "device": {
         "type": any_device,
         "metavar": "cpu|cuda|paced:PROFILE[@GB/s]",
@@ -124,7 +128,7 @@ def shape_of(args: Options, model: str | None = None) -> Shape:
     device = args.device or detect_device()
     page, chunk = (16, 512) if device == "cpu" else (64, CHUNK_TOKENS if is_paced(device) else 4096)
     if model is None:
-        model = "" if args.model_path else args.lab_model or ""
+        model = args.model if args.model in NAMES else ""
     return Shape(
         device,
         args.page_size or page,
@@ -167,16 +171,26 @@ def thresholds(chosen: Load, page: int) -> dict[str, Any]:
 
 
 def model_of(args: Options, device: str = "") -> str:
-    """The model's folder or name; a lab model is written first. Raises BenchError where a paced
-    device is given another than its own.
+    """The model's folder or name; one of `kvtier model` is written first. Raises BenchError for a
+    name that is neither, and where a paced device is given another than its own.
     """
     if is_paced(device):
-        if args.model_path is not None:
-            raise BenchError(f"--model-path: {device} brings a model of its own")
+        refuse_other(args, device)
         return str(parse(device, args.dilation or 1.0).model())
-    if args.model_path is not None:
-        return str(args.model_path)
-    return str(write_named(args.lab_model or "lab-mha", seed=args.seed))
+    name = args.model or "lab-mha"
+    if name in NAMES:
+        return str(write_named(name, seed=args.seed))
+    if "/" not in name and not Path(name).is_dir():
+        raise BenchError(
+            f"--model {name}: no folder, no ORGANIZATION/NAME, and none of {', '.join(NAMES)}"
+        )
+    return name
+
+
+def refuse_other(args: Options, device: str) -> None:
+    """Raises BenchError where a paced device is given another model than its own."""
+    if args.model:
+        raise BenchError(f"--model: {device} brings a model of its own")
 
 
 def deadline_of(args: Options) -> float | None:
@@ -273,8 +287,7 @@ def server_shown(args: Options) -> dict[str, object]:
     emulated = is_paced(shape.device)
     return {
         "device": shape.device,
-        "model_path": "its own" if emulated else "a lab model is written",
-        "lab_model": "the device's own" if emulated else args.lab_model or "lab-mha",
+        "model": "the device's own" if emulated else args.model or "lab-mha",
         "dtype": shape.dtype,
         "threads": 1 if emulated else "half of the cores",
         "tp": 1,
@@ -294,7 +307,7 @@ def load_options(args: Options, defaults: LoadOptions) -> LoadOptions:
         skip=args.skip,
         turns=args.turns or defaults.turns,
         divisor=args.divisor or defaults.divisor,
-        most_prompt_tokens=args.max_prompt_tokens,
+        most_prompt_tokens=args.max_prompt_tokens or defaults.most_prompt_tokens,
         least_prompt_tokens=defaults.least_prompt_tokens if least is None else least,
         most_output_tokens=defaults.most_output_tokens if most is None else most or None,
         seed=args.seed,

@@ -31,8 +31,7 @@ class Options:
     url: str | None = None
     device: str | None = None
     dilation: float | None = None
-    model_path: str | None = None
-    lab_model: str | None = None
+    model: str | None = None
     dtype: str | None = None
     threads: int | None = None
     tp: int | None = None

@@ -156,6 +156,10 @@ def write_unweighted(name: str, *, folder: Path | None = None) -> Path:
     )
 
 
+NAMES = (*SHAPES, *DRAWN, smollm2.NAME)
+"""Models that `write_named` writes and a server can compute with."""
+
+
 def write_named(name: str, *, seed: int = 0, folder: Path | None = None) -> Path:
     """The folder of any model that is written here, by its name. Raises BenchError."""
     if name in UNWEIGHTED:

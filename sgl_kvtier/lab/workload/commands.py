@@ -128,7 +128,7 @@ def _list(args: argparse.Namespace) -> int:
     else:
         place = args.traces or default_folder()
         print(
-            f"No trace files were found in {place}; give their folder with --traces or {VARIABLE}."
+            f"No trace files were found in {place}; name it: --traces-dir, or {VARIABLE}."
         )
     print()
     print_table(Table("Generated from published statistics", names[:3], made))
@@ -202,7 +202,7 @@ def _load(args: argparse.Namespace, encoder: Encoder) -> LoadResult:
         seed=args.seed,
         traces_dir=args.traces,
         encoder=encoder,
-        max_calls=args.max_calls,
+        max_calls=args.turns,
         max_prompt_tokens=args.max_prompt_tokens,
         block_tokens=args.block_tokens,
     )
@@ -227,9 +227,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         "--skip", type=count, default=0, metavar="N", help="pass over the first N sessions"
     )
     parser.add_argument("--seed", type=seed, default=0, help="for generated sessions (default 0)")
-    parser.add_argument(
-        "--max-calls", type=positive, metavar="N", help="cut sessions after N calls"
-    )
+    parser.add_argument("--turns", type=positive, metavar="N", help="cut sessions after N calls")
     parser.add_argument(
         "--max-prompt-tokens",
         type=positive,
@@ -241,9 +239,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--traces-dir", "--traces", dest="traces", type=Path, metavar="DIR", help=FOLDER_HELP
-    )
+    parser.add_argument("--traces-dir", dest="traces", type=Path, metavar="DIR", help=FOLDER_HELP)
 
 
 def _command() -> list[str]:

@@ -41,7 +41,7 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(prefix="kvtier-states-"))
         flags += [f"--model-path={write_state_model(folder / 'model')}", STRATEGY]
     command = ["bench", "restore-fuzz", "--device", "cuda", "--tp", str(asked.ranks)]
-    command += ["--lab-model", "tiny-llama", "--dtype", "float32", *asked.options]
+    command += ["--model", "tiny-llama", "--dtype", "float32", *asked.options]
     command += ["--page-size", str(PAGE)] if asked.states else []
     command += [f"--server-arg={flag}" for flag in flags]
     os.execve(sys.executable, [sys.executable, "-c", _PROGRAM, *command], env)

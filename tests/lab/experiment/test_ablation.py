@@ -19,7 +19,7 @@ from sgl_kvtier.lab.pages.ablation import shares, without
 from sgl_kvtier.runtime.settings import from_extra_config
 
 LOAD = [
-    *("compare", "--ablation", "--device", "cpu", "--lab-model", "tiny-qwen3"),
+    *("compare", "--ablation", "--device", "cpu", "--model", "tiny-qwen3"),
     *("--trace", "generated:swe-mini", "--sessions", "2", "--turns", "2", "--divisor", "16"),
     *("--gap-scale", "0", "--rounds", "2", "--max-output-tokens", "4"),
 ]

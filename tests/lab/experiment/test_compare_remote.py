@@ -28,7 +28,7 @@ from sgl_kvtier.lab.pages import kinds
 
 SETUP = Setup("/m", "m", "cpu", 16, 512, device_tokens=8192, storage_bytes=1 << 30)
 FULL = Cell(0.0)
-WORDS = ("--lab-model", "tiny-qwen3", "--tokens", "256", "--sessions", "2")
+WORDS = ("--model", "tiny-qwen3", "--tokens", "256", "--sessions", "2")
 ONE = ("--gbps", "0", "--rounds", "1")
 
 
@@ -78,7 +78,7 @@ def test_shared_memory_holds_the_prompts_of_a_cell(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     usual, long = (
-        scenario.Moving(scenario.RemoteOptions(lab_model="lab-mha", tokens=tokens))
+        scenario.Moving(scenario.RemoteOptions(model="lab-mha", tokens=tokens))
         for tokens in (2048, 65536)
     )
     assert usual.segment_bytes() == 1 << 30
@@ -181,7 +181,7 @@ def test_a_comparison_with_mooncake_starts_and_ends_its_engine(
 ) -> None:
     load = ("--trace", "generated:swe-mini", "--sessions", "1", "--turns", "2", "--divisor", "16")
     arms = ("--arms", "recompute,hicache-mooncake", "--rounds", "1", "--gap-scale", "0")
-    computed = ("--device", "cpu", "--lab-model", "tiny-qwen3")
+    computed = ("--device", "cpu", "--model", "tiny-qwen3")
     done = kvtier(tmp_path, "compare", *computed, *load, *arms)
     assert done.status == 0, done.err
     assert done.result["arms"]["hicache-mooncake"]["requests"] == 2

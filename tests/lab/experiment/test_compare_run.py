@@ -18,7 +18,8 @@ import psutil
 import pytest
 from commands import Command, Done, child, environment, run_child
 
-from sgl_kvtier.lab.experiment import rounds
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment import argtypes, rounds
 from sgl_kvtier.lab.experiment.scenarios import compare as scenario
 
 LOAD = [
@@ -35,7 +36,7 @@ LOAD = [
     "--servers",
     "together",
 ]
-COMPUTED = ["--device", "cpu", "--lab-model", "tiny-qwen3"]
+COMPUTED = ["--device", "cpu", "--model", "tiny-qwen3"]
 PACED = ["--device", "paced:h100-llama8b", "--dilation", "2"]
 
 
@@ -354,7 +355,7 @@ def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
     assert "paced h100-llama8b, not computed" in (tmp_path / "out.html").read_text()
 
 
-@pytest.mark.parametrize("other", [("--model-path", "/some/model"), ("--lab-model", "lab-mha")])
+@pytest.mark.parametrize("other", [("--model-path", "/some/model"), ("--model", "lab-mha")])
 def test_another_model_on_a_paced_device_is_refused(paced: Command, other: tuple[str, str]) -> None:
     done = paced(*other)
     assert done.status == 1
@@ -423,25 +424,38 @@ def test_recompute_is_measured_once_on_a_paced_device_and_all_are_compared_with_
 
 
 @pytest.mark.parametrize(
-    ("options", "device", "dilation"),
+    ("options", "device", "dilation", "model"),
     [
-        ([], "paced:h100-llama8b", 2.0),
-        (["--dilation", "3"], "paced:h100-llama8b", 3.0),
-        (["--quick"], "paced:h100-llama8b", 1.0),
-        (["--lab-model", "lab-gqa"], "cpu", 1.0),
-        (["--model-path", "/some/model"], "cpu", 1.0),
-        (["--device", "cpu"], "cpu", 1.0),
+        ([], "paced:h100-llama8b", 2.0, None),
+        (["--dilation", "3"], "paced:h100-llama8b", 3.0, None),
+        (["--quick"], "paced:h100-llama8b", 1.0, None),
+        (["--model", "lab-gqa"], "cpu", 1.0, "lab-gqa"),
+        (["--model", "/some/model"], "cpu", 1.0, "/some/model"),
+        (["--device", "cpu"], "cpu", 1.0, "lab-mha"),
     ],
 )
 def test_without_a_card_servers_are_paced_unless_a_model_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, options: list[str], device: str, dilation: float
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    device: str,
+    dilation: float,
+    model: str | None,
 ) -> None:
     monkeypatch.setattr(scenario, "detect_device", lambda: "cpu")
     parser = ArgumentParser()
     scenario.add_arguments(parser)
     args = scenario.choose_device(scenario.CompareOptions.of(parser.parse_args(options)))
-    assert (args.device, args.dilation) == (device, dilation)
-    assert args.lab_model == "lab-gqa" if "--lab-model" in options else "lab-mha"
+    assert (args.device, args.dilation, args.model) == (device, dilation, model)
+
+
+def test_a_model_is_one_of_ours_a_folder_or_a_name_with_its_organization(tmp_path: Path) -> None:
+    def model(name: str) -> str:
+        return argtypes.model_of(scenario.CompareOptions(model=name), "cpu")
+
+    assert model(str(tmp_path)) == str(tmp_path)
+    assert model("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    with pytest.raises(BenchError, match=r"--model Qwen3-8B: no folder.*lab-mha.*smollm2"):
+        model("Qwen3-8B")
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_rounds_are_reported_when_a_server_dies(
 
     monkeypatch.setattr(comparison, "Rounds", Dying)
     out = tmp_path / "out.json"
-    words = "--device cpu --lab-model tiny-qwen3 --arms recompute,kvtier --trace generated:swe-mini"
+    words = "--device cpu --model tiny-qwen3 --arms recompute,kvtier --trace generated:swe-mini"
     assert main(["compare", *words.split(), "--json", str(out)]) == 1
     result = json.loads(out.read_text())
     assert {name: len(arm["rounds"]) for name, arm in result["arms"].items()} == {

@@ -120,14 +120,14 @@ def test_a_fuzz_run_on_a_card_has_heads_and_numbers_that_flashinfer_knows() -> N
     setup = fuzz.make_setup(args, Path("/m"), chosen)  # type: ignore[arg-type]
     assert (setup.device, setup.dtype, setup.storage_bytes) == ("cuda", "bfloat16", 8 << 30)
     with pytest.raises(BenchError, match="heads of 32"):
-        fuzz.fuzzed_model(parsed(fuzz, "--device", "cuda", "--lab-model", "tiny-qwen3"))
+        fuzz.fuzzed_model(parsed(fuzz, "--device", "cuda", "--model", "tiny-qwen3"))
 
 
 def test_a_fuzz_run_with_another_attention_has_its_numbers_and_its_answers_too() -> None:
     words = ("--attention-backend", "triton", "--hicache-io-backend", "direct")
     named = [f"--server-arg={word}" for word in (*words, "--sampling-backend=pytorch")]
     args = parsed(
-        fuzz, "--device", "cuda", "--dtype", "float32", "--lab-model", "tiny-qwen3", "--tp", "2",
+        fuzz, "--device", "cuda", "--dtype", "float32", "--model", "tiny-qwen3", "--tp", "2",
         "--overlap", "off", *named,
     )  # fmt: skip
     assert fuzz.fuzzed_model(args) == "tiny-qwen3"

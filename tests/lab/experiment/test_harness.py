@@ -17,7 +17,7 @@ from sgl_kvtier.lab.experiment.scenarios import compare as scenario
 REAL = harness.aiperf_program()
 FAKE = Path(__file__).parents[1] / "fake_aiperf.py"
 SMALL = [
-    *("compare", "--device", "cpu", "--lab-model", "tiny-qwen3", "--harness", "aiperf"),
+    *("compare", "--device", "cpu", "--model", "tiny-qwen3", "--harness", "aiperf"),
     *("--trace", "generated:swe-mini", "--turns", "2", "--divisor", "16", "--gap-scale", "0"),
     *("--servers", "together", "--arms", "hicache-file,kvtier", "--rounds", "1"),
     *("--sessions", "2"),

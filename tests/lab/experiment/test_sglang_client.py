@@ -16,7 +16,7 @@ from sgl_kvtier.lab.outside.replay import ReplayOptions
 
 FAKE = Path(__file__).parents[1] / "fake_bench_serving.py"
 SMALL = [
-    *("compare", "--device", "cpu", "--lab-model", "tiny-qwen3", "--harness", "sglang"),
+    *("compare", "--device", "cpu", "--model", "tiny-qwen3", "--harness", "sglang"),
     *("--trace", "generated:swe-mini", "--turns", "3", "--divisor", "16", "--sessions", "2"),
     *("--servers", "together", "--arms", "hicache-file,kvtier", "--rounds", "1"),
     *("--max-output-tokens", "4"),

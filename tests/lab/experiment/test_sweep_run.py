@@ -15,7 +15,7 @@ from sgl_kvtier.lab.experiment import rounds
 from sgl_kvtier.lab.experiment.scenarios import compare as scenario
 
 SMALL = [
-    *("compare", "--device", "cpu", "--lab-model", "tiny-qwen3"),
+    *("compare", "--device", "cpu", "--model", "tiny-qwen3"),
     *("--trace", "generated:swe-mini", "--turns", "2", "--divisor", "16", "--gap-scale", "0"),
     *("--servers", "together", "--arms", "hicache-file,kvtier", "--rounds", "1"),
 ]

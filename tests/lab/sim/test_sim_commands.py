@@ -13,7 +13,7 @@ from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, run_policy
 from sgl_kvtier.lab.sim.policies import AHEAD
 
 LOAD = [
-    *("--trace=generated:swe-mini", "--sessions=2", "--most-prompt=6000"),
+    *("--trace=generated:swe-mini", "--sessions=2", "--max-prompt-tokens=6000"),
     *("--device-size=1GiB", "--host-size=1GiB", "--draws=1"),
 ]
 

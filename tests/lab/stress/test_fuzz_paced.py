@@ -80,7 +80,7 @@ def test_every_restored_page_is_compared_on_a_cpu() -> None:
     ("words", "said"),
     [
         (("--scene", "storm"), "--scene: paced:h100-llama8b has none"),
-        (("--lab-model", "tiny-llama"), "--lab-model: paced:h100-llama8b brings a model"),
+        (("--model", "tiny-llama"), "--model: paced:h100-llama8b brings a model"),
         (("--tp", "2"), "--tp 2: paced:h100-llama8b has 1"),
     ],
 )

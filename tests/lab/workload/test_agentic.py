@@ -164,7 +164,7 @@ def test_the_command_writes_what_is_read_as_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out.json")
-    words = ("generated:swe-mini", "--sessions", "3", "--max-calls", "4", "--seed", "2")
+    words = ("generated:swe-mini", "--sessions", "3", "--turns", "4", "--seed", "2")
     assert kvtier_trace("export", *words, "--out", out) == 0
     assert "3 sessions, 12 calls written to" in capsys.readouterr().out
     made = load_sessions("generated:swe-mini", limit=3, max_calls=4, seed=2).sessions

@@ -53,7 +53,7 @@ def test_describe_shows_bad_lines_beside_the_table(
 
 
 def test_describe_to_standard_output_is_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    kvtier_trace("describe", "generated:chat", "--divisor", "8", "--max-calls", "2", "--json", "-")
+    kvtier_trace("describe", "generated:chat", "--divisor", "8", "--turns", "2", "--json", "-")
     result = json.loads(capsys.readouterr().out)
     assert (result["totals"]["divisor"], result["totals"]["sessions"]) == (8, 20)
     assert {row["quantity"] for row in result["distributions"]} >= {

@@ -35,6 +35,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
     load_options,
     load_shown,
     model_of,
+    refuse_other,
     replay_options,
     server_shown,
     setup_of,
@@ -90,6 +91,7 @@ from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog, rotated, same_place
 from sgl_kvtier.lab.experiment.sglang_client import ChatReplaying, SGLangReplaying
 from sgl_kvtier.lab.experiment.timeline import timelines, watch_first
+from sgl_kvtier.lab.outside import smollm2
 from sgl_kvtier.lab.outside.openai import ROUTES, ChatClient
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.paced.launching import Paced, is_paced, parse
@@ -110,6 +112,10 @@ _QUICK_ARMS = ("recompute", "hicache-file", "kvtier")
 # times on two cores.
 _CPU = LoadOptions(turns=8, most_output_tokens=16)
 _QUICK = LoadOptions(sessions=6, turns=4, most_output_tokens=12)
+# A core computes about 50 prompt tokens a second of real weights with 135 million parameters.
+_SMOLLM2 = LoadOptions(
+    sessions=2, turns=3, divisor=1, most_prompt_tokens=4096, most_output_tokens=12
+)
 _GPU = LoadOptions(turns=40, divisor=1)
 # Nothing is computed there, so sessions have their full length; what came before they were entered
 # is one cold prompt each.
@@ -675,14 +681,14 @@ def choose_device(args: CompareOptions) -> CompareOptions:
     device, dilation = args.device, args.dilation
     if device is None:
         found = detect_device()
-        computes = found != "cpu" or args.model_path is not None or args.lab_model is not None
+        computes = found != "cpu" or args.model is not None
         device = found if computes else _DEFAULT_DEVICE
     if dilation is None:
         dilation = _PACED_DILATION if is_paced(device) and not args.quick else 1.0
-    if is_paced(device) and args.lab_model is not None:
-        raise BenchError(f"--lab-model: {device} brings a model of its own")
-    model = args.lab_model or "lab-mha"
-    return replace(args, device=device, dilation=dilation, lab_model=model)
+    if is_paced(device):
+        refuse_other(args, device)
+        return replace(args, device=device, dilation=dilation)
+    return replace(args, device=device, dilation=dilation, model=args.model or "lab-mha")
 
 
 def name_outputs(args: CompareOptions, command: str) -> CompareOptions:
@@ -714,6 +720,8 @@ def load_defaults(args: CompareOptions, device: str) -> LoadOptions:
         usual = _PACED_QUICK if args.quick else _PACED
         # Of another trace, or at another scale, sessions may all be shorter.
         return replace(usual, least_prompt_tokens=0) if args.trace or args.divisor else usual
+    if args.model == smollm2.NAME and device == "cpu":
+        return _SMOLLM2
     if args.quick:
         return _QUICK
     return _CPU if device == "cpu" else _GPU

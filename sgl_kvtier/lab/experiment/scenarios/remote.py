@@ -20,6 +20,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
     add_options,
     deadline_of,
     each_once,
+    refuse_other,
     server_shown,
     setup_of,
     shape_of,
@@ -43,7 +44,7 @@ from sgl_kvtier.lab.experiment.remote.run import (
     RemoteRunOptions,
 )
 from sgl_kvtier.lab.outside.lab_model import write_named
-from sgl_kvtier.lab.outside.model_shapes import kv_bytes
+from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, kv_bytes
 from sgl_kvtier.lab.outside.replay import milliseconds
 from sgl_kvtier.lab.paced.launching import is_paced, parse
 from sgl_kvtier.lab.paced.pace import MOST_OVERRUN
@@ -80,7 +81,7 @@ class RemoteOptions(Options):
     device: str = "cpu"
     dilation: float = 1.0
     threads: int = 1
-    lab_model: str = ""
+    model: str = ""
     tokens: int = 0
     arms: Sequence[str] | None = None
     gbps: Sequence[float] = ()
@@ -123,7 +124,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser.add_argument_group("servers"),
         SERVER,
-        "lab-model device dilation page-size chunk storage-size server-arg folder",
+        "model device dilation page-size chunk storage-size server-arg folder",
+        model={
+            "choices": (*SHAPES, *DRAWN),
+            "metavar": None,
+            "help": "which one (default %(default)s)",
+        },
         device={
             "default": "cpu",
             "help": "default %(default)s; two servers on one card would share it",
@@ -135,7 +141,7 @@ def defaults(given: argparse.Namespace) -> dict[str, object]:
     """The defaults that help shows: they follow from the options that are given."""
     args = RemoteOptions.of(given)
     return {
-        **server_shown(replace(args, lab_model=args.lab_model or "lab-mha")),
+        **server_shown(replace(args, model=args.model or "lab-mha")),
         "rounds": _rounds(replace(args, rounds=None)),
         "tokens": _tokens(args),
         "sessions": _sessions(replace(args, sessions=None)),
@@ -152,9 +158,9 @@ def run(given: argparse.Namespace) -> int:
             f"--device {args.device}: two servers on one card would share it; leave it out"
         )
     paced = is_paced(args.device)
-    if paced and args.lab_model:
-        raise BenchError(f"--lab-model: {args.device} brings a model of its own")
-    args = replace(args, tokens=args.tokens or _tokens(args), lab_model=args.lab_model or "lab-mha")
+    if paced:
+        refuse_other(args, args.device)
+    args = replace(args, tokens=args.tokens or _tokens(args), model=args.model or "lab-mha")
     check(args)
     if reason := missing_engine():
         raise BenchError(reason)
@@ -228,7 +234,7 @@ class Moving:
         """All rounds."""
         args = self.args
         options = RemoteRunOptions(
-            model=self.setup.served_name if self.setup.paced else args.lab_model,
+            model=self.setup.served_name if self.setup.paced else args.model,
             length=args.tokens,
             token_bytes=self.token_bytes(),
             arms=self.arms,
@@ -254,7 +260,7 @@ class Moving:
         """The KV cache of one token, in bytes of the modelled machine."""
         if self.setup.paced is not None:
             return self.setup.paced.profile.kv_bytes_per_token
-        return kv_bytes(self.args.lab_model, self.setup.dtype) or 0
+        return kv_bytes(self.args.model, self.setup.dtype) or 0
 
     def segment_bytes(self) -> int:
         """Memory for shared pages: twice what a cell's sessions have, so that none is evicted."""
@@ -312,7 +318,7 @@ def _setup(args: RemoteOptions) -> Setup:
     return setup_of(
         args,
         shape,
-        write_named(args.lab_model, seed=args.seed) if paced is None else paced.model(),
+        write_named(args.model, seed=args.seed) if paced is None else paced.model(),
         device_tokens=tokens,
         context_tokens=tokens,
         max_running=8,

@@ -34,6 +34,7 @@ from sgl_kvtier.lab.experiment.machine import made_with
 from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.outside.lab_model import write_named
+from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES
 from sgl_kvtier.lab.paced.launching import Paced, is_paced, parse
 from sgl_kvtier.lab.pages.html import marked
 from sgl_kvtier.lab.stress.server.chaos import Chaos, parse_kinds
@@ -172,7 +173,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         server,
         SERVER,
-        "lab-model device dilation dtype threads tp chunk page-size storage-size server-arg folder",
+        "model device dilation dtype threads tp chunk page-size storage-size server-arg folder",
+        model={
+            "choices": (*SHAPES, *DRAWN),
+            "metavar": None,
+            "help": "which one (default %(default)s)",
+        },
         storage_size={"default": 1 << 30, "help": "of the store (default %(default)s)"},
         threads={"default": 1},
     )
@@ -196,7 +202,7 @@ def defaults(args: argparse.Namespace) -> dict[str, object]:
     """The defaults that help shows: they follow from the options that are given."""
     emulated, model = is_paced(args.device), fuzzed_model(args)
     return {
-        **server_shown(replace(Options.of(args), lab_model=model)),
+        **server_shown(replace(Options.of(args), model=model)),
         **load_shown(_PACED if emulated else _LOAD),
         "threads": args.threads,
         "chunk": PACED_CHUNK if emulated else CHUNK,

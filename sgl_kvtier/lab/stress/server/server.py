@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.argtypes import setup_of, shape_of
+from sgl_kvtier.lab.experiment.argtypes import refuse_other, setup_of, shape_of
 from sgl_kvtier.lab.experiment.arms import WITHOUT_LOOKAHEAD, Setup, prepare
 from sgl_kvtier.lab.experiment.load import Load
 from sgl_kvtier.lab.experiment.options import Options
@@ -52,10 +52,9 @@ def fuzzed_model(args: argparse.Namespace) -> str:
     """The name of the model that is fuzzed. Raises BenchError for one the device cannot serve."""
     device = shape_of(Options.of(args), "").device
     if is_paced(device):
-        if args.lab_model is not None:
-            raise BenchError(f"--lab-model: {device} brings a model of its own")
+        refuse_other(Options.of(args), device)
         return ""
-    name: str = args.lab_model or ("tiny-qwen3" if device == "cpu" else "lab-gpu-tiny")
+    name: str = args.model or ("tiny-qwen3" if device == "cpu" else "lab-gpu-tiny")
     check_heads(device, name, args.server_arg)
     return name
 
