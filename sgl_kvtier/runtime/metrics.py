@@ -50,6 +50,7 @@ class Metric:
 
 _STORE = (
     Metric("store_pages", "pages stored now", kind=Kind.GAUGE),
+    Metric("store_pages_retained", "of them pages that clients asked to keep", kind=Kind.GAUGE),
     Metric("store_bytes_on_disk", "bytes of the disk in use now", kind=Kind.GAUGE),
     Metric("store_capacity_bytes", "bytes of the disk that may be used", kind=Kind.GAUGE),
     Metric("pages_read", "pages read"),

@@ -119,6 +119,7 @@ class StoreStats:
     """
 
     pages: int = 0
+    pages_retained: int = 0
     bytes_on_disk: int = 0
     capacity_bytes: int = 0
     pages_read: int = 0
@@ -249,6 +250,13 @@ class PageStore(Protocol):
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
         """Writes pages; returns when they can be read back, as the promise above says by whom.
         Never rewrites an existing key.
+        """
+
+    def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
+        """Evicts all other pages before these, in every pool and also where they are written only
+        later, until `seconds` from now or until this process ends. Pages of all owners may take
+        half of the store's bytes: returns how many of `keys` are retained, the first ones. A new
+        call takes the place of the owner's last one; 0 seconds end it.
         """
 
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:

@@ -60,6 +60,9 @@ from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
 
+RETAINED_SHARE = 0.5
+"""Of a store's bytes, which retained pages may take."""
+
 
 def open_store(
     config: StoreConfig,
@@ -298,11 +301,10 @@ class DiskStore:
             there = (rows != EMPTY) & (table.state[any_row] >= State.LIVE)
             return list(np.where(there, table.length[any_row], 0).tolist())
 
-    def expect(self, keys: Sequence[PageKey], pool: str = KV) -> None:
-        """Announces pages in the order of their next use: evicted last, the latest used first."""
+    def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
+        most = int(RETAINED_SHARE * self._room.allowance)
         with self._core.lock:
-            rows = self._core.table.find(keys, pool)
-            self._core.table.age(rows[rows != EMPTY][::-1])
+            return self._room.retention.retain(owner, keys, seconds, most)
 
     def read(
         self,
@@ -389,6 +391,8 @@ class DiskStore:
 
     def clear(self) -> int:
         table = self._core.table
+        with self._core.lock:
+            self._room.retention.clear()
         told = self._sharing is None or self._sharing.delete([], KV)
         self._eraser.forget_aside(Deletes(gone_records([], KV, ANY_TIME)).hit)
         removed = self._room.give_back_idle()
@@ -418,10 +422,11 @@ class DiskStore:
             counters = {
                 name: getattr(self._core.counters, name) for name in self._core.counters.__slots__
             }
-            pages = len(self._core.table)
+            pages, retained = len(self._core.table), len(self._room.retention.rows())
         counters["bytes_written_to_device"] += self._core.log.bytes_written
         return StoreStats(
             pages=pages,
+            pages_retained=retained,
             bytes_on_disk=self._room.bytes_used + self._core.log.nbytes,
             capacity_bytes=self._room.allowance,
             read_busy_s=self._io_threads.busy_s,

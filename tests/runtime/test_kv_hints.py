@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.messages import Hint, RequestArrived, RequestFinished, SessionsWith
+from sgl_kvtier.policy.messages import (
+    Hint,
+    HintAnswer,
+    RequestArrived,
+    RequestFinished,
+    SessionsWith,
+)
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.sessions import Sessions
 from sgl_kvtier.policy.shape import EngineShape
@@ -26,6 +33,7 @@ from sgl_kvtier.runtime.hints.actions import (
     read,
 )
 from sgl_kvtier.runtime.hints.scheduler import result_of
+from sgl_kvtier.runtime.step.tracked import Asking
 from sgl_kvtier.types import PageKey
 
 kv_hints = pytest.importorskip("sglang.srt.managers.kv_hints")
@@ -42,6 +50,29 @@ def action(kind: str, payload: Any = None, version: str = "1.0") -> Any:
 
 def envelope(*actions: Any) -> Any:
     return kv_hints.KvHintsEnvelope(protocol_version="0.1", message_id="m", actions=list(actions))
+
+
+def carried(
+    planner: Planner,
+    sent: Any,
+    session: str,
+    when: str,
+    now: float,
+    *,
+    keys: Sequence[PageKey] = (),
+    room: int = 99,
+    others: bool = True,
+    retained: list[tuple[str, Sequence[PageKey], float]] | None = None,
+) -> list[HintAnswer]:
+    """The effect of an envelope beside a store that can retain `room` pages, and is told `retained`."""
+
+    def retain(owner: str, kept: Sequence[PageKey], seconds: float) -> int:
+        if retained is not None:
+            retained.append((owner, kept, seconds))
+        return min(len(kept), room)
+
+    asking = Asking(when, sent, session, keys)
+    return carry_out(planner, asking, now, others=others, retain=retain)
 
 
 # --- what an action asks for
@@ -161,7 +192,7 @@ FIELDS = st.sampled_from(
 )
 def test_no_payload_raises(kind: str, payload: dict[str, Any]) -> None:
     read(action(kind, payload))
-    carry_out(known_sessions(), envelope(action(kind, payload)), "a", ARRIVAL, 1.0, others=True)
+    carried(known_sessions(), envelope(action(kind, payload)), "a", ARRIVAL, 1.0)
 
 
 # --- their effect
@@ -181,8 +212,34 @@ def known_sessions() -> Planner:
 def results(
     planner: Planner, *actions: Any, when: str = COMPLETION, others: bool = True
 ) -> list[str]:
-    answers = carry_out(planner, envelope(*actions), "a", when, 2.0, others=others)
+    answers = carried(planner, envelope(*actions), "a", when, 2.0, others=others)
     return [result_of(answer) for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "seconds"),
+    [
+        ("kv.retain", {"priority": 50, "ttl_seconds": 60}, [60.0]),
+        ("kv.retain", {"priority": 50}, []),
+        ("kv.retain", {"priority": 50, "ttl_seconds": 60, "session_id": "b"}, []),
+        ("kv.evict", {}, [0.0]),
+        ("kv.demote", {}, []),
+        ("kv.prefetch", {}, []),
+    ],
+)
+def test_an_action_with_a_time_reaches_the_disk_on_the_pages_of_its_own_request(
+    kind: str, payload: dict[str, Any], seconds: list[float]
+) -> None:
+    told: list[tuple[str, Sequence[PageKey], float]] = []
+    sent = envelope(action(kind, payload))
+    (answer,) = carried(known_sessions(), sent, "a", COMPLETION, 2.0, keys=KEYS[:4], retained=told)
+    assert answer.accepted and told == [("a", KEYS[:4], one) for one in seconds]
+
+
+def test_pages_that_the_disk_has_no_room_to_retain_are_said() -> None:
+    sent = envelope(action("kv.retain", {"priority": 50, "ttl_seconds": 60}))
+    (answer,) = carried(known_sessions(), sent, "a", COMPLETION, 2.0, keys=KEYS[:4], room=3)
+    assert result_of(answer) == "clipped" and "keeps 3 of 4 pages" in answer.reason
 
 
 def test_actions_reach_their_own_session_a_named_one_and_those_with_a_block() -> None:
@@ -269,7 +326,7 @@ def test_of_a_thousand_envelopes_each_action_counts_once_and_each_lifetime_is_ke
         sent.insert(chance.randrange(min(len(sent), MOST_ACTIONS - 1) + 1), retain)
         left_out = sent[MOST_ACTIONS:]
         for when in (ARRIVAL, COMPLETION):
-            answers = carry_out(planner, envelope(*sent), own, when, 2.0, others=True)
+            answers = carried(planner, envelope(*sent), own, when, 2.0)
             counts.update(map(result_of, answers))
         lost = sum((one.action_type, one.payload, one.action_version) in WRONG for one in left_out)
         wanted["refused"] += len(wrong) - lost + bool(left_out)
@@ -296,10 +353,7 @@ def test_ranks_with_the_same_facts_take_the_same_actions_alike() -> None:
     ]
     ranks = [known_sessions(), known_sessions()]
     told = [
-        [
-            carry_out(rank, one, "a", COMPLETION, 2.0 + n, others=True)
-            for n, one in enumerate(envelopes)
-        ]
+        [carried(rank, one, "a", COMPLETION, 2.0 + n) for n, one in enumerate(envelopes)]
         for rank in ranks
     ]
     assert told[0] == told[1]

@@ -180,19 +180,6 @@ def test_pages_offered_twice_are_admitted_by_the_second_hit_filter(
     assert put(store, pages) == [PutOutcome.KEPT] * 5
 
 
-def test_pages_expected_soon_are_evicted_last(opened: Callable[..., DiskStore]) -> None:
-    store = opened(capacity_bytes=2 << 20, segment_bytes=2 << 20)
-    n = 0
-    while store.stats().pages_evicted == 0:
-        put(store, {key(n): content(n, 30_000)})
-        n += 1
-    here = [i for i in range(n) if store.lookup([key(i)]) == [Lookup.HIT]]
-    order = here[::-1]
-    store.expect([key(i) for i in order])
-    put(store, {key(("new", i)): content(i, 30_000) for i in range(len(here) - 3)})
-    assert [i for i in order if store.lookup([key(i)]) == [Lookup.HIT]] == order[:3]
-
-
 def test_what_went_to_the_device_is_reported_beside_what_was_stored(
     opened: Callable[..., DiskStore],
 ) -> None:

@@ -99,6 +99,9 @@ class LayerParts:
         outcomes = iter(self._store.put(flat))
         return [_written([next(outcomes) for _ in own]) for own in each]
 
+    def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
+        return self._store.retain(owner, keys, seconds)
+
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
         if pool != KV:
             return self._store.delete(keys, pool)

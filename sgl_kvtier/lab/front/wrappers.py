@@ -77,6 +77,9 @@ class _InFront:
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
         return self._store.put(pages)
 
+    def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
+        return self._store.retain(owner, keys, seconds)
+
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
         return self._store.delete(keys, pool)
 

@@ -127,9 +127,7 @@ def _list(args: argparse.Namespace) -> int:
         print_table(Table("Traces found", names, rows))
     else:
         place = args.traces or default_folder()
-        print(
-            f"No trace files were found in {place}; name it: --traces-dir, or {VARIABLE}."
-        )
+        print(f"No trace files were found in {place}; name it: --traces-dir, or {VARIABLE}.")
     print()
     print_table(Table("Generated from published statistics", names[:3], made))
     return 0

@@ -39,8 +39,8 @@ from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.runtime.step.page_names import SessionNames, compact
 from sgl_kvtier.runtime.step.polls import Poll
-from sgl_kvtier.runtime.step.tracked import Announced, Path
-from sgl_kvtier.types import Tier
+from sgl_kvtier.runtime.step.tracked import Announced, Asking, Path
+from sgl_kvtier.types import PageKey, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +75,8 @@ class LookaheadEngine:
         self._votes = None if alone else StoreVotes(tree, pages, self.facts, context.next_number)
         self.sessions = SessionNames()
         self.metrics: Source | None = None
-        self.hinted: list[tuple[str, Any, str]] = []
-        """Envelopes of `kv_hints` to be carried out once the planner has the facts noted so far:
-        when (`hints/actions.py`), the envelope, and the session of its request.
+        self.hinted: list[Asking] = []
+        """Requests with `kv_hints`, to be carried out once the planner has the facts noted so far.
         """
         self.broken = False
         """Something went wrong on this rank: all ranks stop looking ahead in the next step."""
@@ -128,7 +127,7 @@ class LookaheadEngine:
         keys = known.keys[: known.kept // page]
         aborted = isinstance(req.finished_reason, FINISH_ABORT)
         self._tell(RequestFinished(req.rid, _LATER, aborted, keys))
-        self._hint(req, _ENDED, known.session)
+        self._hint(req, _ENDED, known.session, keys)
         self.sessions.ended(known.session, keys)
         if self._config.sessions and keys:
             self._park(
@@ -339,12 +338,22 @@ class LookaheadEngine:
             req, keys, session, len(tokens), path=self._unpark(session)
         )
         self._tell(RequestArrived(req.rid, _LATER, len(tokens), keys, session))
-        self._hint(req, _ARRIVED, session)
+        self._hint(req, _ARRIVED, session, keys)
 
-    def _hint(self, req: Req, when: str, session: str) -> None:
+    def retain(self, session: str, keys: Sequence[PageKey], seconds: float) -> int:
+        """Keeps a session's pages on this server's disk; returns how many, of those from the first
+        one on.
+        """
+        backend = store_of(self.context.tree.cache_controller)
+        if backend is None:
+            return len(keys)
+        kept: int = backend.retain(session, keys, min(seconds, self._config.hint_limit_s))
+        return kept
+
+    def _hint(self, req: Req, when: str, session: str, keys: Sequence[PageKey]) -> None:
         envelope = getattr(req, "kv_hints", None)  # of SGLang 0.5.23
         if envelope is not None and self._config.sessions:
-            self.hinted.append((when, envelope, session))
+            self.hinted.append(Asking(when, envelope, session, keys))
 
     def _park(self, session: str, path: Path) -> None:
         self._unpark(session)

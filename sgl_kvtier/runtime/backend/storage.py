@@ -434,6 +434,10 @@ class KVTierStorage(HiCacheStorage):
 
     # ---- ordered reads, for the restore engine ----
 
+    def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
+        """As `PageStore.retain`; none while the store is not open."""
+        return 0 if self._store is None else self._store.retain(owner, keys, seconds)
+
     def begin_read(
         self,
         keys: Sequence[PageKey],

@@ -21,12 +21,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from sgl_kvtier.outside import brief, is_number, is_text, shown
 from sgl_kvtier.policy.messages import Consulted, Hint, HintAnswer, Hinted, SessionsWith
 from sgl_kvtier.runtime.step.session_name import known_as
+from sgl_kvtier.runtime.step.tracked import Asking
 from sgl_kvtier.types import PageKey
 
 ARRIVAL: Final = "request_arrival"
@@ -88,13 +89,20 @@ def read(action: Any) -> Action | Refused | None:
 
 
 def carry_out(
-    planner: Consulted, envelope: Any, own: str, when: str, now: float, *, others: bool
+    planner: Consulted,
+    asking: Asking,
+    now: float,
+    *,
+    others: bool,
+    retain: Callable[[str, Sequence[PageKey], float], int],
 ) -> list[HintAnswer]:
-    """Carries out the actions of an envelope that are due `when` its request, of the session `own`,
-    has arrived or ended, and returns the effect of each. Refusals are told when it arrives.
-    `others`: whether the actions may be on other sessions than its own; not where an admin key
-    keeps these from clients.
+    """Carries out the actions of an envelope that are due now, and returns the effect of each.
+    Refusals are told when the request arrives. `others`: whether the actions may be on other
+    sessions than its own; not where an admin key keeps these from clients. `retain` is the store's
+    (`PageStore.retain`): an action with a time is carried out there as well, on the pages of the
+    request itself.
     """
+    envelope, own, when = asking.envelope, asking.session, asking.when
     answers = []
     for action in envelope.actions[:MOST_ACTIONS]:
         found = read(action)
@@ -105,12 +113,28 @@ def carry_out(
             answers.append(
                 HintAnswer(False, _FOREIGN)
                 if foreign and not others
-                else _carried_out(planner, found, own, now)
+                else _on_disk(_carried_out(planner, found, own, now), found, asking, retain)
             )
     left_out = len(envelope.actions) - MOST_ACTIONS
     if left_out > 0 and when == ARRIVAL:
         answers.append(HintAnswer(False, f"{left_out} actions more than {MOST_ACTIONS}"))
     return answers
+
+
+def _on_disk(
+    answer: HintAnswer,
+    action: Action,
+    asking: Asking,
+    retain: Callable[[str, Sequence[PageKey], float], int],
+) -> HintAnswer:
+    seconds = action.hint.ttl_s
+    if not answer.accepted or not action.own or seconds is None:
+        return answer
+    kept = retain(asking.session, asking.keys, seconds)
+    if not seconds or kept == len(asking.keys):
+        return answer
+    less = f"the disk keeps {kept} of {len(asking.keys)} pages: half of it is retained already"
+    return replace(answer, reason="; ".join(filter(None, [answer.reason, less])))
 
 
 def _carried_out(planner: Consulted, action: Action, own: str, now: float) -> HintAnswer:

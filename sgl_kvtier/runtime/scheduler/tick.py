@@ -305,10 +305,10 @@ class RestoreTick:
         hinted, self.ahead.hinted = self.ahead.hinted, []
         args = getattr(self.context.scheduler, "server_args", None)
         others = not getattr(args, "admin_api_key", None)
-        for when, envelope, session in hinted:
+        for asking in hinted:
             try:
                 answers = actions.carry_out(
-                    self.planner, envelope, session, when, now, others=others
+                    self.planner, asking, now, others=others, retain=self.ahead.retain
                 )
             except Exception:  # of one client's making: where ranks differ, their maps will tell
                 logger.exception("kvtier: the kv_hints of a request were not carried out")

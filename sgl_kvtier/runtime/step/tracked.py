@@ -8,7 +8,7 @@ requests that left without a call. Scheduler's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -29,6 +29,18 @@ class Waits(Enum):
     """It is offered to the planner again when that read has ended."""
     OLD_LOADS = "loads of its earlier restoration are in flight"
     """It is offered again when these have ended: their reports must not be taken for its own."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A request that has arrived or ended: `when`, as `hints/actions.py` has it, its session, its
+    pages so far, and its envelope of `kv_hints`.
+    """
+
+    when: str
+    envelope: Any
+    session: str
+    keys: Sequence[PageKey]
 
 
 @dataclass

@@ -1,4 +1,6 @@
-"""Which page is evicted: the one used longest ago, or a whole segment of another slot size."""
+"""Which page is evicted: of those that nobody asked to keep the one used longest ago, or a whole
+segment of another slot size.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from sgl_kvtier.store.disk.segment import Segment
+from sgl_kvtier.store.index.retention import Retention
 from sgl_kvtier.store.index.slots import Rows, SlotTable, State
 
 _SHARE = 64
@@ -16,35 +19,42 @@ _AT_LEAST = 256
 
 
 class LeastRecentlyUsed:
-    """Victims among the segments of one slot size, exactly in the order of last use. The engine's
-    lock guards it.
+    """Victims among the segments of one slot size, in the order of last use, retained pages after
+    all others. The engine's lock guards it.
 
     The oldest few rows are found at once and kept in order. A row used since then is skipped: every
-    row used or written after the refill is younger than all of them.
+    row used or written after the refill is younger than all of them. So is one that is retained;
+    once it is not any more, a later refill finds it.
     """
 
-    def __init__(self, table: SlotTable, group: int | None = None) -> None:
+    def __init__(self, table: SlotTable, retention: Retention, group: int | None = None) -> None:
         """`group`: only pages of these tenants (`SlotTable.group`); None: all."""
         self._table = table
+        self._retention = retention
         self._group = group
         self._queue: deque[tuple[int, int]] = deque()
 
     def victims(self, count: int, segments: Iterable[Segment]) -> Rows:
         """Up to `count` unpinned live rows, oldest first. Fewer only when there are no more."""
-        table = self._table
+        table, retention = self._table, self._retention
         chosen: list[int] = []
         refilled = False
         while len(chosen) < count:
             if not self._queue:
                 if refilled:
+                    if len(retention):
+                        rows = self._candidates(list(segments), chosen)
+                        chosen += self._oldest_first(rows)[: count - len(chosen)].tolist()
                     break
                 self._refill(count, list(segments), chosen)
                 refilled = True
                 continue
             row, used = self._queue.popleft()
-            if table.state[row] == State.LIVE and not table.pins[row] and table.used[row] == used:
-                # A use has a moment of its own: a row that another tenant's page has by now has
-                # another one.
+            # A use has a moment of its own: a row that has another page by now has another one.
+            same = table.used[row] == used
+            if table.state[row] != State.LIVE or table.pins[row] or not same:
+                continue
+            if not len(retention) or table.key_of(row) not in retention:
                 chosen.append(row)
         return np.array(chosen, np.int64)
 
@@ -58,6 +68,17 @@ class LeastRecentlyUsed:
         return used
 
     def _refill(self, count: int, segments: list[Segment], taken: list[int]) -> None:
+        rows = self._candidates(segments, taken)
+        if len(self._retention):
+            rows = rows[~np.isin(rows, self._retention.rows())]
+        want = max(count, _AT_LEAST, len(rows) // _SHARE)
+        used = self._table.used
+        if want < len(rows):
+            rows = rows[np.argpartition(used[rows], want)[:want]]
+        rows = self._oldest_first(rows)
+        self._queue.extend(zip(rows.tolist(), used[rows].tolist(), strict=True))
+
+    def _candidates(self, segments: list[Segment], taken: list[int]) -> Rows:
         table = self._table
         spans = [np.arange(s.base, s.base + s.slots) for s in segments]
         rows = np.concatenate(spans) if spans else np.empty(0, np.int64)
@@ -66,13 +87,13 @@ class LeastRecentlyUsed:
             rows = rows[table.group[table.tenant[rows]] == self._group]
         if taken:
             rows = rows[~np.isin(rows, taken)]
-        want = max(count, _AT_LEAST, len(rows) // _SHARE)
-        if want < len(rows):
-            rows = rows[np.argpartition(table.used[rows], want)[:want]]
+        return rows
+
+    def _oldest_first(self, rows: Rows) -> Rows:
         # Among pages of one batch the lower slot goes first, so that neighbours are freed together
         # and written together.
-        rows = rows[np.lexsort((rows, table.used[rows]))]
-        self._queue.extend(zip(rows.tolist(), table.used[rows].tolist(), strict=True))
+        ordered: Rows = rows[np.lexsort((rows, self._table.used[rows]))]
+        return ordered
 
 
 def coldest_segment(table: SlotTable, segments: Iterable[Segment]) -> tuple[Segment, int] | None:

@@ -29,6 +29,7 @@ from sgl_kvtier.store.disk.segment import (
 from sgl_kvtier.store.disk.space import NoRoom, fixed_bytes, no_room
 from sgl_kvtier.store.index.core import Core
 from sgl_kvtier.store.index.eviction import LeastRecentlyUsed, coldest_segment
+from sgl_kvtier.store.index.retention import Retention
 from sgl_kvtier.store.index.shares import Holding, Shares
 from sgl_kvtier.store.index.slots import Rows, State
 from sgl_kvtier.tenants import parse_tenants
@@ -70,6 +71,8 @@ class Room:
         self._syncing = threading.Lock()
         self._free: dict[int, list[int]] = defaultdict(list)
         self._lru: dict[tuple[int, int | None], LeastRecentlyUsed] = {}
+        self.retention = Retention(core.table, core.env.now)
+        """Pages that are evicted after all others. The core's lock guards it."""
         named = parse_tenants(core.config.tenants)
         self.shares = Shares(core.table, named, ranks) if named else None
         """What tenants are sure of; None where none is named."""
@@ -374,7 +377,7 @@ class Room:
     def _lru_of(self, slot_bytes: int, group: int | None = None) -> LeastRecentlyUsed:
         name = (slot_bytes, group)
         if name not in self._lru:
-            self._lru[name] = LeastRecentlyUsed(self._core.table, group)
+            self._lru[name] = LeastRecentlyUsed(self._core.table, self.retention, group)
         return self._lru[name]
 
     def _evict_of(self, slot_bytes: int, group: int, count: int) -> int:
@@ -518,7 +521,11 @@ class Room:
                 # Pages of this size have slots already: they do without more rather than take what
                 # a tenant was promised.
                 candidates = spared or ([] if older_than is not None else candidates)
-            found = coldest_segment(self._core.table, candidates)
+            kept = set(self._core.table.segment[self.retention.rows()].tolist())
+            others = [segment for segment in candidates if segment.number not in kept]
+            found = coldest_segment(self._core.table, others)
+            if found is None and older_than is None:
+                found = coldest_segment(self._core.table, candidates)
             if found is None or (older_than is not None and found[1] >= older_than):
                 return False
             segment = found[0]

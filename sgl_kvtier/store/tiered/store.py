@@ -168,6 +168,10 @@ class TieredStore:
         )
         return outcomes
 
+    def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
+        """On this server's disk alone."""
+        return self._local.retain(owner, keys, seconds)
+
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
         """Drops pages in both; counts those here, or there where it had more.
 

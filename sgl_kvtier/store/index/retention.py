@@ -1,0 +1,101 @@
+"""Pages that clients asked to keep until a moment: others are evicted before them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sgl_kvtier.store.index.hashtable import EMPTY, Rows
+from sgl_kvtier.store.index.slots import SlotTable
+from sgl_kvtier.types import PageKey
+
+
+class Retention:
+    """Which pages are kept, for whom and until when. A page may be kept before it is written, and
+    by several owners. Not kept over a restart. The engine's lock guards every call.
+    """
+
+    def __init__(self, table: SlotTable, now: Callable[[], float]) -> None:
+        """`now`: seconds of a clock that never goes back."""
+        self._table = table
+        self._now = now
+        self._owners: dict[str, tuple[float, tuple[PageKey, ...], int]] = {}
+        self._kept: Counter[PageKey] = Counter()
+        self._soonest = math.inf
+
+    def __contains__(self, key: bytes) -> bool:
+        self._expire()
+        return key in self._kept
+
+    def __len__(self) -> int:
+        """How many pages are kept."""
+        self._expire()
+        return len(self._kept)
+
+    def retain(self, owner: str, keys: Sequence[PageKey], seconds: float, most_bytes: int) -> int:
+        """Keeps the first of these pages for `seconds` from now, as many as fit with those of other
+        owners into `most_bytes` of pages; returns how many. They take the place of what was kept
+        for this owner so far: with 0 seconds nothing is.
+        """
+        self._expire()
+        self._give_up(owner)
+        if seconds <= 0 or not keys:
+            return 0
+        room = most_bytes - sum(nbytes for _, _, nbytes in self._owners.values())
+        sums = np.cumsum(self._bytes_of(keys))
+        count = int(np.searchsorted(sums, room, "right"))
+        if count:
+            until = self._now() + seconds
+            self._owners[owner] = (until, tuple(keys[:count]), int(sums[count - 1]))
+            self._kept.update(keys[:count])
+            self._soonest = min(self._soonest, until)
+        return count
+
+    def clear(self) -> None:
+        """Keeps nothing any more."""
+        for owner in list(self._owners):
+            self._give_up(owner)
+
+    def rows(self) -> Rows:
+        """The rows of the kept pages that are there."""
+        self._expire()
+        keys = list(self._kept)
+        found = [] if not keys else [self._table.find(keys, pool) for pool in self._table.pools]
+        rows = np.concatenate(found) if found else np.empty(0, np.int64)
+        kept: Rows = rows[rows != EMPTY]
+        return kept
+
+    def _bytes_of(self, keys: Sequence[PageKey]) -> Rows:
+        """Payload bytes of each page in all its pools; of one that is not there, those of the
+        largest that is.
+        """
+        table = self._table
+        sums = np.zeros(len(keys), np.int64)
+        for pool in table.pools:
+            rows = table.find(keys, pool)
+            there = rows != EMPTY
+            sums[there] += table.length[rows[there]]
+        absent = sums == 0
+        if absent.any() and not absent.all():
+            sums[absent] = sums.max()
+        elif absent.any() and len(table.length):
+            sums[absent] = table.length.max()
+        return sums
+
+    def _expire(self) -> None:
+        if self._now() < self._soonest:
+            return
+        now = self._now()
+        for owner in [owner for owner, (until, _, _) in self._owners.items() if until <= now]:
+            self._give_up(owner)
+        self._soonest = min((until for until, _, _ in self._owners.values()), default=math.inf)
+
+    def _give_up(self, owner: str) -> None:
+        _, keys, _ = self._owners.pop(owner, (0.0, (), 0))
+        for key in keys:
+            self._kept[key] -= 1
+            if not self._kept[key]:
+                del self._kept[key]
