@@ -302,9 +302,20 @@ class DiskStore:
             return list(np.where(there, table.length[any_row], 0).tolist())
 
     def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
+        if not isinstance(owner, str):
+            raise TypeError(
+                f"whose pages are retained is said by a text, not {type(owner).__name__}"
+            )
+        if not isinstance(seconds, (int, float)):
+            raise TypeError(f"a time is a number of seconds, not {type(seconds).__name__}")
+        if seconds != seconds:
+            raise ValueError("a time is a number of seconds, not NaN")
+        words(keys)
         most = int(RETAINED_SHARE * self._room.allowance)
         with self._core.lock:
-            return self._room.retention.retain(owner, keys, seconds, most)
+            return self._room.retention.retain(
+                owner, keys, min(seconds, threading.TIMEOUT_MAX), most
+            )
 
     def read(
         self,

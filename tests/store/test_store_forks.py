@@ -65,7 +65,7 @@ def test_in_the_child_every_page_is_a_miss_and_every_put_refused(filled: DiskSto
 
     def work() -> None:
         assert filled.lookup([key(0)]) == [Lookup.MISS]
-        filled.expect([key(0)])
+        filled.retain("a", [key(0)], 1.0)
         job = filled.read(
             [PageRead(key(0), [aligned(NBYTES)])],
             deadline_s=1.0,

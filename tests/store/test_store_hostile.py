@@ -113,10 +113,14 @@ def pages_with(kind: type[PageRead] | type[PageWrite], value: Any) -> Iterator[A
 def calls(store: DiskStore, value: Any) -> Iterator[Callable[[], Any]]:
     """Every method of a store with the value in the place of each argument."""
     right = [PageRead(key(1), [aligned(100)])]
-    for method in (store.lookup, store.lengths, store.expect, store.delete):
+    for method in (store.lookup, store.lengths, store.delete):
         yield lambda method=method: method(value)
         yield lambda method=method: method([value])
         yield lambda method=method: method([key(3)], value)
+    yield lambda: store.retain(value, [key(3)], 1.0)
+    yield lambda: store.retain("a", value, 1.0)
+    yield lambda: store.retain("a", [value], 1.0)
+    yield lambda: store.retain("a", [key(3)], value)
     yield lambda: store.delete_tenant(value)
     yield lambda: store.read(value).wait(30)
     yield lambda: store.put(value)
@@ -280,7 +284,6 @@ def test_looking_up_unknown_pools_remembers_none_of_them(shared_store: DiskStore
         assert shared_store.lookup([key(1)], f"unknown {i}") == [Lookup.MISS]
     assert shared_store.lengths([key(1)], "unknown") == [0]
     assert shared_store.delete([key(1)], "unknown") == 0
-    shared_store.expect([key(1)], "unknown")
     assert shared_store._core.table.pools == before
 
 

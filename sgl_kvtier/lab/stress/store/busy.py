@@ -163,7 +163,7 @@ def _work(store: DiskStore, closed: threading.Event, seed: int) -> tuple[int, in
             store.clear()
         elif act < 0.5:
             store.lookup([page_key(n) for n in names])
-            store.expect([page_key(n) for n in names])
+            store.retain(f"{drawn.random():.1f}", [page_key(n) for n in names], 0.1)
             store.stats()
         else:
             right, other, odd = _read(store, names, drawn)
