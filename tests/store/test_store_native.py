@@ -4,8 +4,11 @@ ones.
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import random
+import shutil
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -46,12 +49,82 @@ def test_checksums_equal_the_reference_however_the_bytes_are_cut() -> None:
         assert _native.checksum(parts) == xxhash.xxh3_128(data).digest()
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one loop")
-def test_checksums_run_with_avx2_where_the_processor_has_it() -> None:
-    flags = (
-        Path("/proc/cpuinfo").read_text("utf-8").partition("flags")[2].partition("\n")[0].split()
-    )
-    assert ("avx2" if "avx2" in flags else "plain") == _native.CHECKSUM_CODE
+def expected_code() -> str:
+    """The name of the code that this processor's vectors allow."""
+    if platform.machine() == "aarch64":
+        return "neon"
+    return "avx2" if "avx2" in Path("/proc/cpuinfo").read_text("utf-8").split() else "plain"
+
+
+def test_checksums_run_with_the_vectors_that_the_processor_has() -> None:
+    assert expected_code() == _native.CHECKSUM_CODE
+
+
+BOTH_CODES = """
+#include <stdint.h>
+#include <string.h>
+#include <sys/uio.h>
+#ifdef NEON
+#undef __x86_64__
+#define __AARCH64EL__ 1
+#endif
+#include "xxh3.h"
+const char *choose(void) { return xxh3_choose(); }
+void digest(void *data, size_t size, uint8_t *into) { xxh3_128(&(struct iovec){data, size}, 1, into); }
+"""
+NEON_IN_C = """
+typedef uint8_t uint8x16_t __attribute__((vector_size(16)));
+typedef uint32_t uint32x2_t __attribute__((vector_size(8)));
+typedef uint32_t uint32x4_t __attribute__((vector_size(16)));
+typedef uint64_t uint64x2_t __attribute__((vector_size(16)));
+static uint8x16_t vld1q_u8(const uint8_t *p) { uint8x16_t v; memcpy(&v, p, 16); return v; }
+static uint64x2_t vld1q_u64(const uint64_t *p) { uint64x2_t v; memcpy(&v, p, 16); return v; }
+static void vst1q_u64(uint64_t *p, uint64x2_t v) { memcpy(p, &v, 16); }
+static uint8x16_t vextq_u8(uint8x16_t a, uint8x16_t b, int first) {
+    uint8x16_t both[2] = {a, b};
+    return vld1q_u8((uint8_t *)both + first);
+}
+#define veorq_u8(a, b) ((a) ^ (b))
+#define vaddq_u64(a, b) ((a) + (b))
+#define vreinterpretq_u32_u8(a) ((uint32x4_t)(a))
+#define vreinterpretq_u64_u8(a) ((uint64x2_t)(a))
+#define vget_low_u32(a) ((uint32x2_t){(a)[0], (a)[1]})
+#define vuzp1q_u32(a, b) ((uint32x4_t){(a)[0], (a)[2], (b)[0], (b)[2]})
+#define vuzp2q_u32(a, b) ((uint32x4_t){(a)[1], (a)[3], (b)[1], (b)[3]})
+#define vmlal_u32(a, b, c) ((a) + (uint64x2_t){(uint64_t)(b)[0] * (c)[0], (uint64_t)(b)[1] * (c)[1]})
+#define vmlal_high_u32(a, b, c) ((a) + (uint64x2_t){(uint64_t)(b)[2] * (c)[2], (uint64_t)(b)[3] * (c)[3]})
+"""
+"""The instructions of arm_neon.h that xxh3.h uses, as the compiler's vectors of any processor."""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc)")
+@pytest.mark.parametrize("code", ["neon", "of this processor"])
+def test_the_plain_code_and_the_one_with_vectors_give_the_same_checksums(
+    tmp_path: Path, code: str
+) -> None:
+    (tmp_path / "both.c").write_text(BOTH_CODES)
+    includes = [f"-I{Path(__file__).parents[2] / 'sgl_kvtier' / 'store' / 'native'}"]
+    if code == "neon":
+        (tmp_path / "arm_neon.h").write_text(NEON_IN_C)
+        includes += ["-DNEON", f"-I{tmp_path}"]
+    flags = ["-std=gnu11", "-O1", "-w", "-shared", "-fPIC", *includes]
+    built = tmp_path / "both.so"
+    subprocess.run(["cc", *flags, str(tmp_path / "both.c"), "-o", str(built)], check=True)
+    library = ctypes.CDLL(str(built))
+    library.choose.restype = ctypes.c_char_p
+    data = random.Random(2).randbytes(70_000)
+    memory = ctypes.create_string_buffer(data)
+
+    def compare() -> None:
+        into = ctypes.create_string_buffer(16)
+        for first, length in [*((n % 17, n) for n in range(241, 2200)), (0, 65_536), (7, 65_537)]:
+            start = ctypes.byref(memory, first)
+            library.digest(start, ctypes.c_size_t(length), into)
+            assert into.raw == xxhash.xxh3_128(data[first : first + length]).digest(), length
+
+    compare()
+    assert library.choose().decode() == ("neon" if code == "neon" else expected_code())
+    compare()
 
 
 def test_short_input_is_refused_rather_than_hashed_wrongly() -> None:

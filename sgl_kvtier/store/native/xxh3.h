@@ -12,6 +12,8 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__AARCH64EL__)
+#include <arm_neon.h>
 #endif
 
 #define XXH3_STRIPE 64
@@ -79,6 +81,26 @@ __attribute__((target("avx2"))) static void xxh3_stripes_avx2(uint64_t *acc, con
     _mm256_storeu_si256((__m256i *)acc, a0);
     _mm256_storeu_si256((__m256i *)acc + 1, a1);
 }
+#elif defined(__AARCH64EL__)
+static void xxh3_stripes_neon(uint64_t *acc, const uint8_t *in, const uint8_t *secret, size_t stripes) {
+    uint64x2_t a[4];
+    for (int i = 0; i < 4; i++) a[i] = vld1q_u64(acc + 2 * i);
+    for (size_t s = 0; s < stripes; s++, in += XXH3_STRIPE, secret += 8) {
+        for (int i = 0; i < 4; i += 2) {
+            uint8x16_t v0 = vld1q_u8(in + 16 * i);
+            uint8x16_t v1 = vld1q_u8(in + 16 * i + 16);
+            uint32x4_t k0 = vreinterpretq_u32_u8(veorq_u8(v0, vld1q_u8(secret + 16 * i)));
+            uint32x4_t k1 = vreinterpretq_u32_u8(veorq_u8(v1, vld1q_u8(secret + 16 * i + 16)));
+            uint32x4_t low = vuzp1q_u32(k0, k1); /* of the four keyed values, and their upper halves */
+            uint32x4_t high = vuzp2q_u32(k0, k1);
+            a[i] = vaddq_u64(a[i], vreinterpretq_u64_u8(vextq_u8(v0, v0, 8)));
+            a[i + 1] = vaddq_u64(a[i + 1], vreinterpretq_u64_u8(vextq_u8(v1, v1, 8)));
+            a[i] = vmlal_u32(a[i], vget_low_u32(low), vget_low_u32(high));
+            a[i + 1] = vmlal_high_u32(a[i + 1], low, high);
+        }
+    }
+    for (int i = 0; i < 4; i++) vst1q_u64(acc + 2 * i, a[i]);
+}
 #endif
 
 static void (*xxh3_stripes)(uint64_t *, const uint8_t *, const uint8_t *, size_t) = xxh3_stripes_plain;
@@ -94,14 +116,17 @@ static int xxh3_has_avx2(void) {
 }
 #endif
 
-/* Chooses the fastest code this processor runs, and returns its name. Once, before any thread hashes. On ARM the plain loop is
- * one 32 x 32 multiply-add (umaddl) per 8 bytes. */
+/* Chooses the code for the vectors that this processor has, and returns its name. Once, before any thread hashes. Every AArch64
+ * processor that runs Linux has NEON. */
 static const char *xxh3_choose(void) {
 #if defined(__x86_64__)
     if (xxh3_has_avx2()) {
         xxh3_stripes = xxh3_stripes_avx2;
         return "avx2";
     }
+#elif defined(__AARCH64EL__)
+    xxh3_stripes = xxh3_stripes_neon;
+    return "neon";
 #endif
     return "plain";
 }
