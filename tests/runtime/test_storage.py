@@ -909,6 +909,29 @@ def test_the_store_is_opened_where_sglang_does_not_say_that_all_pools_are_known(
     assert opened[0] == {"kv"}
 
 
+def test_pages_of_a_later_side_pool_come_back_although_its_name_and_tag_are_too_long(make):
+    """DeepSeek V4's before SGLang 0.5.23: a name of 28 characters, and 9 of the tag."""
+    anchor, names = host_pool(), keys("a", "b")
+    backend = make(anchor)
+    sides = {
+        name: host_pool(seed=seed)
+        for seed, name in enumerate(
+            (PoolName.DEEPSEEK_V4_C4_INDEXER_STATE, PoolName.DEEPSEEK_V4_C4_INDEXER_SCALE), 1
+        )
+    }
+    for name, side in sides.items():
+        backend.register_mem_host_pool_v2(side, name)
+    stored = [PoolTransfer(name=name, host_indices=slots([2, 3]), keys=names) for name in sides]
+    backend.note_tenant(names[0], "acme")
+    with backend.writing_for_tenant_of(names[0]):
+        assert backend.batch_set_v2(stored) == dict.fromkeys(sides, [True, True])
+    back = [PoolTransfer(name=name, host_indices=slots([8, 9]), keys=names) for name in sides]
+    assert backend.batch_get_v2(back) == dict.fromkeys(sides, [True, True])
+    for side in sides.values():
+        assert page_bytes(side, 8) == page_bytes(side, 2)
+    assert backend._store.delete_tenant(digest_of("acme")) == 4
+
+
 @pytest.mark.parametrize("had", [True, False])
 def test_every_rank_writes_what_it_has_a_share_of(had):
     """Before SGLang 0.5.23 a controller noted that ranks of MLA models do not."""

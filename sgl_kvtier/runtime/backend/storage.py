@@ -63,6 +63,7 @@ from sgl_kvtier.store.base import (
     ReadOutcome,
     Urgency,
 )
+from sgl_kvtier.store.disk.format import POOL_BYTES
 from sgl_kvtier.store.engine import open_store
 from sgl_kvtier.store.io.jobs import OrderedJob
 from sgl_kvtier.store.tiered.store import TieredStore
@@ -674,13 +675,16 @@ class KVTierStorage(HiCacheStorage):
 
     def _tag(self, pool: str) -> str:
         """The name of a pool in the store. In a folder of all TP ranks it tells the rank where each
-        of them has a share of the pool.
+        of them has a share of the pool. A name longer than the store takes becomes its beginning
+        and a digest, 23 characters, so that a tenant fits too.
         """
         tag = self._pool_tags.get(pool, pool)
         c = self.storage_config
-        if c.tp_size == 1 or not self._is_replicated(KV) or self._is_replicated(pool):
+        if c.tp_size > 1 and self._is_replicated(KV) and not self._is_replicated(pool):
+            tag = f"{tag}-tp{c.tp_rank}"
+        if len(tag) <= POOL_BYTES:
             return tag
-        return f"{tag}-tp{c.tp_rank}"
+        return f"{pool[:6]}-{hashlib.sha256(tag.encode()).hexdigest()[:16]}"
 
 
 def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore:
