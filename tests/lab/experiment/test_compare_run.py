@@ -355,9 +355,9 @@ def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
     assert "paced h100-llama8b, not computed" in (tmp_path / "out.html").read_text()
 
 
-@pytest.mark.parametrize("other", [("--model-path", "/some/model"), ("--model", "lab-mha")])
-def test_another_model_on_a_paced_device_is_refused(paced: Command, other: tuple[str, str]) -> None:
-    done = paced(*other)
+@pytest.mark.parametrize("other", ["/some/model", "lab-mha"])
+def test_another_model_on_a_paced_device_is_refused(paced: Command, other: str) -> None:
+    done = paced("--model", other)
     assert done.status == 1
     assert "brings a model of its own" in done.err
 
