@@ -112,7 +112,7 @@ COMMANDS = {
     ),
     "explain": Command(
         "sgl_kvtier.runtime.tools.explain_command",
-        "why prompts of a running server missed its caches, or where two prompts part",
+        "why prompts of a running server missed its caches, or where prompts part",
         "kvtier explain http://127.0.0.1:30000 --seconds 60\n  kvtier explain --prompts "
         "turn13.json turn14.json --model-path /models/Qwen3-8B",
     ),

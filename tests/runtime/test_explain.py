@@ -373,9 +373,83 @@ def test_token_ids_are_read_back_to_say_what_differs(
     assert (found["kind"], found["token"], found["character"]) == ("timestamp", 10, 10)
 
 
+def log(folder: Path, *requests: Any) -> str:
+    """A log of requests, one a line; texts are lines as they are."""
+    path = folder / "log.jsonl"
+    lines = [one if isinstance(one, str) else json.dumps(one) for one in requests]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_each_request_of_a_log_is_compared_with_the_one_before_it_in_its_session(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = log(
+        tmp_path,
+        {"session_id": "a", "prompt": "It is 10:12. Repair the parser."},
+        {"session_id": "b", "prompt": "Write a poem."},
+        {"session_id": "a", "prompt": "It is 10:15. Repair the parser. And the tests."},
+        {"session_id": "b", "prompt": "Write a poem. A short one."},
+        {"session_id": "a", "prompt": "It is 10:19. Repair the parser. And the tests."},
+    )
+    words = ["explain", "--prompts", name, "--page-size", "4"]
+    assert main([*words, "--model-path", str(write_model("tiny-qwen3")), "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(p["session"], p["earlier_line"], p["line"], p["kind"]) for p in found["pairs"]] == [
+        ("a", 1, 3, "timestamp"), ("b", 2, 4, "extended"), ("a", 3, 5, "timestamp"),
+    ]  # fmt: skip
+    # A token is a byte here: "It is 10:1" are ten, and the earlier prompts have 31 and 46.
+    first, _, last = found["pairs"]
+    assert (first["token"], first["hit_tokens"], first["lost_tokens"]) == (10, 8, 28 - 8)
+    assert (last["lost_tokens"], last["lost_fraction"]) == (44 - 8, 36 / 44)
+    assert [(c["kind"], c["pairs"], c["lost_tokens"]) for c in found["causes"]] == [
+        ("timestamp", 2, 20 + 36)
+    ]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 of 3 later prompts do not go on" in said and "cause is timestamp" in said
+    assert "3 1 a text, character 10" in said and "--model-path tells" in said
+
+
+def test_a_log_that_parts_nowhere_says_so_without_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = log(tmp_path, {"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]})
+    assert main(["explain", "--prompts", name]) == 0
+    assert capsys.readouterr().out.strip() == (
+        "All of 1 later prompts go on where the ones before them ended."
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{ no json", "line 2: no JSON (Expecting property name"),
+        ("[1, 2]", "line 2: [1, 2] is no request"),
+        ('{"model": "m"}', "line 2: a request has to have messages"),
+    ],
+)
+def test_a_bad_line_of_a_log_is_named(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = log(tmp_path, {"prompt": "Go on."}, line)
+    assert main(["explain", "--prompts", name]) == 1
+    assert f"{name}, {said}" in capsys.readouterr().err
+
+
+def test_a_session_instead_of_a_log_is_told_that_no_server_keeps_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "--prompts", "agent-7"]) == 1
+    said = capsys.readouterr().err
+    assert "the server keeps no prompts" in said and "--log-requests-level 3" in said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--prompts", "a", "b", "c"], "two files, or the lines of one"),
         ([], "name a server's URL, or two files"),
         (["http://127.0.0.1:1", "--prompts", "a", "b"], "name a server's URL, or two files"),
         (["http://127.0.0.1:1"], "no answer from http://127.0.0.1:1/metrics"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from sgl_kvtier.runtime.tools.prompt_diff import Parting, parse, part
+from sgl_kvtier.runtime.tools.prompt_diff import Parting, Prompt, parse, part
 
 PAGE = 16
 TOOLS = [
@@ -125,6 +126,25 @@ def test_a_conversation_that_goes_on_is_no_difference() -> None:
     assert (found.kind, found.part, found.message) == ("extended", "message 2 (assistant)", 2)
 
 
+def test_messages_that_go_on_after_others_were_rendered_anew_are_a_matter_of_the_template() -> None:
+    """As templates do that leave reasoning out of earlier turns, or end with how they ask for an
+    answer, which is shorter than a page.
+    """
+
+    def with_tokens(messages: list[Any], tokens: list[int]) -> Prompt:
+        return replace(parse(json.dumps({"messages": messages})), tokens=tuple(tokens))
+
+    answered = [SYSTEM, USER, says("assistant", "Yes."), USER]
+    found = part(
+        with_tokens([SYSTEM, USER], ids(length=60)), with_tokens(answered, ids(40, length=90)), PAGE
+    )
+    assert (found.kind, found.token, found.message, found.hit_tokens) == ("template", 40, None, 32)
+    found = part(
+        with_tokens([SYSTEM, USER], ids(length=60)), with_tokens(answered, ids(56, length=90)), PAGE
+    )
+    assert (found.kind, found.token, found.message) == ("extended", 56, 2)
+
+
 def test_a_longer_text_before_other_messages_is_a_difference() -> None:
     more = says("system", SYSTEM["content"] + " You like cats.")
     assert chats([SYSTEM, USER], [more, USER]).kind == "other"
@@ -206,7 +226,7 @@ def test_a_list_of_messages_is_a_chat_request() -> None:
 
 @pytest.mark.parametrize("text", ['{"model": "m"}', '{"messages": "Go on."}', '{"messages": [1]}'])
 def test_a_request_without_a_prompt_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="has to be"):
+    with pytest.raises(ValueError, match="has to "):
         parse(text)
 
 

@@ -1,5 +1,5 @@
 """`kvtier explain`: where a server's prompt tokens came from and why it computed the others, or
-where two prompts part.
+where prompts part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sgl_kvtier.console import (
 )
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.outside import read_bounded
-from sgl_kvtier.runtime.tools import prompt_diff, schemas
+from sgl_kvtier.runtime.tools import prompt_diff, prompt_log, schemas
 from sgl_kvtier.runtime.tools.miss_advice import Advice, advise
 from sgl_kvtier.runtime.tools.miss_reasons import DECLINED, UNFULFILLED, Reason, said_of
 from sgl_kvtier.runtime.tools.server_figures import (
@@ -42,7 +42,13 @@ from sgl_kvtier.runtime.tools.server_figures import (
 )
 
 _MOST_PROMPT_BYTES = 64 << 20
+"""Of a file with a prompt, or of a log's line."""
+_MOST_PAIRS, _MOST_NAME = 40, 24
+"""Rows of a log's table, and characters of a session's name in it."""
 _PAGE = 64
+_HOW_TO_LOG = (
+    "--log-requests --log-requests-level 3 --log-requests-format json --log-requests-target FOLDER"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,10 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--prompts",
-        nargs=2,
-        metavar=("A", "B"),
-        help="instead: where two prompts part. Files with token ids (a JSON list), text, or a "
-        "chat request (JSON with messages and tools)",
+        nargs="+",
+        metavar="FILE",
+        help="instead: where prompts part. Two files, each with token ids (a JSON list), text, or "
+        "a chat request (JSON with messages and tools); or one log with a request (JSON) on each "
+        "line",
     )
     parser.add_argument(
         "--model-path",
@@ -93,11 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints tables and one sentence. Raises KVTierError."""
     if (args.url is None) == (args.prompts is None):
-        raise KVTierError("name a server's URL, or two files with --prompts A B")
+        raise KVTierError("name a server's URL, or two files or a log with --prompts")
     if args.json is not None:
         check_target(args.json)
     if args.prompts is not None:
-        return _explain_prompts(args)
+        if len(args.prompts) > 2:
+            raise KVTierError("--prompts compares two files, or the lines of one")
+        return _explain_log(args) if len(args.prompts) == 1 else _explain_prompts(args)
     return _explain_requests(args) if args.requests else _explain_server(args)
 
 
@@ -321,6 +330,85 @@ def _explain_prompts(args: argparse.Namespace) -> int:
     return 0
 
 
+def _explain_log(args: argparse.Namespace) -> int:
+    (name,) = args.prompts
+    tokenizer = None if args.model_path is None else _tokenizer(args.model_path)
+    pairs = _pairs(name, tokenizer, args.page_size)
+    said = prompt_log.summary(pairs)
+    if args.json is not None:
+        result = {
+            "log": name,
+            "page_tokens": args.page_size,
+            "pairs": [_pair(one) for one in pairs],
+            "causes": [cause._asdict() for cause in prompt_log.causes(pairs)],
+            "summary": said,
+        }
+        _write(args, schemas.EXPLAIN_LOG.name, result)
+        if args.json == "-":
+            return 0
+    apart = sorted((one for one in pairs if one.is_apart), key=lambda one: -(one.lost_tokens or 0))
+    rows = [
+        {**_pair(one), "place": _place(one.parting), "session": (one.session or "")[:_MOST_NAME]}
+        for one in apart[:_MOST_PAIRS]
+    ]
+    columns = [
+        Column("line", "line"),
+        Column("earlier_line", "after line"),
+        Column("session", "session"),
+        Column("place", "part at"),
+        Column("kind", "what differs"),
+        Column("lost_tokens", "lost", unit="tokens", decimals=0),
+        Column("lost_fraction", "of the hit", format=format_share),
+    ]
+    known = {name for row in rows for name, value in row.items() if value not in (None, "")}
+    columns = [column for column in columns if column.name in known]
+    notes = []
+    if any(one.hit_tokens is None for one in pairs):
+        notes.append("--model-path tells tokens and what was lost")
+    if len(apart) > _MOST_PAIRS:
+        notes.append(f"{len(apart) - _MOST_PAIRS} more part: --json has all")
+    if rows:
+        print_table(Table(f"Prompts of {name} that part", columns, rows, notes=notes))
+        print()
+    print_statement(said, is_bad=False)
+    return 0
+
+
+def _pairs(name: str, tokenizer: Any, page_tokens: int) -> list[prompt_log.Pair]:
+    """The pairs of a log. Raises KVTierError that names the line."""
+    try:
+        with Path(name).open("rb") as file:
+            lines = iter(lambda: file.readline(_MOST_PROMPT_BYTES + 1), b"")
+            logged = (
+                one._replace(prompt=_tokenized(f"{name}, line {one.line}", one.prompt, tokenizer))
+                for one in prompt_log.read(lines, _MOST_PROMPT_BYTES)
+            )
+            return list(prompt_log.pairs(logged, page_tokens))
+    except OSError as error:
+        raise KVTierError(
+            f"{name}: {error.strerror}. Name a file: the server keeps no prompts, of no session. "
+            f"Log them with {_HOW_TO_LOG}, and give the file"
+        ) from error
+    except ValueError as error:
+        raise KVTierError(f"{name}, {error}") from error
+
+
+def _pair(pair: prompt_log.Pair) -> dict[str, Any]:
+    """A pair as JSON."""
+    found = pair.parting
+    return {
+        "session": pair.session,
+        "earlier_line": pair.earlier_line,
+        "line": pair.line,
+        **{name: getattr(found, name) for name in ("kind", "text", "token", "character")},
+        **{name: getattr(found, name) for name in ("part", "message", "page")},
+        "excerpts": list(found.excerpts),
+        "hit_tokens": pair.hit_tokens,
+        "lost_tokens": pair.lost_tokens,
+        "lost_fraction": pair.lost_fraction,
+    }
+
+
 def _place(found: prompt_diff.Parting) -> str:
     said = [
         found.part,
@@ -331,13 +419,18 @@ def _place(found: prompt_diff.Parting) -> str:
 
 
 def _prompt(name: str, tokenizer: Any) -> prompt_diff.Prompt:
-    """A prompt from a file, with tokens where there is a tokenizer. Raises KVTierError."""
+    """A prompt from a file. Raises KVTierError."""
     try:
         found = prompt_diff.parse(read_bounded(Path(name), _MOST_PROMPT_BYTES))
     except OSError as error:
         raise KVTierError(f"{name}: {error.strerror}. Name a file with a prompt") from error
     except ValueError as error:
         raise KVTierError(f"{name}: {error}") from error
+    return _tokenized(name, found, tokenizer)
+
+
+def _tokenized(name: str, found: prompt_diff.Prompt, tokenizer: Any) -> prompt_diff.Prompt:
+    """The prompt with tokens and text where there is a tokenizer. Raises KVTierError."""
     if tokenizer is None:
         return found
     if found.request is not None:

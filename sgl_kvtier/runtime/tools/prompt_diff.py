@@ -110,8 +110,11 @@ def parse(text: str) -> Prompt:
         return Prompt((), tuple(value))
     if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
         value = {"messages": value}
-    if not isinstance(value, dict):
-        return _of_text(text)
+    return of_request(value) if isinstance(value, dict) else _of_text(text)
+
+
+def of_request(value: Mapping[str, Any]) -> Prompt:
+    """A request's prompt. Raises ValueError where it has none, or messages are no objects."""
     namespace = {key: value[key] for key in NAMESPACE_KEYS if value.get(key) is not None}
     if "messages" in value:
         return Prompt(_parts_of(value), None, namespace, value)
@@ -120,10 +123,7 @@ def parse(text: str) -> Prompt:
         return Prompt((), tuple(ids), namespace)
     said = value.get("text", value.get("prompt"))
     if not isinstance(said, str):
-        raise ValueError(
-            "a JSON file has to be a list of token ids, or a request with messages, text, prompt "
-            "or input_ids"
-        )
+        raise ValueError("a request has to have messages, text, prompt or input_ids")
     return Prompt(_of_text(said).parts, None, namespace)
 
 
@@ -139,6 +139,11 @@ def part(a: Prompt, b: Prompt, page_tokens: int) -> Parting:
     # A prompt of whole pages that is sent again computes its last token, and so its last page.
     hit = 0 if other else min(token, lengths[1] - 1) // page_tokens * page_tokens
     ended = token >= lengths[1]
+    if found.kind == "extended" and lengths[0] - token >= page_tokens:
+        # Less than a page is how a template asks for an answer.
+        said = "the messages go on, and the template rendered earlier ones in another way"
+        shown = _token_excerpts(a.tokens, b.tokens, token)
+        found = Parting("template", said, None, None, None, None, shown, None, None, None)
     return Parting(
         found.kind,
         found.text,
@@ -227,8 +232,7 @@ def _in_tokens(a: Prompt, b: Prompt, token: int | None) -> Parting:
             return Parting("not comparable", said, *nothing, ("", ""), None, None, None)
         return Parting("equal", "the prompts are equal", *nothing, ("", ""), None, None, None)
     assert a.tokens is not None and b.tokens is not None
-    shown = tuple(_short(str(list(p.tokens[token : token + 8]))) for p in (a, b) if p.tokens)
-    excerpts = (shown[0], shown[1])
+    excerpts = _token_excerpts(a.tokens, b.tokens, token)
     if token >= min(len(a.tokens), len(b.tokens)):
         return Parting("extended", _EXTENDED, *nothing, excerpts, None, None, None)
     if _comparable(a, b):
@@ -237,6 +241,11 @@ def _in_tokens(a: Prompt, b: Prompt, token: int | None) -> Parting:
             said = "messages and tools are equal, and the template rendered them in two ways"
         return Parting("template", said, *nothing, excerpts, None, None, None)
     return Parting("other", "the token ids differ", *nothing, excerpts, None, None, None)
+
+
+def _token_excerpts(a: Sequence[int], b: Sequence[int], token: int) -> tuple[str, str]:
+    one, other = (_short(str(list(tokens[token : token + 8]))) for tokens in (a, b))
+    return one, other
 
 
 def _parting(kind: str, said: str, one: Part, other: Part, at: int) -> Parting:

@@ -97,7 +97,7 @@ advice: object; what to do
 
 EXPLAIN_PROMPTS = Schema(
     "kvtier.explain.prompts/1",
-    "kvtier explain --prompts",
+    "kvtier explain --prompts A B",
     "where two prompts part, and how much of the longer one a cache can still have",
     """
 prompts: list of strings; the two files
@@ -114,6 +114,29 @@ page: integer or null; page in which they part
 hit_tokens: integer or null; tokens of the longer prompt that a cache can have from the other
 longer_tokens: integer or null; tokens of the longer prompt
 hit_fraction: number or null; hit_tokens of longer_tokens
+""",
+)
+
+EXPLAIN_LOG = Schema(
+    "kvtier.explain.log/1",
+    "kvtier explain --prompts LOG",
+    "where the prompts of each session part, and what that cost",
+    """
+log: string; the file
+page_tokens: integer; --page-size
+pairs: list of objects; each request with the one before it in its session
+  session: string or null; name of the session; null where the request has none
+  earlier_line, line: integer; lines of the two requests
+  kind, text, token, character, part, message, page, excerpts: any; as in kvtier.explain.prompts/1
+  hit_tokens: integer or null; tokens of the later prompt that a cache can have from the earlier one
+  lost_tokens: integer or null; further tokens, had the later prompt begun with the earlier one
+  lost_fraction: number or null; lost_tokens of both
+causes: list of objects; what differs, the most frequent first; without extended and equal prompts
+  kind, text: string; as in pairs
+  pairs: integer; how many
+  lost_tokens: integer or null; of these pairs; null without tokens
+  lost_fraction: number or null; of the hits that these pairs could have had
+summary: string; a sentence
 """,
 )
 
