@@ -12,7 +12,14 @@ from sgl_kvtier.cli import main
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.lab import profile
 from sgl_kvtier.runtime.tools import disk_fit
-from sgl_kvtier.runtime.tools.disk_fit import Fit, break_even, compute_seconds, fits, shape_of
+from sgl_kvtier.runtime.tools.disk_fit import (
+    Fit,
+    break_even,
+    break_even_tokens,
+    compute_seconds,
+    fits,
+    shape_of,
+)
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -75,6 +82,23 @@ def test_both_ends_are_faster_than_the_better_one_and_most_at_balance() -> None:
     assert Fit(100, 6.4, 1.0, 3.0).saved == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("tokens", [1000, 32768])
+def test_the_break_even_length_is_where_this_disk_takes_as_long_as_computing(tokens: int) -> None:
+    shape = shape_of("m", LLAMA)
+    speed = break_even(shape, "h100", 1, tokens)
+    assert break_even_tokens(shape, "h100", 1, speed) == pytest.approx(tokens, abs=1)
+    assert break_even_tokens(shape, "h100", 1, speed * 1.1) < tokens
+
+
+def test_a_fast_disk_loads_faster_at_any_length_and_a_slow_one_at_none_the_model_takes() -> None:
+    shape = shape_of("m", LLAMA | {"max_position_embeddings": 8192})
+    assert break_even_tokens(shape, "h100", 1, 100e9) == 1
+    at_most = break_even(shape, "h100", 1, 8192)
+    assert break_even_tokens(shape, "h100", 1, 1.01 * at_most) is not None
+    assert break_even_tokens(shape, "h100", 1, 0.99 * at_most) is None
+    assert break_even_tokens(shape_of("m", LLAMA), "h100", 1, 0.99 * at_most) > 8192
+
+
 def test_a_text_model_inside_another_counts() -> None:
     assert shape_of("m", {"hidden_size": 1, "text_config": LLAMA}) == shape_of("m", LLAMA)
 
@@ -95,12 +119,48 @@ def test_doctor_answers_in_a_table_and_a_sentence(
     words = ["doctor", str(model), "--gpu", "h100", "--store", str(tmp_path / "store")]
     out = tmp_path / "out.json"
     main([*words, "--json", str(out)])
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "from both ends" in said and "32,768" in said
     assert "A token takes 128.0 KiB of KV cache. The disk reads " in said
     rows = json.loads(out.read_text())["fits"]
     assert [row["tokens"] for row in rows] == list(disk_fit.LENGTHS)
     assert all(row["both_s"] < min(row["compute_s"], row["load_s"]) for row in rows)
+
+
+def test_without_a_folder_the_disk_of_the_default_store_is_measured_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "llama"}))
+    folder = tmp_path / "caches" / "kvtier" / "pages"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.delenv("KVTIER_STORE_PATH", raising=False)
+    words = ["doctor", str(tmp_path), "--gpu", "h100"]
+    main([*words, "--json", "-"])
+    found = json.loads(capsys.readouterr().out)
+    checks = {one["check"]: one["found"] for one in found["findings"]}
+    assert checks["store"] == "the folder that KVTIER=1 uses"
+    assert checks["disk"].startswith(f"{folder} (") and "MB/s" in checks["disk speed"]
+    assert len(found["fits"]) == len(disk_fit.LENGTHS)
+    assert not folder.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("gbytes", "where"),
+    [
+        ("50", "loading is faster than computing at any length"),
+        ("3", "loading is faster than computing from "),
+        ("0.1", "loading is faster than computing at no length up to 131,072 tokens"),
+    ],
+)
+def test_the_sentence_has_the_break_even_length_and_both_speeds(
+    gbytes: str, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = LLAMA | {"model_type": "llama", "max_position_embeddings": 131072}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["doctor", str(tmp_path), "--gpu", "h100", "--read", gbytes]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Break-even length: {where}" in said
+    assert f"The disk loads {float(gbytes) * 1e9 / 131072:,.0f} tokens/s; prefill on h100" in said
 
 
 def test_disks_of_other_speeds_are_compared_without_one(
@@ -124,7 +184,6 @@ def test_disks_of_other_speeds_are_compared_without_one(
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--gpu", "h100"], "needs the GPU and the disk"),
         (["--store", "s"], "needs the GPU and the disk"),
         (["--gpu", "h100", "--store", "s", "--no-disk"], "needs the GPU and the disk"),
         (["--gpu", "h100", "--store", "s"], "no config.json can be read"),

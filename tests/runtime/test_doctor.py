@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 
 import pytest
 import torch
@@ -146,16 +147,39 @@ def test_failures_come_first_and_what_to_do_is_whole_on_a_line_of_its_own(
 
 def test_features_that_are_there_are_one_row(capsys):
     assert not any(" feature: " in line for line in shown(capsys))
-    (row,) = (line for line in shown(capsys) if " features " in line)
-    assert row.endswith(", ".join(feature.name for feature in FEATURES))
+    said = " ".join(" ".join(shown(capsys)).split())
+    assert f"features {', '.join(feature.name for feature in FEATURES)} " in said
     rows = [line for line in shown(capsys, "--verbose") if " feature: " in line]
     assert len(rows) == len(FEATURES) and all("symbols as expected" in row for row in rows)
 
 
 def test_a_machine_that_is_ready_is_told_how_to_start_a_server(tmp_path, capsys):
-    last = shown(capsys, "--store", str(tmp_path))[-2:]
+    last = shown(capsys, "--store", str(tmp_path))[-3:]
     assert last[0] == f"ready: kvtier serve MODEL --store {tmp_path}"
-    assert "--hicache-storage-backend kvtier" in last[1]
+    assert "--hicache-storage-backend kvtier" in last[2]
+
+
+@pytest.mark.parametrize("columns", [None, "80", "60"])
+def test_no_line_is_wider_than_the_terminal_but_the_launch_command(
+    columns, tmp_path, capsys, monkeypatch
+):
+    """Without a terminal there are 80 columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("SGLANG_PLATFORM", "another")
+    monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", "2MB")
+    monkeypatch.setattr(doctor, "planner_build", lambda: "source")
+    monkeypatch.setattr(doctor, "compile_page_hash", lambda: "word " * 60)
+    monkeypatch.setattr(doctor.disk_probe, "_filesystem", lambda folder: "ext4")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        lines = shown(capsys, "--store", folder)
+    table = lines[:-1]
+    assert lines[-1] == "2 to correct before a server can run here"
+    assert [line for line in table if len(line) > int(columns or 80)] == []
+    (first,) = (number for number, line in enumerate(table) if " page hash " in line)
+    indent = table[first].index("cannot be compiled")
+    assert all(line[:indent].strip() == "" for line in table[first + 1 : first + 4])
 
 
 def test_no_sglang_fails(capsys, monkeypatch):

@@ -9,6 +9,7 @@ other requests is counted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -51,6 +52,8 @@ class Shape:
     attention_width: float
     """Multiply-adds per layer for each pair of tokens, counting both products."""
     latent: bool
+    most_tokens: int
+    """Longest prompt (max_position_embeddings); 0 where its configuration does not say."""
 
 
 @dataclass(frozen=True)
@@ -123,22 +126,41 @@ def shape_of(name: str, config: Mapping[str, Any], number_bytes: int = 2) -> Sha
         matrix_parameters=float(layers * projections + feed),
         attention_width=float(width),
         latent=bool(latent),
+        most_tokens=of("max_position_embeddings", 0),
     )
 
 
 def compute_seconds(shape: Shape, gpu: str, gpus: int, tokens: int) -> float:
     """Seconds to prefill a prompt on `gpus` of a kind. Raises KVTierError for an unknown kind."""
-    if gpu not in GPUS:
-        raise KVTierError(f"no GPU {gpu!r} is known here. There are: {', '.join(GPUS)}")
     operations = 2 * shape.matrix_parameters * tokens
     operations += shape.layers * shape.attention_width * tokens**2
+    return operations / _operations_per_s(shape, gpu, gpus)
+
+
+def _operations_per_s(shape: Shape, gpu: str, gpus: int) -> float:
+    if gpu not in GPUS:
+        raise KVTierError(f"no GPU {gpu!r} is known here. There are: {', '.join(GPUS)}")
     share = _SHARE_LATENT if shape.latent else _SHARE
-    return operations / (share * GPUS[gpu] * gpus)
+    return share * GPUS[gpu] * gpus
 
 
 def break_even(shape: Shape, gpu: str, gpus: int, tokens: int) -> float:
     """Bytes per second from which on loading a prompt is faster than computing it."""
     return tokens * shape.kv_bytes / compute_seconds(shape, gpu, gpus, tokens)
+
+
+def break_even_tokens(shape: Shape, gpu: str, gpus: int, bytes_per_s: float) -> int | None:
+    """The shortest prompt that this disk loads at least as fast as it is computed: one token where
+    every prompt is; None where none is that the model takes. Longer prompts cost attention more a
+    token, and loading the same.
+    """
+    per_token = _operations_per_s(shape, gpu, gpus) * shape.kv_bytes / bytes_per_s
+    over = per_token - 2 * shape.matrix_parameters
+    if over <= 0:
+        return 1
+    attention = shape.layers * shape.attention_width
+    tokens = math.ceil(over / attention) if attention else math.inf
+    return None if tokens > (shape.most_tokens or math.inf) or tokens == math.inf else int(tokens)
 
 
 def fits(shape: Shape, gpu: str, gpus: int, bytes_per_s: float) -> list[Fit]:

@@ -11,11 +11,14 @@ import importlib.util
 import os
 import resource
 import shlex
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from sgl_kvtier import __version__
 from sgl_kvtier.arguments import above_nought, positive
@@ -46,6 +49,7 @@ from sgl_kvtier.page_hash import compile_page_hash
 from sgl_kvtier.policy.pages.eviction import eviction_of
 from sgl_kvtier.policy.rules import rules_of
 from sgl_kvtier.runtime.cpu import platform
+from sgl_kvtier.runtime.settings import store_of_environment
 from sgl_kvtier.runtime.sglang import features, seams
 from sgl_kvtier.runtime.tools import disk_fit, disk_probe, remote_probe
 from sgl_kvtier.runtime.tools.container_memory import MemoryLimit, memory_limit
@@ -132,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         *_open_files(),
     ]
     failed = [f for f in findings if f.state == "fail"]
-    fits = [] if shape is None or not speeds else _fits(shape, args, speeds[-1])
+    fits = [] if shape is None or not speeds else _fits(shape, args, speeds[-1].read_mbps * 1e6)
     if args.json != "-":
         _print(findings if args.verbose else _shortened(findings))
         if shape is not None and fits:
@@ -140,11 +144,11 @@ def run(args: argparse.Namespace) -> int:
         if failed:
             print(f"{len(failed)} to correct before a server can run here")
         else:
-            print(_launch_line(args.config, args.store))
+            print(_launch_line(args.config, _place(args)))
     if args.json:
         symbols = [{**asdict(s.seam), "problem": s.problem} for s in seams.check()]
         found = [asdict(f) for f in findings]
-        results = {"findings": found, "seams": symbols, "fits": _rows(fits)}
+        results = {"findings": found, "seams": symbols, "fits": _rows(shape, args, fits)}
         write_json(envelope(SCHEMA, sys.argv, results), args.json)
     return 1 if failed else 0
 
@@ -158,28 +162,40 @@ def _map(shape: Shape | None, args: argparse.Namespace) -> int:
     """Whether disks of other speeds are fast enough: nothing of this machine is looked at."""
     if shape is None:
         raise KVTierError("--read is about a model: kvtier doctor MODEL --gpu h100 --read 3,6.4")
-    found = [disk_fit.fits(shape, args.gpu, args.gpus, gbytes * 1e9) for gbytes in args.read]
+    found = [_fits(shape, args, gbytes * 1e9) for gbytes in args.read]
     if args.json != "-":
         for fits in found:
             _print_fits(shape, args, fits)
     if args.json:
-        rows = _rows([fit for fits in found for fit in fits])
+        rows = _rows(shape, args, [fit for fits in found for fit in fits])
         results = {"findings": [], "seams": [], "fits": rows}
         write_json(envelope(SCHEMA, sys.argv, results), args.json)
     return 0
 
 
-def _rows(fits: Sequence[Fit]) -> list[dict[str, float]]:
-    return [{**asdict(f), "both_s": f.both_s, "saved_fraction": f.saved} for f in fits]
+def _rows(shape: Shape | None, args: argparse.Namespace, fits: Sequence[Fit]) -> list[Any]:
+    return [
+        {
+            **asdict(f),
+            "both_s": f.both_s,
+            "saved_fraction": f.saved,
+            "break_even_tokens": _shortest(shape, args, f),
+        }
+        for f in fits
+        if shape is not None
+    ]
+
+
+def _shortest(shape: Shape, args: argparse.Namespace, fit: Fit) -> int | None:
+    return disk_fit.break_even_tokens(shape, args.gpu, args.gpus, 1e9 * fit.read_gb_per_s)
 
 
 def _shape(args: argparse.Namespace) -> Shape:
     """The model's shape. Raises KVTierError, also where the rest of the question is missing."""
-    disk = not args.no_disk and (args.store is not None or args.config is not None)
-    if args.gpu is None or not (disk or args.read):
+    if args.gpu is None or (args.no_disk and not args.read):
         raise KVTierError(
             "whether a disk is fast enough for a model needs the GPU and the disk: kvtier doctor "
-            f"MODEL --gpu {'|'.join(disk_fit.GPUS)} --store FOLDER, or --read GB/S"
+            f"MODEL --gpu {'|'.join(disk_fit.GPUS)}, without --no-disk or with --read GB/S"
         )
     from transformers import PretrainedConfig
 
@@ -193,8 +209,8 @@ def _shape(args: argparse.Namespace) -> Shape:
     return disk_fit.shape_of(args.model, found)
 
 
-def _fits(shape: Shape, args: argparse.Namespace, speed: DiskSpeed) -> list[Fit]:
-    return disk_fit.fits(shape, args.gpu, args.gpus, speed.read_mbps * 1e6)
+def _fits(shape: Shape, args: argparse.Namespace, bytes_per_s: float) -> list[Fit]:
+    return disk_fit.fits(shape, args.gpu, args.gpus, bytes_per_s)
 
 
 def _print_fits(shape: Shape, args: argparse.Namespace, fits: Sequence[Fit]) -> None:
@@ -209,9 +225,8 @@ def _print_fits(shape: Shape, args: argparse.Namespace, fits: Sequence[Fit]) -> 
     rows = [{**asdict(f), "both_s": f.both_s, "saved": f.saved} for f in fits]
     of = f"{args.gpus} x {args.gpu}" if args.gpus > 1 else args.gpu
     disk = "this disk" if args.read is None else f"a disk of {fits[0].read_gb_per_s:g} GB/s"
-    title = f"Is {disk} fast enough for {shape.name} on {of}? (estimated, one prompt at a time)"
-    print()
-    print_table(Table(title, columns, rows))
+    print("", *_wrapped(f"Is {disk} fast enough for {shape.name} on {of}?"), sep="\n")
+    print_table(Table("Estimated, for one prompt at a time", columns, rows))
     (long,) = (f for f in fits if f.tokens == _ANSWERED)
     needed = disk_fit.break_even(shape, args.gpu, args.gpus, long.tokens)
     read = 1e9 * long.read_gb_per_s
@@ -220,11 +235,31 @@ def _print_fits(shape: Shape, args: argparse.Namespace, fits: Sequence[Fit]) -> 
         if read >= needed
         else f"loading alone is slower than computing at {long.tokens // 1024}k tokens"
     )
-    print(
-        f"\nA token takes {format_bytes(shape.kv_bytes)} of KV cache. The disk reads "
-        f"{read / 1e9:.1f} GB/s and the break-even is {needed / 1e9:.1f} GB/s: {answer}, and "
-        f"restoring from both ends saves {format_share(long.saved)} of the better of the two.\n"
+    shortest = _shortest(shape, args, long)
+    where = (
+        f"at no length up to {shape.most_tokens:,} tokens"
+        if shortest is None
+        else "at any length"
+        if shortest == 1
+        else f"from {shortest:,} tokens on"
     )
+    said = (
+        f"A token takes {format_bytes(shape.kv_bytes)} of KV cache. The disk reads "
+        f"{read / 1e9:.1f} GB/s and the break-even is {needed / 1e9:.1f} GB/s: {answer}, and "
+        f"restoring from both ends saves {format_share(long.saved)} of the better of the two.",
+        f"The disk loads {read / shape.kv_bytes:,.0f} tokens/s; prefill on {of} computes "
+        f"{long.tokens / long.compute_s:,.0f} tokens/s of a prompt of {long.tokens // 1024}k "
+        f"tokens. Break-even length: loading is faster than computing {where}.",
+    )
+    print("", *(line for text in said for line in _wrapped(text)), "", sep="\n")
+
+
+def _wrapped(text: str, indent: int = 0) -> list[str]:
+    """Lines that fit the terminal after an indent, or 80 columns where there is none. Long words,
+    such as paths, stay whole.
+    """
+    width = shutil.get_terminal_size().columns - indent
+    return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False)
 
 
 _ANSWERED = 32768
@@ -233,14 +268,14 @@ _FEATURE = "feature: "
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    """A line each, failures first. What to do has a line of its own, so that a command can be
-    copied.
-    """
+    """A row each, failures first. What to do begins on a line of its own."""
     width = max(len(f.check) for f in findings)
     for f in sorted(findings, key=lambda f: _STATES.index(f.state)):
-        print(f"{f.state:4}  {f.check:{width}}  {f.found}")
-        if f.advice:
-            print(f"      {'':{width}}  {f.advice}")
+        head = f"{f.state:4}  {f.check:{width}}  "
+        for text in filter(None, (f.found, f.advice)):
+            for line in _wrapped(text, len(head)):
+                print(head + line)
+                head = " " * len(head)
 
 
 def _shortened(findings: Sequence[Finding]) -> list[Finding]:
@@ -257,7 +292,7 @@ def _launch_line(config: str | None, store: str | None) -> str:
     place = ["--config", config] if config else ["--store", store or "FOLDER"]
     serve = shlex.join(["kvtier", "serve", "MODEL", *place])
     flags = shlex.join(tier_flags(f"@{config or 'kvtier.json'}"))
-    return f"ready: {serve}\nor add to your own launch line: {flags}"
+    return f"ready: {serve}\nor add to your own launch line:\n{flags}"
 
 
 def _list_settings(target: str | None) -> int:
@@ -365,10 +400,17 @@ def _copies(args: argparse.Namespace) -> Iterator[Finding]:
     yield Finding("copies", "warn", brief(f"{found}; refuted on {when}: {what}"), advice)
 
 
+def _place(args: argparse.Namespace) -> str | None:
+    """The folder for pages without --config: that of `KVTIER=1` where a model needs some disk."""
+    if args.store is None and args.model is not None:
+        return str(Path(store_of_environment()["path"]).expanduser())
+    return None if args.store is None else str(args.store)
+
+
 def _folder(args: argparse.Namespace) -> Path:
     """Where pages are stored, as far as the arguments say."""
     try:
-        path = load_config(args.config).store.path if args.config else args.store
+        path = load_config(args.config).store.path if args.config else _place(args)
     except KVTierError:
         path = None  # the settings' own finding says so
     return Path(path) if path else Path(os.devnull)
@@ -428,12 +470,15 @@ def _settings(args: argparse.Namespace, speeds: list[DiskSpeed]) -> Iterator[Fin
             return
         yield Finding("settings", "ok", args.config)
         yield from _remote(config.remote)
-    elif args.store is not None:
+    elif _place(args) is not None:
         try:
-            config = parse_config({"store": {"path": args.store}})
+            config = parse_config({"store": {"path": _place(args)}})
         except KVTierError as error:
             yield Finding("disk", "fail", "--store", str(error))
             return
+        if args.store is None:
+            advice = "--store FOLDER measures another disk"
+            yield Finding("store", "ok", "the folder that KVTIER=1 uses", advice)
     if not config.store.path:
         yield Finding(
             "disk", "warn", "no folder given", "kvtier doctor --store FOLDER measures the disk"

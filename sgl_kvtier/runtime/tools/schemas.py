@@ -22,6 +22,8 @@ fits: list of objects; with MODEL: one per length of a prompt, estimated for a l
   read_gb_per_s: number; gigabytes per second that the disk reads, measured or given with --read
   compute_s, load_s, both_s: number; seconds to compute it, to load it, from both ends
   saved_fraction: number; share of the better of the two alone that both ends save
+  break_even_tokens: integer or null; shortest prompt that the disk loads as fast as it is computed,
+      null where the model takes none so long
 """,
 )
 
