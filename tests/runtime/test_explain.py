@@ -324,6 +324,21 @@ def test_a_while_is_looked_at_from_two_readings(capsys: pytest.CaptureFixture[st
     assert (found["prompts"]["prompt"], found["prompts"]["requests"]) == (100, 1)
 
 
+def test_the_wear_of_the_disk_is_told_by_prompt_tokens_and_by_day(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A page says that the store was open for 100 s."""
+    with serving([page_of(prompt=4000, requests=4, device_written_bytes_total=20e6)]) as url:
+        assert main(["explain", url]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert main(["explain", url, "--json", "-"]) == 0
+    assert "wear of the disk 5.00 GB per million prompt tokens, 17.3 GB a day at this rate" in said
+    store = json.loads(capsys.readouterr().out)["store"]
+    assert store["written_bytes_per_prompt_token"] == 5000
+    assert store["written_bytes_per_day"] == 864 * 20e6
+    assert figures(None, page_of()).written_bytes_per_prompt_token is None
+
+
 def files(folder: Path, *texts: str) -> list[str]:
     paths = [folder / f"{name}.json" for name in "ab"]
     for path, text in zip(paths, texts, strict=True):

@@ -175,7 +175,12 @@ def document(server: Server, figures: Figures, advice: Advice) -> dict[str, Any]
         },
         "declined": _explained(DECLINED, figures.declined, "requests"),
         "unfulfilled": _explained(UNFULFILLED, figures.unfulfilled, "tokens"),
-        "store": {**flat["store"], "writes_waiting": figures.writes_waiting},
+        "store": {
+            **flat["store"],
+            "writes_waiting": figures.writes_waiting,
+            "written_bytes_per_prompt_token": figures.written_bytes_per_prompt_token,
+            "written_bytes_per_day": figures.written_bytes_per_day,
+        },
         "remote": flat["remote_store"],
         "advice": advice._asdict(),
     }
@@ -269,6 +274,7 @@ def _of_storage(figures: Figures) -> dict[str, str]:
         "loading is faster than computing from": rate(store.break_even_bytes_per_s),
         "written": f"{format_value(store.pages_written)} pages, "
         f"{format_value(store.bytes_written / 1e9)} GB on the disk",
+        "wear of the disk": _wear(figures),
         "written, but there already": f"{format_value(store.pages_kept)} pages",
         "evicted": f"{format_value(store.pages_evicted)} pages",
         "stored now": f"{format_value(store.pages)} pages, {format_bytes(store.bytes_on_disk)} of "
@@ -291,6 +297,13 @@ def _of_storage(figures: Figures) -> dict[str, str]:
             f"read{state}"
         )
     return shown
+
+
+def _wear(figures: Figures) -> str:
+    by_token, by_day = figures.written_bytes_per_prompt_token, figures.written_bytes_per_day
+    said = [] if by_token is None else [f"{by_token / 1e3:,.2f} GB per million prompt tokens"]
+    said += [] if by_day is None else [f"{by_day / 1e9:,.1f} GB a day at this rate"]
+    return ", ".join(said) or "not known"
 
 
 def _explain_prompts(args: argparse.Namespace) -> int:

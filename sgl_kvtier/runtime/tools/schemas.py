@@ -84,6 +84,8 @@ store: object; first rank's store
       prompt is faster than computing it, as learned; null until chunks were timed
   bytes_written: integer; with headers and padding
   writes_waiting: integer; prefixes in host memory, now, whose write has not ended
+  written_bytes_per_prompt_token, written_bytes_per_day: number or null; bytes_written by prompt
+      tokens, and by the time looked at; null without prompts or time
 remote: object or null; remote store; null without one
   up: boolean; whether calls go through now
   pages_read, pages_missed, pages_corrupt, reads_failed, reads_late, pages_sent: integer; pages

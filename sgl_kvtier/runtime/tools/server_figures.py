@@ -152,6 +152,16 @@ class Figures:
         """None without prompts."""
         return self.cached / self.prompt if self.prompt else None
 
+    @property
+    def written_bytes_per_prompt_token(self) -> float | None:
+        """Wear of the first rank's disk; None without prompts."""
+        return self.store.bytes_written / self.prompt if self.prompt else None
+
+    @property
+    def written_bytes_per_day(self) -> float | None:
+        """At the rate of the time looked at; None where that is not known."""
+        return 86400 * self.store.bytes_written / self.seconds if self.seconds > 0 else None
+
 
 def read(url: str, api_key: str | None = None) -> Reading:
     """Asks a server. Without its arguments, where they are refused, `info` is empty.
