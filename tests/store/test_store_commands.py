@@ -20,6 +20,7 @@ import pytest
 from store_pages import IDENTITY, content, key, open_at, put, read
 
 from sgl_kvtier.errors import StoreBusyError, StoreError
+from sgl_kvtier.sizes import format_bytes
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.identity import Identity
@@ -51,6 +52,18 @@ def result(command: Any, root: Path, *arguments: str) -> tuple[int, dict]:
     out = root / "out.json"
     status = run(command, str(root), *arguments, "--json", str(out))
     return status, json.loads(out.read_text())
+
+
+def test_stat_says_what_the_disk_has_free_since_no_folder_keeps_the_capacity(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Env, "free_bytes", lambda self, path: 3 << 30)
+    _, data = result(STAT, root)
+    assert data["disk_free_bytes"] == 3 << 30
+    used = format_bytes(sum(row["nbytes"] for row in data["namespaces"]))
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{used} in all, and 3.0 GiB free on the disk" in said
+    assert "store.capacity_bytes, which no folder keeps" in said
 
 
 def test_stat_lists_identities_pages_and_owners(

@@ -100,19 +100,21 @@ class Stat:
             Column("opened", "last opened"),
             Column("in_use", "in use"),
         ]
-        total = sum(row["nbytes"] for row in rows)
+        total, free = sum(row["nbytes"] for row in rows), env.free_bytes(args.path)
         table = Table(
             f"Page store {args.path}",
             columns,
             rows,
             notes=[
-                f"{format_bytes(total)} in all",
+                f"{format_bytes(total)} in all, and {format_bytes(free)} free on the disk. The "
+                "capacity is a setting of the servers, store.capacity_bytes, which no folder keeps",
                 *notes,
                 *_differences(found),
                 *_left_out(found),
             ],
         )
-        _show(args, table, SCHEMA_STAT, {"path": args.path, "namespaces": rows})
+        results = {"path": args.path, "disk_free_bytes": free, "namespaces": rows}
+        _show(args, table, SCHEMA_STAT, results)
         if args.json != "-" and any(one["digest"] for one in tenants):
             print_table(_by_tenant(tenants, digest))
         return 0

@@ -19,6 +19,7 @@ STAT = Schema(
     "what is in a page store",
     """
 path: string; folder of the store
+disk_free_bytes: integer; bytes that its filesystem has free for this user
 namespaces: list of namespaces; one per model fingerprint
   tenants: list of objects; what each tenant has, the largest first
     digest: string; of the cache salt; empty for pages that name no tenant
