@@ -20,7 +20,7 @@ from sgl_kvtier.lab.pages.compare.page import compare_page
 from sgl_kvtier.lab.pages.compare.result import SCHEMA as COMPARE
 from sgl_kvtier.lab.pages.compare.sentence import sentence
 from sgl_kvtier.lab.pages.compare.tables import compare_tables
-from sgl_kvtier.outside import parse_json
+from sgl_kvtier.outside import parse_json, read_bounded
 
 GRIDS = "grids"
 """What takes the place of a schema in the data of docs/results."""
@@ -133,7 +133,7 @@ def grids_page(data: dict[str, Any]) -> str:
         if plots.plots_available():
             body = html.figure_html(grids_plot(data), data["plot"]["title"])
         sections.insert(0, html.Section("plot", "Plot", body))
-    title = f"Figures of docs/results/{data['page']}"
+    title = data.get("title") or f"Figures of docs/results/{data['page']}"
     return html.page(title, data.get("about", "Every table with its command"), sections)
 
 
@@ -151,13 +151,23 @@ def read_result(path: Path) -> dict[str, Any]:
     known = isinstance(result, dict)
     schema = result.get("schema") if known else None
     if known and schema is None and isinstance(result.get("page"), str) and "grids" in result:
-        return {**result, "schema": GRIDS}
+        return {**result, "schema": GRIDS, "title": _heading(path, result["page"])}
     if not isinstance(schema, str) or schema not in KINDS or schema == GRIDS:
         there = ", ".join(name for name in KINDS if name != GRIDS)
         raise KVTierError(
             f"{path}: no result that can be drawn. Its schema must be one of: {there}"
         )
     return result
+
+
+def _heading(data: Path, page: str) -> str | None:
+    """The heading of the page that has this data, which lies in the folder above; None without."""
+    try:
+        text = read_bounded(data.resolve().parent.parent / Path(page).name)
+    except (OSError, ValueError):
+        return None
+    heads = (line[2:].replace("`", "") for line in text.splitlines() if line.startswith("# "))
+    return next(heads, None)
 
 
 KINDS = {

@@ -92,6 +92,12 @@ def test_the_page_has_results_first_and_settings_last(compare_text: str) -> None
     assert inside.index("table") < inside.index("svg")
 
 
+def test_the_settings_are_folded(compare_text: str) -> None:
+    _, _, rest = compare_text.partition('<section id="configuration">')
+    folded = rest.partition("<details>")[2].partition("</details>")[0]
+    assert folded.count("<summary>Settings</summary>") == 1 and folded.count("<dt>") > 3
+
+
 def test_the_page_refers_to_nothing_outside_itself_and_has_no_script(compare_text: str) -> None:
     page = Page(compare_text)
     for tag, attrs in page.tags:

@@ -99,6 +99,26 @@ def test_data_of_a_results_page_are_shown_with_their_commands_and_the_plot_they_
     assert "Faster" in page.read_text() and "2.50" in page.read_text()
 
 
+@pytest.mark.parametrize(
+    ("page", "title"),
+    [
+        ("For operators.\n\n# Is `kvtier` faster?\n\n# Another\n", "Is kvtier faster?"),
+        ("No heading.\n", "Figures of docs/results/some.md"),
+        (None, "Figures of docs/results/some.md"),
+    ],
+)
+def test_the_title_of_a_results_pages_data_is_the_heading_of_that_page(
+    page: str | None, title: str, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    source, drawn = tmp_path / "data" / "some.json", tmp_path / "page.html"
+    source.write_text(json.dumps(GRIDS))
+    if page is not None:
+        (tmp_path / "some.md").write_text(page)
+    assert main(["report", str(source), "--html", str(drawn)]) == 0
+    assert f"<title>{title}</title>" in drawn.read_text()
+
+
 def test_a_plot_without_a_second_axis_names_the_rows_beside_a_line_at_1(tmp_path: Path) -> None:
     spec = {"title": "Over stock", "x": "times", "by": ["Model", "Load / compute"]}
     source, plot = tmp_path / "data.json", tmp_path / "plot.svg"

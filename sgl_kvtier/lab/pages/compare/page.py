@@ -70,7 +70,8 @@ def _configuration(result: dict) -> str:
         body += html.table_html(Table("What is replayed", columns, rows))
     elif rows not in (None, []):
         body += html.definitions_html({"rows": rows})
-    return f"{body}<h3>Settings</h3>\n{html.definitions_html(result.get('settings') or {})}"
+    settings = html.definitions_html(result.get("settings") or {})
+    return f"{body}\n<details>\n<summary>Settings</summary>\n{settings}\n</details>"
 
 
 _COMPARED = (
