@@ -7,12 +7,13 @@ import random
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from ahead_lab import shared_server
+from ahead_lab import AHEAD, POOLS, shared_server
 from hostile import HOSTILE, SETTINGS
-from serving import ADMIN, Served, flags, prompts, serving
+from serving import ADMIN, Served, config_file, flags, prompts, serving
 from shared import Shared
 
 from sgl_kvtier.cli import main
@@ -194,6 +195,29 @@ def test_retained_sessions_stay_on_the_device_and_evicted_ones_leave_it(served: 
         served.ask(ids, session_id=f"other {place}")
     assert served.ask([*kept, 5], session_id="kept").device >= 384
     assert served.ask([*dropped, 5], session_id="dropped").device < 384
+
+
+def test_retained_sessions_stay_on_disk_while_others_make_room(tmp_path: Path) -> None:
+    """A store of some forty prompts: three times as many are stored after both sessions."""
+    told = {**AHEAD, "sessions": True, "hint_limit_s": 600.0}
+    small = config_file(tmp_path, policy=told, store={"capacity_bytes": 32 << 20})
+    retain = kv_hints(("kv.retain", {"priority": 100, "ttl_seconds": 600}))
+    with serving(tmp_path, flags(**POOLS), small) as served:
+        kept, plain, *others = prompts(120, 384, seed=38)
+        served.ask(kept, session_id="kept", kv_hints=retain)
+        served.ask(plain, session_id="plain")
+        for ids in others:
+            served.ask(ids, 1)
+        served.settle()
+        assert served.metric("kvtier:pages_evicted_total") > 0
+        assert served.metric("kvtier:store_pages_retained") >= 384 // 16 - 1
+        served.flush()
+        assert served.ask([*kept, 5], session_id="kept").storage >= 320
+        assert served.ask([*plain, 5], session_id="plain").storage == 0
+        again = kv_hints(("kv.evict", {}))
+        served.ask([*kept, 6], session_id="kept", kv_hints=again)
+        served.settle()
+        assert served.metric("kvtier:store_pages_retained") == 0
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
