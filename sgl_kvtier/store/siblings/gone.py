@@ -7,6 +7,7 @@ siblings follow: each erases such pages of its own, and passes over those in oth
 from __future__ import annotations
 
 import numpy as np
+import numpy.char  # here: numpy loads it at its first use, which hangs in a child forked meanwhile
 from numpy.typing import NDArray
 
 from sgl_kvtier.store.disk.env import Env, read_fully, write_file
@@ -126,6 +127,6 @@ def _of_tenants(records: np.ndarray) -> dict[int, str]:
     pools = records["pool"]
     # An entry of a page names its key, and a pool's own name may begin with a mark.
     keyless = ~key_words(records).any(axis=1)
-    marked = np.flatnonzero(keyless & np.char.startswith(pools, _MARK)).tolist()
+    marked = np.flatnonzero(keyless & numpy.char.startswith(pools, _MARK)).tolist()
     whose = {i: parted(pools[i].decode("ascii", "replace"))[1] for i in marked}
     return {i: digest for i, digest in whose.items() if digest != NOBODY}
