@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ahead_lab import AHEAD, POOLS, shared_server
+from ahead_lab import AHEAD, POOLS, counts, shared_server
 from hostile import HOSTILE, SETTINGS
+from restore_lab import restoring
 from serving import ADMIN, Served, config_file, flags, prompts, serving
 from shared import Shared
 
@@ -250,6 +251,19 @@ def test_no_envelope_fails_a_request(served: Served, count: int) -> None:
     assert served.metric("kvtier:lookahead_hints_total") - before >= count
     assert not served.metric("kvtier:lookahead_failures_total")
     assert served.ask(asked[0], 1).tokens == answers[0].tokens
+
+
+def test_a_server_that_does_not_look_ahead_counts_each_action_as_refused(servers: Shared) -> None:
+    server = restoring(servers)
+    (ids,) = prompts(1, seed=38)
+    refused = "hints_total refused"
+    before = counts(server).get(refused, 0.0)
+    sent = kv_hints(("kv.retain", {"priority": 50}), ("kv.evict", {}), ("kv.fetch", {}))
+    server.ask(ids, kv_hints=sent)
+    assert counts(server)[refused] - before == 2
+    assert "kv_hints of requests are refused: this server does not look ahead" in (
+        server.server.log_path.read_text(errors="replace")
+    )
 
 
 @pytest.mark.slow

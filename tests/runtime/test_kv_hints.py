@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.sessions import Sessions
 from sgl_kvtier.policy.shape import EngineShape
+from sgl_kvtier.runtime.hints import scheduler as hints
 from sgl_kvtier.runtime.hints.actions import (
     ARRIVAL,
     COMPLETION,
@@ -32,7 +34,7 @@ from sgl_kvtier.runtime.hints.actions import (
     carry_out,
     read,
 )
-from sgl_kvtier.runtime.hints.scheduler import result_of
+from sgl_kvtier.runtime.hints.scheduler import refuse_kv_hints, result_of
 from sgl_kvtier.runtime.step.tracked import Asking
 from sgl_kvtier.types import PageKey
 
@@ -277,6 +279,43 @@ def test_an_action_is_carried_out_at_its_time_and_refusals_are_told_once() -> No
     many = [action("kv.evict")] * (MOST_ACTIONS + 3)
     assert results(planner, *many, when=ARRIVAL) == ["refused"]
     assert len(results(planner, *many)) == MOST_ACTIONS
+
+
+def test_a_server_that_can_follow_no_hint_refuses_each_action_once_and_says_why_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted: list[str] = []
+    monkeypatch.setattr(hints, "count", lambda scheduler, result: counted.append(result))
+    hints._say_refused.cache_clear()
+    sent = [action("kv.evict"), action("kv.fetch"), action("kv.retain", version="2.0")]
+    many = [action("kv.demote")] * (MOST_ACTIONS + 3)
+    older = SimpleNamespace()  # of an SGLang without kv_hints
+    waiting = [older, *(SimpleNamespace(kv_hints=one) for one in (None, envelope(*sent)))]
+    tree = SimpleNamespace(cache_controller=None)
+    scheduler = SimpleNamespace(tree_cache=tree, waiting_queue=waiting)
+    for _ in range(2):
+        refuse_kv_hints(scheduler, None)
+    assert counted == ["refused"] * 2
+    waiting.append(SimpleNamespace(kv_hints=envelope(*many)))
+    refuse_kv_hints(scheduler, None)
+    assert counted == ["refused"] * (2 + MOST_ACTIONS + 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"kvtier: kv_hints of requests are refused: {hints.unable(tree, None)}"
+    ]
+
+
+@pytest.mark.parametrize("sessions", [True, False])
+def test_a_server_that_looks_ahead_follows_them_unless_it_knows_no_sessions(
+    sessions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[str] = []
+    monkeypatch.setattr(hints, "count", lambda scheduler, result: counted.append(result))
+    parts = SimpleNamespace(
+        ahead=object(), notes=SimpleNamespace(config=PolicyConfig(sessions=sessions))
+    )
+    waiting = [SimpleNamespace(kv_hints=envelope(action("kv.evict")))]
+    refuse_kv_hints(SimpleNamespace(tree_cache=object(), waiting_queue=waiting), parts)
+    assert counted == ["refused"] * (not sessions)
 
 
 class OnlySessions:

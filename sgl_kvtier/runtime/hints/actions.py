@@ -115,10 +115,20 @@ def carry_out(
                 if foreign and not others
                 else _on_disk(_carried_out(planner, found, own, now), found, asking, retain)
             )
+    return answers + (_left_out(envelope) if when == ARRIVAL else [])
+
+
+def refused(envelope: Any, why: str) -> list[HintAnswer]:
+    """The effect of each action of an envelope on a server that can follow no hint."""
+    ours = [one for one in envelope.actions[:MOST_ACTIONS] if one.action_type in _KINDS]
+    return [HintAnswer(False, why) for _ in ours] + _left_out(envelope)
+
+
+def _left_out(envelope: Any) -> list[HintAnswer]:
     left_out = len(envelope.actions) - MOST_ACTIONS
-    if left_out > 0 and when == ARRIVAL:
-        answers.append(HintAnswer(False, f"{left_out} actions more than {MOST_ACTIONS}"))
-    return answers
+    if left_out <= 0:
+        return []
+    return [HintAnswer(False, f"{left_out} actions more than {MOST_ACTIONS}")]
 
 
 def _on_disk(

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from sgl_kvtier.policy.messages import Consulted, HintAnswer, Hinted, SessionsWith
 from sgl_kvtier.runtime import metrics
-from sgl_kvtier.runtime.hints import requests, settings
+from sgl_kvtier.runtime.hints import actions, requests, settings
 from sgl_kvtier.runtime.hints.message import MARK, Sent, unpack
 from sgl_kvtier.runtime.hints.route import ANSWER
+from sgl_kvtier.runtime.sglang import step
 from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.sglang.requests import take_kv_hints
 
 MOST_SESSIONS = 16
 """At most this many sessions may begin with the same prefix and all receive the hint."""
@@ -91,6 +94,26 @@ def unable(tree: Any, parts: Any) -> str | None:
     if not parts.notes.config.sessions:
         return "policy.sessions is off, so no session is known: set it to true in kvtier.json"
     return None
+
+
+def refuse_kv_hints(scheduler: Any, parts: Any) -> None:
+    """Counts the actions in the `kv_hints` of waiting requests as refused, each once, where this
+    server can do nothing with any hint. Once per step.
+    """
+    why = unable(scheduler.tree_cache, parts)
+    if why is None:
+        return  # lookahead notes them as requests come and end
+    for req in step.waiting(scheduler):
+        envelope = take_kv_hints(req)
+        if envelope is not None:
+            _say_refused(why)
+            for answer in actions.refused(envelope, why):
+                count(scheduler, result_of(answer))
+
+
+@cache
+def _say_refused(why: str) -> None:
+    logger.warning("kvtier: kv_hints of requests are refused: %s", why)
 
 
 def _meant(planner: Consulted, sent: Sent) -> tuple[str, ...] | str:

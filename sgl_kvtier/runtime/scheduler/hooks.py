@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.runtime.cpu.platform import works_at_once
+from sgl_kvtier.runtime.hints.scheduler import refuse_kv_hints
 from sgl_kvtier.runtime.scheduler import queue
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.parts import parts_of
@@ -50,6 +51,7 @@ def run_tick(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> N
     """After SGLang's own cache events."""
     del result, args, kwargs
     parts = parts_of(scheduler.tree_cache)
+    refuse_kv_hints(scheduler, parts)
     if parts is not None:
         parts.tick.run(scheduler)
 

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 _CLIP = 4096
 """SGLang's own bound on the output reserved for a request (CLIP_MAX_NEW_TOKENS)."""
 
+_TAKEN = "kvtier_took_hints"
+
 
 class Found(NamedTuple):
     """Leading tokens of a prompt in memory: on the device, and behind them in host memory."""
@@ -112,6 +114,15 @@ def left_to_sglang(req: Req) -> str | None:
     if req.session is not None and req.session.streaming:
         return "streaming session"
     return None
+
+
+def take_kv_hints(req: Req) -> Any:
+    """The `kv_hints` of a request (SGLang 0.5.23), or None; None as well where they were taken."""
+    envelope = getattr(req, "kv_hints", None)
+    if envelope is None or getattr(req, _TAKEN, False):
+        return None
+    setattr(req, _TAKEN, True)
+    return envelope
 
 
 def add_span(req: Req, name: str, seconds: float, facts: Mapping[str, Any]) -> None:
