@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_pages import IDENTITY, content, key, open_at, put, read, segments
+from store_pages import IDENTITY, content, found, key, open_at, put, read, segments
 
-from sgl_kvtier.config import StoreConfig
+from sgl_kvtier.config import StoreConfig, parse_config
 from sgl_kvtier.errors import StoreBusyError, StoreError, StoreFormatError
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
@@ -37,6 +37,20 @@ def test_pages_are_there_after_a_restart(opened: Callable[..., DiskStore]) -> No
     put(again, {key("more"): b"more"})
     again.close()
     assert opened().stats().pages == 21
+
+
+@pytest.mark.parametrize("name", ["Seiten für Ü 页", "two  words\tand 'quotes' \"50%\" $HOME {x}"])
+def test_a_path_with_other_letters_and_spaces_is_a_path(
+    opened: Callable[..., DiskStore], tmp_path: Path, name: str
+) -> None:
+    path = parse_config({"store": {"path": str(tmp_path / name)}}).store.path
+    for _ in range(2):
+        store = opened(Path(path))
+        put(store, PAGES)
+        assert Path(store.folder).is_relative_to(tmp_path / name)
+        assert found(store, PAGES) == len(PAGES)
+        store.close()
+    assert os.listdir(tmp_path) == [name]
 
 
 def test_a_folder_has_one_owner_and_the_message_names_it(store: DiskStore, tmp_path: Path) -> None:
