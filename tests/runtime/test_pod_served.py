@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from patience import until
 from serving import STRICT, TOKENS, Answer, Served, config_file, flags, prompts
 from volumes import GROUP, ME, in_memory, kubelet, loose
@@ -27,6 +28,14 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="another user's server needs root"),
     pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux"),
 ]
+(GRACE_S,) = (
+    one["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    for one in yaml.safe_load_all(
+        (Path(__file__).parents[2] / "examples" / "k8s" / "kvtier.yaml").read_text()
+    )
+    if one["kind"] == "Deployment"
+)
+"""Seconds that a pod has to end after SIGTERM, before Kubernetes kills it."""
 PAGES = (TOKENS - 1) // 16
 MOST_PROMPTS = 200
 
@@ -72,7 +81,7 @@ def pod(home: Path, volume: Path, life: int, **throttle: float) -> Iterator[Serv
         launcher = psutil.Process(server.pid)
         assert {process.uids().real for process in (launcher, *launcher.children())} == {ME}
         server.ask_to_end()
-        launcher.wait(600)
+        launcher.wait(GRACE_S)
     log = server.log_path.read_text(errors="replace")
     assert log.count("could be written by other users") == (life > 1)
     assert "Traceback" not in log
