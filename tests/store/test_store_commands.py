@@ -213,6 +213,14 @@ def a_models_folder(root: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_a_file_beside_the_identities_is_passed_over_and_stays(root: Path) -> None:
+    """As the log of a server on an emulated device (lab/paced)."""
+    (log := root / "pace.jsonl").write_text("{}\n")
+    for command, *more in ((STAT,), (commands.fsck,), (commands.purge, "--all")):
+        assert result(command, root, *more)[0] == 0
+    assert log.read_text() == "{}\n" and not [path for path in root.iterdir() if path.is_dir()]
+
+
 def test_purge_leaves_a_strangers_folder_and_says_what_to_do(root: Path) -> None:
     mine = a_models_folder(root)
     for arguments in (("--all", "--dry-run"), ("--all",)):

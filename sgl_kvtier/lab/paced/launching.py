@@ -33,7 +33,7 @@ requests at a time.
 SERVE_LOG_BYTES = 64 << 20
 """Most bytes of a log of `kvtier serve`, which may run for weeks. The file before it is kept."""
 LOG = "pace.jsonl"
-"""In a server's folder: `pace.PaceLog`."""
+"""In a server's folder, or in that of a user's store, which passes it over: `pace.PaceLog`."""
 DISK_READ_GBYTES_PER_S, DISK_WRITE_GBYTES_PER_S = 6.4, 4.0
 """One PCIe 4.0 x4 drive, as they are sold: 6.4 to 7 GB/s read, 4 to 5 written."""
 
@@ -199,9 +199,9 @@ class Paced:
             "OMP_NUM_THREADS": "1",
         }
 
-    def serve_env(self, log: Path) -> dict[str, str]:
-        """The same for a user's own server."""
-        return self.env(log, SERVE_LOG_BYTES)
+    def serve_env(self, store: Path) -> dict[str, str]:
+        """The same for a user's own server, whose log is in the folder of its pages."""
+        return self.env(store / LOG, SERVE_LOG_BYTES)
 
     def flags(self) -> tuple[str, ...]:
         """Arguments of a comparison's server beside those of a CPU."""

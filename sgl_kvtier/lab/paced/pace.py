@@ -79,6 +79,8 @@ class PaceLog:
         self._write({"load": link, "at": begin, "end": end, "rid": rid})
 
     def _open(self) -> TextIO:
+        # Of a user's store, which its server has not opened yet: as private as the store makes it.
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = self._path.open("a", buffering=1, encoding="utf-8")
         self._bytes = file.tell()
         if self._bytes and not self._ends_whole():

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         paced.refuse_others(extra)
         _check_settings(args, paced)
         extra = [*paced.serve_flags(), *extra]
-        added |= paced.serve_env(place.with_name(f"{place.name}.pace.jsonl"))
+        added |= paced.serve_env(place)
     command = [
         sys.executable,
         "-m",
@@ -163,8 +163,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace, paced: Any) -> tuple[str, Path]:
-    """The settings as SGLang takes them (JSON text or @FILE), and the folder of the pages, or the
-    path of the file without its suffix. Raises ConfigError.
+    """The settings as SGLang takes them (JSON text or @FILE), and the folder of the pages. Raises
+    ConfigError.
     """
     if args.config is not None:
         if any((args.store, args.capacity, args.restore, args.lookahead)):
@@ -172,9 +172,9 @@ def _settings(args: argparse.Namespace, paced: Any) -> tuple[str, Path]:
                 "give --config or --store, --capacity, --restore and --lookahead, not both: in "
                 "that file they are store.path, store.capacity_bytes and the section policy"
             )
-        load_config(args.config)  # a mistake in it is told before a model is loaded
-        file = Path(args.config).resolve()
-        return f"@{file}", file.with_suffix("")
+        # A mistake in it is told before a model is loaded.
+        pages = load_config(args.config).store.path or store_of_environment()["path"]
+        return f"@{Path(args.config).resolve()}", Path(pages).expanduser()
     store: dict[str, Any] = dict(store_of_environment())
     store |= {"path": str(args.store)} if args.store is not None else {}
     store |= {"capacity_bytes": args.capacity} if args.capacity else {}

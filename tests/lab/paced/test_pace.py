@@ -114,6 +114,11 @@ def test_a_torn_last_line_is_left_away(tmp_path):
     assert len(pace.read(path)) == 1
 
 
+def test_the_folder_of_a_log_is_made_for_this_user_alone(tmp_path):
+    log(tmp_path / "store" / "log", {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1})
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+
+
 def test_the_log_of_a_server_that_was_killed_goes_on_with_a_whole_line(tmp_path):
     path = tmp_path / "log"
     path.write_text('{"step": "dec')

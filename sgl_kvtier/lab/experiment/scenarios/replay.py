@@ -118,7 +118,7 @@ def _paced_notes(paced: Paced | None) -> list[str]:
     return [
         f"Paced, not computed: the server says that it has profile {paced.profile.name} and dilation {paced.dilation:g}. Gaps and "
         "time-outs are that many times as long, and times are divided by it. Whether it kept pace is in its own log, "
-        "STORE.pace.jsonl."
+        "pace.jsonl in the folder of its store."
     ]
 
 
