@@ -89,6 +89,22 @@ def test_restored_tokens_are_in_sglangs_own_hit_figures(served: Served) -> None:
     assert not grown.get("storage_prefetch_unfulfilled_tokens_total")
 
 
+def test_bytes_restored_from_host_memory_are_in_sglangs_load_back_figures(served: Served) -> None:
+    (ids,) = prompts(1, LONG, seed=72)
+    served.ask(ids)
+    served.flush()
+    served.ask(ids[: LONG // 2])
+    for other in prompts(3, LONG - 200, seed=73):  # the whole device pool; the host's is larger
+        served.ask(other, 1)
+    ours, theirs = settled(served), sglangs(served)
+    served.ask(ids)
+    loaded = since(ours, settled(served))["loaded_bytes_total host-device"]
+    grown = since(theirs, sglangs(served))
+    assert loaded > 0
+    assert grown["load_back_bytes_total"] == loaded
+    assert grown["load_back_duration_seconds_sum"] > 0
+
+
 def test_pages_that_were_restored_are_not_copied_back_where_they_came_from(served: Served) -> None:
     ids = prompts(1, LONG, seed=41)[0]
     served.ask(ids)
@@ -140,6 +156,8 @@ def test_a_setting_is_changed_between_two_requests(served: Served) -> None:
         after["started_total configured load"] - before.get("started_total configured load", 0) == 1
     )
     assert storage == LONG // 16 * 16
+    # SGLang's, of the last prefill: the whole prefix was attached to it.
+    assert total(served, "sglang:cache_hit_rate") == pytest.approx(storage / LONG)
 
 
 def test_switched_off_everything_is_sglangs_own_until_it_is_switched_on(served: Served) -> None:

@@ -309,11 +309,20 @@ def test_restored_tokens_are_counted_where_sglang_counts_and_as_it_counts() -> N
         def log_prefetched_tokens(self, tokens: int) -> None:
             self.told.append(tokens)
 
+        def increment_load_back_num_bytes(self, num_bytes: int) -> None:
+            self.told.append(f"{num_bytes} bytes")
+
+        def observe_load_back_duration(self, duration_seconds: float) -> None:
+            self.told.append(f"{duration_seconds} s")
+
     device, storage = Counts(), Counts()
     both = SimpleNamespace(metrics_collector=device, storage_metrics_collector=storage)
     storage_ops.count_loaded(both, 32, 64)  # type: ignore[arg-type]
     storage_ops.count_loaded(both, 0, 0)  # type: ignore[arg-type]
-    assert (device.told, storage.told) == ([(32, "kv")], [64])
+    storage_ops.count_copied(both, 4096, 0.5)  # type: ignore[arg-type]
+    assert (device.told, storage.told) == ([(32, "kv"), "4096 bytes", "0.5 s"], [64])
     # Without --enable-metrics, and with a release that counts in another way.
+    for other in (SimpleNamespace(), SimpleNamespace(metrics_collector=object())):
+        storage_ops.count_copied(other, 4096, 0.5)  # type: ignore[arg-type]
     storage_ops.count_loaded(SimpleNamespace(storage_metrics_collector=None), 32, 64)  # type: ignore[arg-type]
     storage_ops.count_loaded(SimpleNamespace(metrics_collector=object()), 32, 64)  # type: ignore[arg-type]

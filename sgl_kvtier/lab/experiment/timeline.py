@@ -19,12 +19,17 @@ PERIOD_S = 1.0
 """Seconds between two readings. One costs some ten milliseconds of the HTTP process, the same in
 every arm.
 """
-_LINK = {
-    "to_device_bytes": ("sglang:load_back_bytes_total", "kvtier:restore_loaded_bytes_total"),
-    "to_host_bytes": ("sglang:hicache_backup_bytes_total",),
+_RESTORED = "kvtier:restore_loaded_bytes_total"
+_LINK: Mapping[str, Sequence[tuple[str, Mapping[str, str]]]] = {
+    "to_device_bytes": (
+        ("sglang:load_back_bytes_total", {}),
+        (_RESTORED, {"link": "storage-device"}),
+        (_RESTORED, {"link": "remote-device"}),
+    ),
+    "to_host_bytes": (("sglang:hicache_backup_bytes_total", {}),),
 }
-"""Counters of the link between host and device, of all ranks. Pages that are moved ahead are among
-SGLang's own.
+"""Counters of the link between host and device, of all ranks, with their labels. Pages that are
+prefetched, or restored from host memory, are among SGLang's own.
 """
 _DIRECTIONS = ("to_device", "to_host")
 _TOUCHING_S = 0.002
@@ -51,7 +56,7 @@ def occupancy(metrics: Metrics, before: Metrics, page_tokens: int) -> dict[str, 
 def moved(metrics: Metrics, before: Metrics) -> dict[str, float]:
     """Bytes since `before`. Those that storage read and wrote: by the store's own count, else SGLang's
     tokens times its bytes per token. Those copied to the device and to host memory: by SGLang's
-    counts, and those of restorations. What is not counted is left out.
+    counts, and those of restorations from storage. What is not counted is left out.
     """
     tokens, nbytes = (
         metrics.total(f"sglang:hicache_backup_{what}_total") for what in ("tokens", "bytes")
@@ -69,7 +74,9 @@ def moved(metrics: Metrics, before: Metrics) -> dict[str, float]:
     if metrics.total("sglang:hicache_host_used_tokens") is not None:
         # A counter that is not there yet is at 0.
         for name, counters in _LINK.items():
-            found[name] = sum(_grown(metrics, before, counter) or 0.0 for counter in counters)
+            found[name] = sum(
+                _grown(metrics, before, counter, **labels) or 0.0 for counter, labels in counters
+            )
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -218,6 +225,6 @@ def _steps_by_request(steps: Sequence[Mapping[str, Any]]) -> dict[str, Spans]:
     return found
 
 
-def _grown(metrics: Metrics, before: Metrics, name: str) -> float | None:
-    now = metrics.total(name)
-    return None if now is None else max(0.0, now - (before.total(name) or 0.0))
+def _grown(metrics: Metrics, before: Metrics, name: str, **labels: str) -> float | None:
+    now = metrics.total(name, **labels)
+    return None if now is None else max(0.0, now - (before.total(name, **labels) or 0.0))

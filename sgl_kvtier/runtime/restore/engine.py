@@ -494,9 +494,10 @@ class RestoreEngine:
             nbytes = len(span) * self.context.page_bytes + beside
             self.counters.bytes_loaded[load.link] += nbytes
             agreed = len(span) * self.context.agreed_page_bytes + beside
-            self.context.facts.append(
-                TransferDone(r.rid, load.link, span, agreed, self._busy_seconds(load, ended), LATER)
-            )
+            seconds = self._busy_seconds(load, ended)
+            if load.link is Link.HOST_TO_DEVICE:
+                storage_ops.count_copied(self.context.tree, nbytes, seconds)
+            self.context.facts.append(TransferDone(r.rid, load.link, span, agreed, seconds, LATER))
             return
         lost = self._disown(load, span)
         self._lose(r, span, REASON[load.poll.seen[first]], lost)

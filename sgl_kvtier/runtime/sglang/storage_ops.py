@@ -82,6 +82,21 @@ def count_loaded(tree: Tree, host_tokens: int, storage_tokens: int) -> None:
         logger.debug("kvtier: loaded tokens are not in SGLang's metrics: %s", error)
 
 
+def count_copied(tree: Tree, nbytes: int, seconds: float) -> None:
+    """Adds bytes that a restoration has copied from host memory to the device, and the seconds that
+    this took, to SGLang's own `sglang:load_back_bytes_total` and
+    `sglang:load_back_duration_seconds`: this rank's alone, as SGLang's are. Nothing where SGLang
+    does not count, or counts in another way.
+    """
+    try:
+        device: Any = getattr(tree, "metrics_collector", None)
+        if device is not None:
+            device.increment_load_back_num_bytes(nbytes)
+            device.observe_load_back_duration(seconds)
+    except (AttributeError, TypeError) as error:
+        logger.debug("kvtier: copied bytes are not in SGLang's metrics: %s", error)
+
+
 def watch_writes(tree: Tree, begun: Callable[[int, Sequence[str]], None]) -> Callable[[], None]:
     """From now on calls `begun` with the number of each write of a node that has begun, and the
     names of its pages; returns what ends it. The controller has no callbacks, so its call is

@@ -49,15 +49,16 @@ def test_bytes_of_a_server_that_does_not_say_how_large_a_token_is_are_left_out()
     assert moved(Metrics({}), Metrics({})) == {}
 
 
-def test_bytes_between_host_and_device_are_sglangs_counts_and_those_of_restorations() -> None:
+def test_bytes_between_host_and_device_are_sglangs_counts_and_those_restored_from_storage() -> None:
     text = (
         'sglang:hicache_host_used_tokens 64\nsglang:load_back_bytes_total{tp_rank="0"} 700\n'
         'sglang:load_back_bytes_total{tp_rank="1"} 700\n'
         'kvtier:restore_loaded_bytes_total{link="host-device"} 30\n'
         'kvtier:restore_loaded_bytes_total{link="storage-device"} 50\n'
+        'kvtier:restore_loaded_bytes_total{link="remote-device"} 7\n'
     )
     before = Metrics.parse('sglang:load_back_bytes_total{tp_rank="0"} 400\n')
-    assert moved(Metrics.parse(text), before) == {"to_device_bytes": 1080.0, "to_host_bytes": 0.0}
+    assert moved(Metrics.parse(text), before) == {"to_device_bytes": 1057.0, "to_host_bytes": 0.0}
     backup = "sglang:hicache_host_used_tokens 64\nsglang:hicache_backup_bytes_total 90\n"
     assert moved(Metrics.parse(backup), Metrics({})) == {
         "to_device_bytes": 0.0,
