@@ -120,6 +120,8 @@ def where_pages_go(args: Any) -> str:
     """In one sentence, what a server with this resolved configuration was set to, for its log."""
     config = of_server(args)
     return (
+        "--enable-hierarchical-cache and --hicache-storage-backend "
+        f"{args.hicache_storage_backend} are in force; "
         f"pages of {args.page_size} tokens are stored in {config.store.path}, at most "
         f"{format_bytes(config.store.capacity_bytes)} (store.path, store.capacity_bytes, or "
         f"{PATH_VARIABLE} and {CAPACITY_VARIABLE})"

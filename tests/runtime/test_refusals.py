@@ -335,7 +335,9 @@ def test_one_line_turns_the_tier_on_and_the_log_says_where_pages_go(
     store = settings.of_server(args).store
     wanted = ("/mnt/kv", 3 << 30) if len(variables) > 1 else (f"{tmp_path}/kvtier/pages", 64 << 30)
     assert (store.path, store.capacity_bytes) == wanted
-    assert f"are stored in {wanted[0]}, at most" in caplog.text
+    flags_in_force = "--enable-hierarchical-cache and --hicache-storage-backend kvtier are in force"
+    said = f"kvtier: {flags_in_force}; pages of {args.page_size} tokens are stored in {wanted[0]}, "
+    assert f"{said}at most" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,23 @@ def test_the_dynamic_form_serves_as_well(tmp_path):
 
 
 @pytest.mark.slow
+def test_one_variable_turns_the_tier_on_and_one_line_says_what_it_set(tmp_path):
+    pages = tmp_path / "pages"
+    variables = {"KVTIER": "1", "KVTIER_STORE_PATH": str(pages)}
+    with serving(tmp_path, flags(backend=None), **variables) as server:
+        (ids,) = prompts(1, seed=61)
+        first = server.ask(ids)
+        server.flush()
+        again = server.ask(ids)
+        said = server.server.log_path.read_text(errors="replace")
+    assert (first.storage, again.tokens) == (0, first.tokens)
+    assert again.storage > 0
+    assert (
+        "kvtier: --enable-hierarchical-cache and --hicache-storage-backend kvtier are in force; "
+        f"pages of {PAGE} tokens are stored in {pages}, at most 64.0 GiB"
+    ) in said
+
+
 def test_a_wrong_setting_stops_the_launch_before_a_model_is_loaded(tmp_path):
     log = refused(tmp_path, flags(), config_file(tmp_path, store={"io_threads": 0}))
     assert "store.io_threads = 0: must be a whole number from 1 to 256" in log
