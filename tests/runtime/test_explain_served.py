@@ -129,6 +129,24 @@ def test_prompts_that_are_shorter_than_a_page_are_no_miss_of_the_store(served: S
     assert found["prompts"]["requests"] == 3 and not found["prompts"]["storage"]
 
 
+def test_two_prompts_that_part_inside_a_page_share_the_whole_pages_before_it(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids, (rest,) = stored(served, 416), prompts(1, seed=417)
+    parting = 24 * PAGE + PAGE // 2
+    other = [*ids[:parting], ids[parting] + 1, *rest[: TOKENS - parting - 1]]
+    found = cause_of(served, lambda: served.ask(other), "new prompts", COMPARE)
+    assert found["prompts"]["storage"] == 24 * PAGE
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, tokens in zip(files, (ids, other), strict=True):
+        file.write_text(json.dumps(tokens))
+    assert main(["explain", "--prompts", *map(str, files), "--page-size", str(PAGE)]) == 0
+    said = capsys.readouterr().out
+    assert f"token {parting}" in said and f"24 (of {PAGE} tokens)" in said
+    assert f"{24 * PAGE} of {TOKENS} tokens, 64" in said
+    assert "other: the token ids differ." in said
+
+
 def test_a_stored_prompt_below_the_threshold_was_not_asked_for(served: Served) -> None:
     ids = stored(served, 403, 62)
     says = "at least 64 tokens: lower prefetch_threshold"
