@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +74,21 @@ def test_a_log_of_sglangs_is_read_once_for_each_request() -> None:
     ]
     (one,) = read(log, 1 << 20)
     assert (one.line, one.session, one.prompt.tokens) == (2, "agent-7", (1, 2, 3))
+
+
+def test_what_sglangs_own_logger_writes_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("sglang")
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.utils.request_logger import RequestLogger
+
+    logger = RequestLogger(True, 3, "json", [str(tmp_path)])
+    asked = [{"input_ids": [1, 2, 3], "session_id": "a"}, {"text": "Gehe über los."}]
+    for fields in asked:
+        logger.log_received_request(GenerateReqInput(**fields))
+    (file,) = tmp_path.iterdir()
+    first, second = read(file.read_bytes().splitlines(), 1 << 20)
+    assert (first.session, first.prompt.tokens) == ("a", (1, 2, 3))
+    assert (second.session, second.prompt.parts[0].text) == (None, "Gehe über los.")
 
 
 def test_brackets_in_a_prompt_are_no_time_stamp() -> None:

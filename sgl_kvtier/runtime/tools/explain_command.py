@@ -376,8 +376,8 @@ def _explain_log(args: argparse.Namespace) -> int:
     known = {name for row in rows for name, value in row.items() if value not in (None, "")}
     columns = [column for column in columns if column.name in known]
     notes = []
-    if any(one.hit_tokens is None for one in pairs):
-        notes.append("--model-path tells tokens and what was lost")
+    if tokenizer is None:
+        notes.append("--model-path tells tokens, their text, and what was lost")
     if len(apart) > _MOST_PAIRS:
         notes.append(f"{len(apart) - _MOST_PAIRS} more part: --json has all")
     if rows:
