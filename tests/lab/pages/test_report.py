@@ -103,8 +103,8 @@ def test_data_of_a_results_page_are_shown_with_their_commands_and_the_plot_they_
     ("page", "title"),
     [
         ("For operators.\n\n# Is `kvtier` faster?\n\n# Another\n", "Is kvtier faster?"),
-        ("No heading.\n", "Figures of docs/results/some.md"),
-        (None, "Figures of docs/results/some.md"),
+        ("No heading.\n", f"Figures of docs/results/{GRIDS['page']}"),
+        (None, f"Figures of docs/results/{GRIDS['page']}"),
     ],
 )
 def test_the_title_of_a_results_pages_data_is_the_heading_of_that_page(
