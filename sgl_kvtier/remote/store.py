@@ -245,6 +245,10 @@ class RemoteStore:
                 self._count("bytes_written", length_of(page))
         return outcomes
 
+    def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
+        """None: the engine evicts its pages itself."""
+        return 0
+
     def delete(
         self, keys: Sequence[PageKey], pool: str = KV, first: Callable[[], None] | None = None
     ) -> int:

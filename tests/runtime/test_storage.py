@@ -924,9 +924,9 @@ def test_pages_of_a_later_side_pool_come_back_although_its_name_and_tag_are_too_
     stored = [PoolTransfer(name=name, host_indices=slots([2, 3]), keys=names) for name in sides]
     backend.note_tenant(names[0], "acme")
     with backend.writing_for_tenant_of(names[0]):
-        assert backend.batch_set_v2(stored) == dict.fromkeys(sides, [True, True])
+        assert backend.batch_set_v2(stored) == {name: [True, True] for name in sides}
     back = [PoolTransfer(name=name, host_indices=slots([8, 9]), keys=names) for name in sides]
-    assert backend.batch_get_v2(back) == dict.fromkeys(sides, [True, True])
+    assert backend.batch_get_v2(back) == {name: [True, True] for name in sides}
     for side in sides.values():
         assert page_bytes(side, 8) == page_bytes(side, 2)
     assert backend._store.delete_tenant(digest_of("acme")) == 4

@@ -81,7 +81,7 @@ class LeastRecentlyUsed:
     def _candidates(self, segments: list[Segment], taken: list[int]) -> Rows:
         table = self._table
         spans = [np.arange(s.base, s.base + s.slots) for s in segments]
-        rows = np.concatenate(spans) if spans else np.empty(0, np.int64)
+        rows: Rows = np.concatenate(spans) if spans else np.empty(0, np.int64)
         rows = rows[(table.state[rows] == State.LIVE) & (table.pins[rows] == 0)]
         if self._group is not None:
             rows = rows[table.group[table.tenant[rows]] == self._group]
