@@ -199,7 +199,7 @@ _RESTORE = (
         kind=Kind.GAUGE,
     ),
     Metric(
-        "restore_break_even_bytes_per_s",
+        "restore_break_even_bytes_per_second",
         "learned bandwidth from which on loading the first chunk of a prompt is faster than "
         "computing it",
         kind=Kind.GAUGE,

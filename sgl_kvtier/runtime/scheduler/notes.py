@@ -80,7 +80,7 @@ class RestoreNotes:
         yield "under_way", {}, len(self._engine.restorations)
         yield "writes_waiting", {}, storage_ops.writes_waiting(self._engine.context.tree)
         if self._planner.break_even_bytes_per_s is not None:
-            yield "break_even_bytes_per_s", {}, self._planner.break_even_bytes_per_s
+            yield "break_even_bytes_per_second", {}, self._planner.break_even_bytes_per_s
 
     def close(self) -> None:
         """Writes what is left and ends the threads; publishes a last time. Idempotent."""

@@ -289,7 +289,7 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
             pages_read=count("kvtier:pages_read_total"),
             bytes_read=read_bytes,
             read_bytes_per_s=read_bytes / busy_s if read_bytes and busy_s > 0 else None,
-            break_even_bytes_per_s=now.get("kvtier:restore_break_even_bytes_per_s"),
+            break_even_bytes_per_s=now.get("kvtier:restore_break_even_bytes_per_second"),
             pages_written=count("kvtier:pages_written_total"),
             pages_kept=count("kvtier:pages_kept_total"),
             pages_refused=count("kvtier:pages_refused_total"),
