@@ -123,6 +123,13 @@ def test_half_of_the_store_can_be_retained_and_the_first_pages_are(store: DiskSt
     assert there(store, *many) == there(store, *many[:taken]) == taken
 
 
+def test_pages_retained_in_an_empty_store_count_once_pages_have_a_size(store: DiskStore) -> None:
+    many = [key(("many", i)) for i in range(40)]
+    assert store.retain("a", many, 60.0) == 40
+    stored(store, *OWN)
+    assert store.retain("b", KEYS, 60.0) == 0
+
+
 def test_where_nothing_else_can_leave_retained_pages_do(store: DiskStore) -> None:
     stored(store, *OWN)
     store.retain("a", KEYS, 60.0)

@@ -44,6 +44,9 @@ class Retention:
         self._give_up(owner)
         if seconds <= 0 or not keys:
             return 0
+        for name, (until, kept, nbytes) in self._owners.items():
+            if not nbytes:  # retained in a store that had no page yet
+                self._owners[name] = (until, kept, int(self._bytes_of(kept).sum()))
         room = most_bytes - sum(nbytes for _, _, nbytes in self._owners.values())
         sums = np.cumsum(self._bytes_of(keys))
         count = int(np.searchsorted(sums, room, "right"))
