@@ -21,7 +21,7 @@ from sgl_kvtier.lab.experiment.load import Load, LoadOptions
 from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.outside import smollm2
 from sgl_kvtier.lab.outside.lab_model import NAMES, write_named
-from sgl_kvtier.lab.outside.model_shapes import serving_dtype
+from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, serving_dtype
 from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import FEEDBACK, ReplayOptions
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced, parse
@@ -94,6 +94,12 @@ SERVER: _Options = {
     },
 }
 """Options of the servers that are started. `server_shown` has the defaults that help names."""
+LAB_MODEL: Mapping[str, Any] = {
+    "choices": (*SHAPES, *DRAWN),
+    "metavar": None,
+    "help": "which one (default %(default)s)",
+}
+"""The option `model` of a command that knows its own models alone."""
 
 
 def add_options(
@@ -172,7 +178,7 @@ def thresholds(chosen: Load, page: int) -> dict[str, Any]:
 
 def model_of(args: Options, device: str = "") -> str:
     """The model's folder or name; one of `kvtier model` is written first. Raises BenchError for a
-    name that is neither, and where a paced device is given another than its own.
+    name that is neither, and where an emulated GPU is given another than its own.
     """
     if is_paced(device):
         refuse_other(args, device)
@@ -188,7 +194,7 @@ def model_of(args: Options, device: str = "") -> str:
 
 
 def refuse_other(args: Options, device: str) -> None:
-    """Raises BenchError where a paced device is given another model than its own."""
+    """Raises BenchError where an emulated GPU is given another model than its own."""
     if args.model:
         raise BenchError(f"--model: {device} brings a model of its own")
 

@@ -104,7 +104,8 @@ class Work(Protocol):
 @dataclass(frozen=True)
 class Plan:
     """Which arms, in what order, how often. `together` None: all servers at once if memory allows.
-    False: one for each arm and round, which is restarted once something was stored. Rounds are numbered from `first_round`. No round begins after `until` on the monotonic clock.
+    False: one for each arm and round, which is restarted once something was stored. Rounds are
+    numbered from `first_round`. No round begins after `until` on the monotonic clock.
     """
 
     arms: Sequence[str]

@@ -112,7 +112,7 @@ _QUICK_ARMS = ("recompute", "hicache-file", "kvtier")
 # times on two cores.
 _CPU = LoadOptions(turns=8, most_output_tokens=16)
 _QUICK = LoadOptions(sessions=6, turns=4, most_output_tokens=12)
-# A core computes about 50 prompt tokens a second of real weights with 135 million parameters.
+# A core computes some 200 prompt tokens a second of real weights with 135 million parameters.
 _SMOLLM2 = LoadOptions(
     sessions=2, turns=3, divisor=1, most_prompt_tokens=4096, most_output_tokens=12
 )

@@ -15,6 +15,7 @@ from sgl_kvtier.arguments import positive
 from sgl_kvtier.console import progress
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
+    LAB_MODEL,
     RUN,
     SERVER,
     add_options,
@@ -44,7 +45,7 @@ from sgl_kvtier.lab.experiment.remote.run import (
     RemoteRunOptions,
 )
 from sgl_kvtier.lab.outside.lab_model import write_named
-from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, kv_bytes
+from sgl_kvtier.lab.outside.model_shapes import kv_bytes
 from sgl_kvtier.lab.outside.replay import milliseconds
 from sgl_kvtier.lab.paced.launching import is_paced, parse
 from sgl_kvtier.lab.paced.pace import MOST_OVERRUN
@@ -125,11 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("servers"),
         SERVER,
         "model device dilation page-size chunk storage-size server-arg folder",
-        model={
-            "choices": (*SHAPES, *DRAWN),
-            "metavar": None,
-            "help": "which one (default %(default)s)",
-        },
+        model=LAB_MODEL,
         device={
             "default": "cpu",
             "help": "default %(default)s; two servers on one card would share it",

@@ -19,6 +19,7 @@ from sgl_kvtier.arguments import above_nought, not_negative, positive
 from sgl_kvtier.console import Table, progress
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
+    LAB_MODEL,
     RUN,
     SERVER,
     add_load_arguments,
@@ -34,7 +35,6 @@ from sgl_kvtier.lab.experiment.machine import made_with
 from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.outside.lab_model import write_named
-from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES
 from sgl_kvtier.lab.paced.launching import Paced, is_paced, parse
 from sgl_kvtier.lab.pages.html import marked
 from sgl_kvtier.lab.stress.server.chaos import Chaos, parse_kinds
@@ -174,11 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         server,
         SERVER,
         "model device dilation dtype threads tp chunk page-size storage-size server-arg folder",
-        model={
-            "choices": (*SHAPES, *DRAWN),
-            "metavar": None,
-            "help": "which one (default %(default)s)",
-        },
+        model=LAB_MODEL,
         storage_size={"default": 1 << 30, "help": "of the store (default %(default)s)"},
         threads={"default": 1},
     )
