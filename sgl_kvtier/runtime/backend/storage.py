@@ -433,11 +433,11 @@ class KVTierStorage(HiCacheStorage):
         del extra_info
         return side_pools.write_pages(transfers, self.registered_pools, self._write)
 
-    # ---- ordered reads, for the restore engine ----
-
     def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
         """As `PageStore.retain`; none while the store is not open."""
         return 0 if self._store is None else self._store.retain(owner, keys, seconds)
+
+    # ---- ordered reads, for the restore engine ----
 
     def begin_read(
         self,
