@@ -34,10 +34,8 @@ class Queue:
         self._waiting: list[Req] = []
         self._known: frozenset[str] = frozenset()
         """Requests that the planner knows the places of."""
-        self.holds = False
-        """Whether one is held back in this pass."""
         self._held = False
-        """Whether one was since the planner was asked for an order."""
+        """Whether one was held back since the planner was asked for an order."""
         self.in_force = False
         """Whether the planner's order is SGLang's."""
 
@@ -46,7 +44,6 @@ class Queue:
         time to time. `now` is the agreed time in seconds.
         """
         self._waiting, self.in_force = queue, True
-        self.holds = False
         if [req.rid for req in queue] == self._sorted and 0 <= now - self._asked_at < ASK_AGAIN_S:
             return
         came = self._arrivals(queue)
@@ -97,7 +94,7 @@ class Queue:
             return False  # too far behind to have a place
         question = HeldBack(self._waiter(req), host_empty, now)
         held: bool = self._planner.query(question)
-        self.holds, self._held = self.holds or held, self._held or held
+        self._held = self._held or held
         return held
 
     def _waiter(self, req: Req) -> Waiter:
