@@ -7,6 +7,7 @@ pages are attached as the word in that file says, and a difference refutes nothi
 that is judged goes into the file with `.seen` behind its name, as a line [mistake, the page behind
 the loaded ones, the noise]. With $PLAIN_COPIES, data-parallel attention works in ordinary memory and
 copies with torch, as SGLang does it for its own CPU engine alone, and a rank may have no token.
+With $ADAPTERS, LoRA adapters are kept in ordinary memory: pinning it needs a GPU.
 With $GONE, restoring needs a symbol that SGLang does not have.
 With $DRAFTS, speculative decoding runs on the CPU (`chain_drafts.py`); while that file is there,
 loads leave out the rows of the draft, and windows; where it has the name of one of SGLang's host
@@ -169,6 +170,15 @@ def _unpin(module):
     torch.tensor = unpinned
 
 
+def _unpin_adapters(module):
+    torch = module.torch
+    for name in ("tensor", "zeros"):
+        make = getattr(torch, name)
+        plain = lambda *args, _make=make, pin_memory=False, **named: _make(*args, **named)  # noqa: E731
+        setattr(torch, name, plain)
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor
+
+
 def _copy_plainly(module):
     module.memcpy_func = module.memcpy_cpu
     mode = module.DpPaddingMode
@@ -237,6 +247,7 @@ for variable, name, change in (
     ("PLAIN_COPIES", "sglang.srt.layers.rotary_embedding.base", _turn_nothing),
     ("PLAIN_COPIES", "sglang.srt.model_executor.forward_batch_info", _unpin),
     ("PLAIN_COPIES", "sglang.srt.layers.dp_attention", _copy_plainly),
+    ("ADAPTERS", _SGLANG + "lora.layers", _unpin_adapters),
     ("GONE", "sgl_kvtier.runtime.sglang.seams", _need),
     ("DRAFTS", "sgl_kvtier.runtime.restore.copy_device", _leave_out),
     ("DRAFTS", "sgl_kvtier.runtime.cpu.platform_class", _drafts("allow")),
