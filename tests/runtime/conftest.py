@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,3 +28,17 @@ def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     cache = getattr(request.config, "cache", None)  # not there with -p no:cacheprovider
     return Golden(cache.mkdir("golden") if cache else tmp_path_factory.mktemp("golden"))
+
+
+@pytest.fixture
+def cause_of(record_property: Callable[[str, object], None]) -> Any:
+    """`explained.cause_of`, which is also noted in the report of the tests (`--junitxml`)."""
+    from explained import cause_of  # imports what serves
+
+    def cause_and_note(*asked: Any) -> dict[str, Any]:
+        found = cause_of(*asked)
+        parts = ("prompts", "advice", "declined", "unfulfilled")
+        record_property("explained", json.dumps({part: found.get(part) for part in parts}))
+        return found
+
+    return cause_and_note

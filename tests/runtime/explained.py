@@ -1,13 +1,22 @@
-"""Pages of metrics as a server publishes them, for tests of `kvtier explain`."""
+"""For tests of `kvtier explain`: pages of metrics as a server publishes them, and what it says of a
+real one.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
+
+from serving import Served
+
+from sgl_kvtier.runtime.tools.explain_command import document
+from sgl_kvtier.runtime.tools.miss_advice import advise
+from sgl_kvtier.runtime.tools.server_figures import figures_of, read, server_of
 
 RANK = 'tp_rank="0",pp_rank="0",dp_rank="0"'
 PAGE = 64
@@ -84,3 +93,32 @@ def serving(
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+CauseOf = Callable[[Served, Callable[[], object], str, str], dict[str, Any]]
+"""`cause_of`, as tests get it from the fixture of its name, which also records what was said."""
+
+
+def cause_of(server: Served, act: Callable[[], object], wanted: str, says: str) -> dict[str, Any]:
+    """What the command would write of the time in which something was done, once figures and writes
+    have come to rest: they are published twice a second. Its cause has to be the wanted one, and
+    its sentence has to name the remedy that `says` is.
+    """
+    before = read(server.server.url)
+
+    def explained() -> dict[str, Any]:
+        now = read(server.server.url)
+        figures = figures_of(now, before, 1.0)
+        return document(server_of(now), figures, advise(server_of(now), figures))
+
+    act()
+    for _ in range(100):
+        found = explained()
+        if found["prompts"]["requests"] and found["advice"]["cause"] == wanted:
+            break
+        time.sleep(0.3)
+    time.sleep(1.0)  # what is published later does not change it
+    found = explained()
+    assert found["advice"]["cause"] == wanted, found
+    assert says in found["advice"]["text"], found
+    return found

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from explained import CauseOf
 from serving import ADMIN, TOKENS, Served, config_file, flags, prompts, serving
 
 from sgl_kvtier.cli import main
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.runtime.tools.explain_command import document
-from sgl_kvtier.runtime.tools.miss_advice import COMPARE, advise
-from sgl_kvtier.runtime.tools.server_figures import Reading, figures_of, read, server_of
+from sgl_kvtier.runtime.tools.miss_advice import COMPARE
 
 pytestmark = pytest.mark.server
 PAGE = 16
 ROUTE = "/hicache/storage-backend"
-
-
-def explained(server: Served, before: Reading) -> dict[str, Any]:
-    """What the command would write of the time since a reading."""
-    now = read(server.server.url)
-    figures = figures_of(now, before, 1.0)
-    return document(server_of(now), figures, advise(server_of(now), figures))
-
-
-def cause_of(server: Served, act: Callable[[], object], wanted: str, says: str) -> dict[str, Any]:
-    """What is explained after something was done, once figures and writes have come to rest: they
-    are published twice a second. Its sentence has to name the remedy that `says` is.
-    """
-    before = read(server.server.url)
-    act()
-    for _ in range(100):
-        found = explained(server, before)
-        if found["prompts"]["requests"] and found["advice"]["cause"] == wanted:
-            break
-        time.sleep(0.3)
-    time.sleep(1.0)  # what is published later does not change it
-    found = explained(server, before)
-    assert found["advice"]["cause"] == wanted, found
-    assert says in found["advice"]["text"], found
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +34,7 @@ def stored(server: Served, seed: int, tokens: int = TOKENS) -> list[int]:
 
 
 def test_a_timestamp_makes_a_new_prompt_and_the_two_prompts_show_it(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cause_of: CauseOf, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [f"It is 09:3{minute}. " + "Repair the parser, please. " * 20 for minute in (1, 2)]
     served.ask(list(texts[0].encode()))
@@ -80,7 +53,12 @@ def test_a_timestamp_makes_a_new_prompt_and_the_two_prompts_show_it(
 
 @pytest.mark.parametrize(("key", "seed"), [("cache_salt", 401), ("extra_key", 407)])
 def test_another_namespace_makes_new_pages_of_an_old_prompt(
-    served: Served, key: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cause_of: CauseOf,
+    served: Served,
+    key: str,
+    seed: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A salt, and the extra key, to which SGLang adds an adapter's id (`Req.__init__`). It loads no
     adapter on a CPU: its LoRA layers pin memory (`lora/layers.py`, `output_offset_cpu`).
@@ -97,7 +75,7 @@ def test_another_namespace_makes_new_pages_of_an_old_prompt(
 
 
 def test_a_template_that_drops_reasoning_renders_the_same_turns_anew(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cause_of: CauseOf, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two turns of one conversation: the second one leaves out how the first answer was found."""
     told = {"role": "user", "content": "Repair the parser, please. " * 4}
@@ -122,7 +100,9 @@ def test_a_template_that_drops_reasoning_renders_the_same_turns_anew(
     assert parting["hit_tokens"] == found["prompts"]["storage"]
 
 
-def test_prompts_that_are_shorter_than_a_page_are_no_miss_of_the_store(served: Served) -> None:
+def test_prompts_that_are_shorter_than_a_page_are_no_miss_of_the_store(
+    cause_of: CauseOf, served: Served
+) -> None:
     short = prompts(3, PAGE - 4, seed=402)
     act = lambda: [served.ask(ids, 2) for ids in short]  # noqa: E731
     found = cause_of(served, act, "short prompts", "a smaller --page-size")
@@ -130,7 +110,7 @@ def test_prompts_that_are_shorter_than_a_page_are_no_miss_of_the_store(served: S
 
 
 def test_two_prompts_that_part_inside_a_page_share_the_whole_pages_before_it(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cause_of: CauseOf, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids, (rest,) = stored(served, 416), prompts(1, seed=417)
     parting = 24 * PAGE + PAGE // 2
@@ -147,14 +127,18 @@ def test_two_prompts_that_part_inside_a_page_share_the_whole_pages_before_it(
     assert "other: the token ids differ." in said
 
 
-def test_a_stored_prompt_below_the_threshold_was_not_asked_for(served: Served) -> None:
+def test_a_stored_prompt_below_the_threshold_was_not_asked_for(
+    cause_of: CauseOf, served: Served
+) -> None:
     ids = stored(served, 403, 62)
     says = "at least 64 tokens: lower prefetch_threshold"
     found = cause_of(served, lambda: served.ask(ids), "prefetch threshold", says)
     assert found["server"]["prefetch_threshold_tokens"] == 64 and found["store"]["pages_kept"] >= 3
 
 
-def test_a_rejected_candidate_is_a_hit_that_a_setting_would_restore(served: Served) -> None:
+def test_a_rejected_candidate_is_a_hit_that_a_setting_would_restore(
+    cause_of: CauseOf, served: Served
+) -> None:
     ids = stored(served, 404)
 
     def least(tokens: int) -> None:
@@ -171,7 +155,7 @@ def test_a_rejected_candidate_is_a_hit_that_a_setting_would_restore(served: Serv
     assert found["prompts"]["storage"] == (TOKENS - 1) // PAGE * PAGE
 
 
-def test_a_prompt_that_the_device_has_hits(served: Served) -> None:
+def test_a_prompt_that_the_device_has_hits(cause_of: CauseOf, served: Served) -> None:
     (ids,) = prompts(1, seed=405)
     served.ask(ids)
     found = cause_of(served, lambda: served.ask(ids), "hits", "no cache could have had")
@@ -216,7 +200,7 @@ def attach(server: Served, write_policy: str = "write_through", **sections: Any)
 
 
 @pytest.mark.slow
-def test_causes_that_lie_in_the_store(attached: Served) -> None:
+def test_causes_that_lie_in_the_store(cause_of: CauseOf, attached: Served) -> None:
     """One after the other: a write policy, an eviction, another fingerprint, and writes that wait,
     which the server is stopped with.
     """
@@ -256,7 +240,7 @@ def test_causes_that_lie_in_the_store(attached: Served) -> None:
 
 
 @pytest.mark.slow
-def test_a_read_that_sglang_ended_at_its_deadline(tmp_path: Path) -> None:
+def test_a_read_that_sglang_ended_at_its_deadline(cause_of: CauseOf, tmp_path: Path) -> None:
     """Storage that takes seconds for the prompt, a policy that waits a hundredth of one, and no
     restoration, which would read in another way.
     """

@@ -6,6 +6,7 @@ import json
 import random
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from shared import Shared
 from sgl_kvtier.cli import main
 
 pytestmark = pytest.mark.server
+Record = Callable[[str, object], None]
+"""Notes something in the report of the tests (`--junitxml`)."""
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +188,9 @@ def kv_hints(*actions: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     return {"protocol_version": "0.1", "message_id": "m", "actions": listed}
 
 
-def test_retained_sessions_stay_on_the_device_and_evicted_ones_leave_it(served: Served) -> None:
+def test_retained_sessions_stay_on_the_device_and_evicted_ones_leave_it(
+    served: Served, record_property: Record
+) -> None:
     served.flush()
     kept, dropped, *others = prompts(6, 400, seed=36)
     retain = kv_hints(("kv.retain", {"priority": 100, "ttl_seconds": 60}))
@@ -194,11 +199,17 @@ def test_retained_sessions_stay_on_the_device_and_evicted_ones_leave_it(served: 
     served.ask(dropped, session_id="dropped", kv_hints=evict)
     for place, ids in enumerate(others):
         served.ask(ids, session_id=f"other {place}")
-    assert served.ask([*kept, 5], session_id="kept").device >= 384
-    assert served.ask([*dropped, 5], session_id="dropped").device < 384
+    on_device = [
+        served.ask([*ids, 5], session_id=name).device
+        for name, ids in (("kept", kept), ("dropped", dropped))
+    ]
+    assert on_device[0] >= 384 > on_device[1]
+    record_property("retained", json.dumps({"tier": "device", "retained and not": on_device}))
 
 
-def test_retained_sessions_stay_on_disk_while_others_make_room(tmp_path: Path) -> None:
+def test_retained_sessions_stay_on_disk_while_others_make_room(
+    tmp_path: Path, record_property: Record
+) -> None:
     """A store of some forty prompts: three times as many are stored after both sessions."""
     told = {**AHEAD, "sessions": True, "hint_limit_s": 600.0}
     small = config_file(tmp_path, policy=told, store={"capacity_bytes": 32 << 20})
@@ -213,8 +224,12 @@ def test_retained_sessions_stay_on_disk_while_others_make_room(tmp_path: Path) -
         assert served.metric("kvtier:pages_evicted_total") > 0
         assert served.metric("kvtier:store_pages_retained") >= 384 // 16 - 1
         served.flush()
-        assert served.ask([*kept, 5], session_id="kept").storage >= 320
-        assert served.ask([*plain, 5], session_id="plain").storage == 0
+        on_disk = [
+            served.ask([*ids, 5], session_id=name).storage
+            for name, ids in (("kept", kept), ("plain", plain))
+        ]
+        assert on_disk[0] >= 320 and on_disk[1] == 0
+        record_property("retained", json.dumps({"tier": "storage", "retained and not": on_disk}))
         again = kv_hints(("kv.evict", {}))
         served.ask([*kept, 6], session_id="kept", kv_hints=again)
         served.settle()
@@ -222,10 +237,10 @@ def test_retained_sessions_stay_on_disk_while_others_make_room(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_no_envelope_fails_a_request(served: Served, count: int) -> None:
+def test_no_envelope_fails_a_request(served: Served, count: int, record_property: Record) -> None:
     """Valid actions and hostile ones, in one envelope: what is valid is carried out."""
     chance = random.Random(count)
-    before = served.metric("kvtier:lookahead_hints_total")
+    before, counted = served.metric("kvtier:lookahead_hints_total"), counts(served)
     kinds = ["kv.retain", "kv.evict", "kv.demote", "kv.prefetch", "kv.fetch", "", "kv.retain\x00"]
     fields = ["priority", "ttl_seconds", "duration", "directives", "block_hashes", "session_id"]
     fields += ["execute_at", "include_current_request", "expected_delay_s"]
@@ -249,6 +264,10 @@ def test_no_envelope_fails_a_request(served: Served, count: int) -> None:
     assert [len(answer.tokens) for answer in answers] == [1] * count
     served.settle()
     assert served.metric("kvtier:lookahead_hints_total") - before >= count
+    now = counts(served)
+    names = [name for name in now if name.startswith("hints_total")]
+    told = {name: now[name] - counted.get(name, 0.0) for name in names}
+    record_property("hints", json.dumps({"envelopes": count, "answered": len(answers), **told}))
     assert not served.metric("kvtier:lookahead_failures_total")
     assert served.ask(asked[0], 1).tokens == answers[0].tokens
 

@@ -4,10 +4,11 @@ writes, finds its pages again when it is started anew, and serves when the volum
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -72,7 +73,14 @@ def pod(home: Path, volume: Path, life: int, **throttle: float) -> Iterator[Serv
     store = {"path": str(volume), "capacity_bytes": "64MiB", "segment_bytes": "512KiB"}
     config = config_file(folder, store=store, throttle=throttle)
     extra = ["--hicache-storage-backend-extra-config", f"@{config}"]
-    env = {"HOME": str(home / "home"), "TORCH_EXTENSIONS_DIR": str(home / "home" / "extensions")}
+    own = str(home / "home")
+    # A process that has imported SGLang would hand down the folder of its own user.
+    env = {
+        "HOME": own,
+        "FLASHINFER_WORKSPACE_BASE": own,
+        "SGLANG_CACHE_DIR": f"{own}/.cache/sglang",
+    }
+    env["TORCH_EXTENSIONS_DIR"] = f"{own}/extensions"
     server = PodServer(folder.name, Launch((*flags(), *extra), {**STRICT, **env}), folder)
     with server:
         server.wait_until_healthy(900)
@@ -101,7 +109,9 @@ def tokens(answers: list[Answer]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def test_a_pod_finds_its_pages_again_until_its_volume_is_full(home: Path) -> None:
+def test_a_pod_finds_its_pages_again_until_its_volume_is_full(
+    home: Path, record_property: Callable[[str, object], None]
+) -> None:
     volume = home / "volume"
     volume.mkdir()
     asked = prompts(MOST_PROMPTS, seed=71)
@@ -115,6 +125,7 @@ def test_a_pod_finds_its_pages_again_until_its_volume_is_full(home: Path) -> Non
             again = [server.ask(ids) for ids in asked[:3]]
             assert again[0].storage == PAGES * 16
             assert tokens(again) == tokens(told)
+            lives = [sum(answer.storage for answer in again)]
             for ids in asked[3:]:
                 told.append(server.ask(ids))
                 if is_full(server):
@@ -129,5 +140,8 @@ def test_a_pod_finds_its_pages_again_until_its_volume_is_full(home: Path) -> Non
             assert sum(answer.storage for answer in again) >= PAGES * 16
             assert tokens(again) == tokens(told[::-1])
             assert server.metric("kvtier:pages_corrupt_total") == 0
+            lives.append(sum(answer.storage for answer in again))
+            asked_again = {"asked": [3, len(told)], "tokens from storage": lives}
+            record_property("lives after the first", json.dumps(asked_again))
         owners = {path.stat().st_uid for path in volume.rglob("*")}
         assert owners == {ME}
