@@ -60,9 +60,7 @@ def test_another_namespace_makes_new_pages_of_an_old_prompt(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A salt, and the extra key, to which SGLang adds an adapter's id (`Req.__init__`). It loads no
-    adapter on a CPU: its LoRA layers pin memory (`lora/layers.py`, `output_offset_cpu`).
-    """
+    """A salt, and the extra key, to which SGLang adds an adapter's id (`test_lora_served.py`)."""
     ids = stored(served, seed)
     ask = lambda: served.ask(ids, **{key: "other"})  # noqa: E731
     cause_of(served, ask, "new prompts", "another cache salt or LoRA adapter")

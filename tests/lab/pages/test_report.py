@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import recorded_runs
@@ -202,6 +203,7 @@ def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result()
         ("returning, other rates", "emulated-h100-returning-rates"),
         ("returning, other backends", "emulated-h100-other-backends"),
         ("returning, recomputed", "emulated-h100-returning-recompute"),
+        ("restart", "emulated-h100-restart"),
         ("ablation", "emulated-h100-ablation-short"),
         ("ablation, 2 s pauses", "emulated-h100-ablation-pauses"),
     ],
@@ -226,6 +228,35 @@ def test_the_published_rows_of_a_grid_follow_from_their_raw_result(grid: str, ra
         stored = sum(one["cached"]["storage"] for one in samples)
         prompts = sum(one["prompt_tokens"] for one in samples)
         assert row["from storage (%)"] == round(100 * stored / prompts)
+
+
+def test_what_operators_ask_follows_from_the_report_of_its_tests() -> None:
+    with gzip.open(RAW / "operating.xml.gz") as file:
+        cases = ElementTree.parse(file).getroot().iter("testcase")
+        said = [
+            (case.get("name"), one.get("name"), json.loads(one.get("value", "")))
+            for case in cases
+            for one in case.iter("property")
+        ]
+    grids = json.loads((DATA / "operating.json").read_text())["grids"]
+    explained = [
+        (test, told["advice"]["cause"], told["prompts"]["computed"], told["prompts"]["storage"])
+        for test, kind, told in said
+        if kind == "explained"
+    ]
+    for _, *row, test in grids["causes"]["rows"]:
+        assert (test, *row) in explained
+    hints = [told for _, kind, told in said if kind == "hints"]
+    results = [f"hints_total {result}" for result in ("accepted", "clipped", "refused")]
+    keys = ["envelopes", "answered", *results]
+    assert grids["hints"]["rows"] == [[told[key] for key in keys] for told in hints]
+    kept = [
+        [told["tier"], *told["retained and not"]] for _, kind, told in said if kind == "retained"
+    ]
+    assert grids["retained"]["rows"] == kept
+    (lives,) = [told for _, kind, told in said if kind == "lives after the first"]
+    rows = zip((2, 3), lives["asked"], lives["tokens from storage"], strict=True)
+    assert grids["pod"]["rows"] == [list(row) for row in rows]
 
 
 @pytest.mark.parametrize("raw", ["harness", "harness-sglang"])
