@@ -208,13 +208,16 @@ def test_a_pass_that_runs_nothing_beside_waiting_requests_naps(monkeypatch) -> N
         engine=SimpleNamespace(loads=[]),
         context=SimpleNamespace(room=SimpleNamespace(is_short=False)),
     )
-    scheduler = SimpleNamespace(
-        tree_cache=SimpleNamespace(kvtier=parts), waiting_queue=[request("one")]
-    )
+    tree = SimpleNamespace(kvtier=parts, pp_size=1)
+    scheduler = SimpleNamespace(tree_cache=tree, waiting_queue=[request("one")])
     hooks.after_pass(SimpleNamespace(batch_to_run=object()), scheduler)
     assert not slept, "something runs"
     hooks.after_pass(SimpleNamespace(batch_to_run=None), scheduler)
     assert slept == [0.001]
+    tree.pp_size = 2
+    hooks.after_pass(SimpleNamespace(batch_to_run=None), scheduler)
+    assert slept == [0.001], "the batch of another stage may run"
+    tree.pp_size = 1
     scheduler.waiting_queue.clear()
     hooks.after_pass(SimpleNamespace(batch_to_run=None), scheduler)
     assert slept == [0.001], "SGLang's own way of being idle"

@@ -105,7 +105,8 @@ def read_first(
 def after_pass(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     """With nothing to run and pages in flight it waits until one lands, so that the threads that
     land it get the interpreter. With requests that wait, for what is read from storage, for room or
-    for a session, it lets some time pass: SGLang's loop would keep a core busy.
+    for a session, it lets some time pass: SGLang's loop would keep a core busy. Not with pipeline
+    stages, where a pass is of one of several batches, and others may run.
     """
     del args, kwargs
     parts = parts_of(scheduler.tree_cache)
@@ -118,7 +119,7 @@ def after_pass(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> 
         return
     if parts.engine.loads:
         parts.engine.mover.wait_news(_NAP_S)
-    elif short or step.waiting(scheduler):
+    elif short or (tree_ranks.stages(scheduler.tree_cache) == 1 and step.waiting(scheduler)):
         time.sleep(_NAP_S)
 
 
