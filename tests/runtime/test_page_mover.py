@@ -385,6 +385,29 @@ def test_two_copies_that_waited_for_slots_had_the_link_one_after_the_other(
     assert second - first >= 0.01 - 1e-6
 
 
+def test_pages_that_are_compared_end_one_after_the_other_when_that_is_done() -> None:
+    """What a comparison takes counts as the load's time, and what was waited for before does not."""
+    device = Late()
+
+    class Slow:
+        def look(self, load: Load, first: int, stop: int) -> list[int]:
+            time.sleep(0.05)
+            return []
+
+    moving = PageMover(device, PAGE, Slow())
+    loads = in_host(moving), in_host(moving)
+    until(lambda: len(device.copies) == 2)
+    for copy in device.copies:
+        copy.seconds = 0.01
+        copy.ended.come()  # type: ignore[union-attr]
+    for fence in device.fences:
+        fence.come()
+    until(lambda: all(load.poll.local[0] == LANDED for load in loads))
+    first, second = sorted(load.poll.ended_at[0] for load in loads)
+    assert second - first >= 0.05 - 1e-6 and second <= time.monotonic()
+    moving.close()
+
+
 def test_pages_whose_slots_are_free_go_before_those_that_were_read_sooner(
     mover: PageMover, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

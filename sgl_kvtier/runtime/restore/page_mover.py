@@ -138,7 +138,7 @@ class PageMover:
         self._closing = False
         self._waiting: list[_Piece] = []
         """The mover's: pages that were read and are not placed yet."""
-        self._link_free_at = 0.0
+        self._link_free_at = self._compared_at = 0.0
         self._fences = EventWaiter("kvtier-fences", device.enter)
         self._copying = EventWaiter("kvtier-copies", device.enter)
         self._thread = threading.Thread(target=self._run, name="kvtier-mover", daemon=True)
@@ -343,7 +343,12 @@ class PageMover:
         load, pages = piece.load, range(piece.first, piece.stop)
         wrong: Collection[int] = ()
         if self._check is not None and state == LANDED:
+            begun = time.monotonic()
             wrong = self._check.look(load, piece.first, piece.stop)
+            # Comparing is a second link behind it: while all pages are compared, loads are as slow
+            # as that, and the planner loads less.
+            now = max(self._compared_at, now) + time.monotonic() - begun
+            self._compared_at = now
         self._end(load, [page for page in pages if page not in wrong], state, now)
         self._end(load, wrong, DIFFERS, now)
 
