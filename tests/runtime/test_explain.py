@@ -426,6 +426,27 @@ def test_each_request_of_a_log_is_compared_with_the_one_before_it_in_its_session
     assert "3 1 a text, character 10" in said and "--model-path tells" in said
 
 
+def test_one_session_of_a_log_is_compared_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = [
+        {"session_id": "a", "input_ids": [1, 2, 3, 4, 5]},
+        {"session_id": "b", "input_ids": [1, 2, 3, 4, 5]},
+        {"session_id": "a", "input_ids": [1, 2, 3, 4, 5, 6]},
+        {"session_id": "b", "input_ids": [9, 2, 3, 4, 5, 6]},
+    ]
+    name = log(tmp_path, *requests)
+    assert main(["explain", "--prompts", name, "a"]) == 0
+    assert "All of 1 later prompts go on" in capsys.readouterr().out
+    assert main(["explain", "--prompts", name, "b", "--json", "-"]) == 0
+    (pair,) = json.loads(capsys.readouterr().out)["pairs"]
+    assert (pair["session"], pair["earlier_line"], pair["line"]) == ("b", 2, 4)
+    assert main(["explain", "--prompts", name, "c"]) == 1
+    assert f"c: no such file, nor a session of a log. {name} has sessions a, b" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_log_that_parts_nowhere_says_so_without_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ from sgl_kvtier.runtime.tools.server_figures import (
 
 _MOST_PROMPT_BYTES = 64 << 20
 """Of a file with a prompt, or of a log's line."""
-_MOST_PAIRS, _MOST_NAME = 40, 24
-"""Rows of a log's table, and characters of a session's name in it."""
+_MOST_PAIRS, _MOST_NAME, _MOST_SESSIONS = 40, 24, 8
+"""Rows of a log's table, characters of a session's name in it, and names in a message."""
 _PAGE = 64
 _HOW_TO_LOG = (
     "--log-requests --log-requests-level 3 --log-requests-format json --log-requests-target FOLDER"
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="instead: where prompts part. Two files, each with token ids (a JSON list), text, or "
         "a chat request (JSON with messages and tools); or one log with a request (JSON) on each "
-        "line",
+        "line, and behind it the id of one session of it",
     )
     parser.add_argument(
         "--model-path",
@@ -106,7 +106,9 @@ def run(args: argparse.Namespace) -> int:
     if args.prompts is not None:
         if len(args.prompts) > 2:
             raise KVTierError("--prompts compares two files, or the lines of one")
-        return _explain_log(args) if len(args.prompts) == 1 else _explain_prompts(args)
+        log, *other = args.prompts
+        two_files = other and Path(other[0]).exists()
+        return _explain_prompts(args) if two_files else _explain_log(args, log, *other)
     return _explain_requests(args) if args.requests else _explain_server(args)
 
 
@@ -343,10 +345,15 @@ def _explain_prompts(args: argparse.Namespace) -> int:
     return 0
 
 
-def _explain_log(args: argparse.Namespace) -> int:
-    (name,) = args.prompts
+def _explain_log(args: argparse.Namespace, name: str, session: str | None = None) -> int:
+    """Of the whole log, or of one session of it."""
     tokenizer = None if args.model_path is None else _tokenizer(args.model_path)
-    pairs = _pairs(name, tokenizer, args.page_size)
+    try:
+        pairs = _pairs(name, session, tokenizer, args.page_size)
+    except KVTierError as error:
+        if session is None:
+            raise
+        raise KVTierError(f"{session}: no such file, nor a session of a log. {error}") from error
     said = prompt_log.summary(pairs)
     if args.json is not None:
         result = {
@@ -387,14 +394,32 @@ def _explain_log(args: argparse.Namespace) -> int:
     return 0
 
 
-def _pairs(name: str, tokenizer: Any, page_tokens: int) -> list[prompt_log.Pair]:
-    """The pairs of a log. Raises KVTierError that names the line."""
+def _pairs(
+    name: str, session: str | None, tokenizer: Any, page_tokens: int
+) -> list[prompt_log.Pair]:
+    """The pairs of a log, or of one session. Raises KVTierError that names the line, or the
+    sessions that there are.
+    """
+    others: dict[str, None] = {}
+
+    def of_session(requests: Iterator[prompt_log.Logged]) -> Iterator[prompt_log.Logged]:
+        is_there = False
+        for one in requests:
+            if session in (None, one.session):
+                is_there = True
+                yield one
+            elif one.session is not None:
+                others[one.session] = None
+        if not is_there and session is not None:
+            some = ", ".join(known[:_MOST_NAME] for known in list(others)[:_MOST_SESSIONS])
+            raise KVTierError(f"{name} has {f'sessions {some}' if some else 'no sessions'}")
+
     try:
         with Path(name).open("rb") as file:
             lines = iter(lambda: file.readline(_MOST_PROMPT_BYTES + 1), b"")
             logged = (
                 one._replace(prompt=_tokenized(f"{name}, line {one.line}", one.prompt, tokenizer))
-                for one in prompt_log.read(lines, _MOST_PROMPT_BYTES)
+                for one in of_session(prompt_log.read(lines, _MOST_PROMPT_BYTES))
             )
             return list(prompt_log.pairs(logged, page_tokens))
     except OSError as error:
