@@ -29,7 +29,9 @@ _MOST_IDLE_S = 2.0
 them runs with the pages it has: a device may hang.
 """
 _MOST_IDLE_PASSES = 10_000
-"""`_MOST_IDLE_S` in passes of the scheduler, where ranks have no common clock."""
+"""The same in passes of the scheduler, where ranks have no common clock. Such a pass takes a
+millisecond at least, unless pages land meanwhile.
+"""
 
 
 class TurnReads:
