@@ -125,6 +125,25 @@ def test_the_threshold_of_prefetching_is_read_from_the_settings_where_they_are(
     assert [threshold(extra) for extra in other] == [256] * len(other)
 
 
+@pytest.mark.parametrize(
+    ("value", "proof", "says"),
+    [
+        (0, "ended", "a page differed: nothing is restored"),
+        (1, "proving", "not complete: all pages are compared"),
+        (2, "proven", None),
+    ],
+)
+def test_a_proof_that_is_not_complete_is_shown(
+    value: int, proof: str, says: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving([some(restore_proof=value)] * 2) as url:
+        assert main(["explain", url, "--json", "-"]) == 0
+        assert json.loads(capsys.readouterr().out)["restorations"]["proof"] == proof
+        assert main(["explain", url]) == 0
+    said = capsys.readouterr().out
+    assert says in said if says else "proof of restored pages" not in said
+
+
 def test_a_server_without_metrics_is_told_apart_from_one_that_is_not_there() -> None:
     with serving([None]) as url, pytest.raises(KVTierError, match="--enable-metrics"):
         read(url)

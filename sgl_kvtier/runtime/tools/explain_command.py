@@ -46,6 +46,10 @@ _MOST_PROMPT_BYTES = 64 << 20
 _MOST_PAIRS, _MOST_NAME, _MOST_SESSIONS = 40, 24, 8
 """Rows of a log's table, characters of a session's name in it, and names in a message."""
 _PAGE = 64
+_PROOFS = {
+    "proving": "not complete: all pages are compared, and the queue keeps SGLang's order",
+    "ended": "ended, since a page differed: nothing is restored, and the log says which page",
+}
 _HOW_TO_LOG = (
     "--log-requests --log-requests-level 3 --log-requests-format json --log-requests-target FOLDER"
 )
@@ -174,6 +178,7 @@ def document(server: Server, figures: Figures, advice: Advice) -> dict[str, Any]
             "ended": figures.ended,
             "loaded_tokens": figures.restored_loaded,
             "computed_tokens": figures.restored_computed,
+            "proof": figures.proof,
         },
         "declined": _explained(DECLINED, figures.declined, "requests"),
         "unfulfilled": _explained(UNFULFILLED, figures.unfulfilled, "tokens"),
@@ -290,6 +295,8 @@ def _of_storage(figures: Figures) -> dict[str, str]:
         "not read": f"{format_value(store.reads_failed)} pages",
     }
     shown |= {what: value for what, value in trouble.items() if not value.startswith("0 ")}
+    if figures.proof in _PROOFS:
+        shown["proof of restored pages"] = _PROOFS[figures.proof]
     if remote is not None:
         state = "" if remote.up else " (calls do not go through now)"
         shown["remote store"] = (

@@ -67,6 +67,8 @@ restorations: object; what the planner decided and did
   ended.<how>: integer; restorations by how they ended
   loaded_tokens.<tier>: integer; tokens of restored prefixes that were loaded
   computed_tokens: integer; tokens of restored prefixes that were computed
+  proof: string or null; of restored pages, now: proving, proven, or ended by a difference; null
+      where nothing is compared
 declined: list of declined; restore candidates that were rejected, the most frequent reason first
 unfulfilled: list of unfulfilled; stored tokens that SGLang did not use, the same way
 store: object; first rank's store

@@ -130,6 +130,10 @@ class Figures:
     restored_loaded: dict[str, int]
     """Of restored prefixes, by the tier they were loaded from."""
     restored_computed: int
+    proof: str | None
+    """Of restored pages, now: `proving`, `proven`, or `ended` by a difference; None where nothing
+    is compared.
+    """
     declined: dict[str, int]
     """Requests by reason."""
     unfulfilled: dict[str, int]
@@ -263,7 +267,7 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
         (before.get("kvtier:read_busy_seconds_total") or 0.0) if before else 0.0
     )
     read_bytes = count("kvtier:read_bytes_total")
-    storage = cached.get("storage", 0)
+    storage, proof = cached.get("storage", 0), now.get("kvtier:restore_proof")
     return Figures(
         seconds=seconds,
         requests=count("sglang:num_requests_total"),
@@ -277,6 +281,7 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
         ended=counts("kvtier:restore_ended_total", "how"),
         restored_loaded=counts("kvtier:restore_loaded_tokens_total", "tier"),
         restored_computed=count("kvtier:restore_computed_tokens_total"),
+        proof=None if proof is None else ("ended", "proving", "proven")[int(proof)],
         declined=counts("kvtier:restore_declined_total", "reason"),
         unfulfilled=counts("sglang:storage_prefetch_unfulfilled_tokens_total", "reason"),
         store=StoreFigures(
