@@ -52,6 +52,11 @@ class Cell:
                     f"INVALID: {arm} lost {pace['overrun']:.0%} of its steps' time (10 % are allowed), "
                     f"{pace['mismatches']} mismatches."
                 )
+                if not pace["mismatches"]:
+                    notes[-1] += (
+                        " This machine is too slow or too busy for that: repeat with --dilation "
+                        f"{2 * paced.dilation:g}."
+                    )
         return notes
 
     def notes(self) -> list[str]:

@@ -184,6 +184,20 @@ def test_an_emulated_gpu_is_not_blamed_for_a_round_that_was_interrupted() -> Non
     assert said() == []
 
 
+@pytest.mark.parametrize(
+    ("mismatches", "ends"), [(0, "repeat with --dilation 4."), (2, "2 mismatches.")]
+)
+def test_a_machine_that_is_too_slow_for_an_emulated_gpu_is_told_what_helps(
+    mismatches: int, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan: Any = SimpleNamespace(setup=SimpleNamespace(paced=SimpleNamespace(dilation=2.0)))
+    pace = {"valid": False, "overrun": 0.16, "mismatches": mismatches}
+    monkeypatch.setattr(comparison, "arm_figures", lambda *_: {"pace": pace})
+    outcome = Outcome(rounds=[Round("kvtier", 1, [], complete=True)])
+    (note,) = comparison.Cell({}, "", plan, plan, outcome=outcome).lost_pace()
+    assert note.startswith("INVALID: kvtier lost 16% of its steps' time") and note.endswith(ends)
+
+
 def test_nothing_interrupts_a_report() -> None:
     with end_on_signals():
         with undisturbed():
