@@ -8,7 +8,7 @@ import random
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ STRICT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "OMP_NUM_THREADS": "1",
 }
+Record = Callable[[str, object], None]
+"""pytest's `record_property`: notes something in the report of the tests (`--junitxml`)."""
 ADMIN = {"Authorization": "Bearer test-admin"}
 TOKENS = 600
 """Length of a prompt here: more than SGLang's threshold for reading from storage, 256 tokens."""

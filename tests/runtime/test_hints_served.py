@@ -6,7 +6,6 @@ import json
 import random
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,12 @@ import pytest
 from ahead_lab import AHEAD, POOLS, counts, shared_server
 from hostile import HOSTILE, SETTINGS
 from restore_lab import restoring
-from serving import ADMIN, Served, config_file, flags, prompts, serving
+from serving import ADMIN, Record, Served, config_file, flags, prompts, serving
 from shared import Shared
 
 from sgl_kvtier.cli import main
 
 pytestmark = pytest.mark.server
-Record = Callable[[str, object], None]
-"""Notes something in the report of the tests (`--junitxml`)."""
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 from patience import until
-from serving import STRICT, TOKENS, Answer, Served, config_file, flags, prompts
+from serving import STRICT, TOKENS, Answer, Record, Served, config_file, flags, prompts
 from volumes import GROUP, ME, in_memory, kubelet, loose
 
 from sgl_kvtier.lab.outside.server import Launch, Server
@@ -79,8 +79,8 @@ def pod(home: Path, volume: Path, life: int, **throttle: float) -> Iterator[Serv
         "HOME": own,
         "FLASHINFER_WORKSPACE_BASE": own,
         "SGLANG_CACHE_DIR": f"{own}/.cache/sglang",
+        "TORCH_EXTENSIONS_DIR": f"{own}/extensions",
     }
-    env["TORCH_EXTENSIONS_DIR"] = f"{own}/extensions"
     server = PodServer(folder.name, Launch((*flags(), *extra), {**STRICT, **env}), folder)
     with server:
         server.wait_until_healthy(900)
@@ -110,7 +110,7 @@ def tokens(answers: list[Answer]) -> list[list[int]]:
 
 
 def test_a_pod_finds_its_pages_again_until_its_volume_is_full(
-    home: Path, record_property: Callable[[str, object], None]
+    home: Path, record_property: Record
 ) -> None:
     volume = home / "volume"
     volume.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import time
@@ -16,7 +17,7 @@ from sgl_kvtier.cli import main
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
-from sgl_kvtier.lab.gpu import copy_table
+from sgl_kvtier.lab.gpu import copy_table, copy_table_command
 from sgl_kvtier.lab.gpu.pools import controller, pools
 from sgl_kvtier.runtime.cuda import flashinfer_scatter
 from sgl_kvtier.runtime.cuda.all_layers import AllLayers
@@ -40,6 +41,17 @@ def table(tmp_path: Path, *more: str) -> tuple[int, dict[str, Any]]:
     words = [*SMALL, "--pages", "16", "--json", str(target), *more]
     status = main(["bench", "copy-table", *words])
     return status, json.loads(target.read_text())
+
+
+@pytest.mark.parametrize(("text", "sizes"), [("16,64", [16, 64]), ("16,0", None), ("16,", None)])
+def test_sizes_are_whole_numbers_above_nought(text: str, sizes: list[int] | None) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    copy_table_command.add_arguments(parser)
+    if sizes is None:
+        with pytest.raises(argparse.ArgumentError):
+            parser.parse_args(["--pages", text])
+    else:
+        assert parser.parse_args(["--pages", text]).pages == sizes
 
 
 def test_every_way_has_a_row_and_what_is_logged_is_not_measured_again(tmp_path: Path) -> None:

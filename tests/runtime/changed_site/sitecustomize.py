@@ -159,24 +159,20 @@ def _shift(module):
     module.ForwardBatch.init_new = classmethod(init_new_shifted)
 
 
-def _unpin(module):
-    torch = module.torch
-    make = torch.tensor
+def _unpin(module, name="tensor"):
+    make = getattr(module.torch, name)
 
     def unpinned(*args, pin_memory=False, **named):
         del pin_memory
         return make(*args, **named)
 
-    torch.tensor = unpinned
+    setattr(module.torch, name, unpinned)
 
 
 def _unpin_adapters(module):
-    torch = module.torch
-    for name in ("tensor", "zeros"):
-        make = getattr(torch, name)
-        plain = lambda *args, _make=make, pin_memory=False, **named: _make(*args, **named)  # noqa: E731
-        setattr(torch, name, plain)
-    torch.Tensor.pin_memory = lambda tensor, *args: tensor
+    _unpin(module)
+    _unpin(module, "zeros")
+    module.torch.Tensor.pin_memory = lambda tensor, *args: tensor
 
 
 def _copy_plainly(module):
