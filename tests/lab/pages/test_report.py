@@ -199,6 +199,7 @@ def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result()
         ("returning, DeepSeek V3, stall_worth", "emulated-h100-returning-mla-worth"),
         ("returning, device memory of an H100, stall_worth", "emulated-h100-returning-393k-worth"),
         ("ablation, returning", "emulated-h100-ablation-returning"),
+        ("ablation, returning, SSD of 3 GB/s", "emulated-h100-ablation-ssd-3"),
         ("returning, SSD of 3 GB/s", "emulated-h100-returning-ssd-3"),
         ("returning, other rates", "emulated-h100-returning-rates"),
         ("returning, other backends", "emulated-h100-other-backends"),
