@@ -524,7 +524,7 @@ REPLAY = Schema(
     "sessions replayed against a running server",
     f"""{_PACED}
 workload: workload; what was replayed
-settings: object; url, flushed_first, and how it was replayed
+settings: object; url, and how it was replayed
 figures: figures; as of one configuration of kvtier.compare/1
 samples: list of samples; every request
 {_ENDING}""",

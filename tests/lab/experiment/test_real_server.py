@@ -117,7 +117,7 @@ def test_replay_command_reports_every_request(
 ) -> None:
     out, log = tmp_path / "replay.json", tmp_path / "log.jsonl"
     load = "--trace generated:swe-mini --sessions 3 --turns 3 --divisor 16 --gap-scale 0"
-    words = ["replay", server.url, *load.split(), "--concurrency", "2", "--flush"]
+    words = ["replay", server.url, *load.split(), "--concurrency", "2"]
     assert main([*words, "--json", str(out), "--log", str(log)]) == 0
     result = json.loads(out.read_text())
     assert result["schema"] == "kvtier.replay/1"
@@ -153,7 +153,7 @@ def test_the_openai_route_measures_what_sglangs_own_does(server: Server) -> None
 def test_the_replay_command_may_go_that_way_too(server: Server, tmp_path: Path) -> None:
     out = tmp_path / "replay.json"
     load = ["--trace", "generated:swe-mini", "--sessions", "2", "--turns", "3", "--divisor", "16"]
-    words = ["replay", server.url, *load, "--gap-scale", "0", "--route", "openai", "--flush"]
+    words = ["replay", server.url, *load, "--gap-scale", "0", "--route", "openai"]
     model = server.command[server.command.index("--model-path") + 1]
     assert main([*words, "--tokenizer", model, "--json", str(out)]) == 0
     result = json.loads(out.read_text())

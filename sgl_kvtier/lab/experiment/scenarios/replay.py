@@ -46,7 +46,6 @@ class ReplayedOptions(Options):
 
     url: str = ""
     tokenizer: Path | None = None
-    flush: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,11 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="the model's folder or tokenizer.json, where the server's own path is not on this machine",
-    )
-    parser.add_argument(
-        "--flush",
-        action="store_true",
-        help="empty the server's device and host caches first (not its storage)",
     )
     every = "append every finished request to this JSON Lines file"
     add_options(parser, RUN, "log json", log={"help": every})
@@ -132,8 +126,6 @@ def _folder(model: Path) -> Path:
 
 async def _measure(args: ReplayedOptions, options: ReplayOptions, chosen: Load, one: Round) -> None:
     async with ROUTES[args.route](args.url, timeout_s=_TIMEOUT_S, dilation=one.dilation) as client:
-        if args.flush:
-            await client.flush()
         one.before = await client.metrics()
         watch = CpuWatch(lambda: 0.0)
         with progress("replaying", chosen.requests, "requests") as shown:
@@ -170,7 +162,7 @@ def _results(
     return {
         **({} if paced is None else {"device": {"paced": paced.document()}}),
         "workload": chosen.to_json(),
-        "settings": {"url": args.url, "flushed_first": args.flush, **asdict(options)},
+        "settings": {"url": args.url, **asdict(options)},
         "figures": arm_figures(_ARM, [one], rows),
         "samples": rows,
     }
