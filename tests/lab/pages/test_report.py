@@ -203,6 +203,7 @@ def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result()
         ("returning, SSD of 3 GB/s", "emulated-h100-returning-ssd-3"),
         ("returning, other rates", "emulated-h100-returning-rates"),
         ("returning, other backends", "emulated-h100-other-backends"),
+        ("returning, other backends, five sessions", "emulated-h100-other-backends-short"),
         ("returning, recomputed", "emulated-h100-returning-recompute"),
         ("restart", "emulated-h100-restart"),
         ("ablation", "emulated-h100-ablation-short"),
