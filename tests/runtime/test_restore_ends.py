@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import (
     NO_ROOM_YET,
@@ -19,9 +20,13 @@ from sgl_kvtier.policy.messages import (
     Mode,
     PagesLost,
     RequestFinished,
+    RestoreOffered,
     StepPlan,
+    StepView,
     TransferDone,
 )
+from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.kept_pages import KeptPages
@@ -583,6 +588,23 @@ def test_the_tree_pages_of_an_admitted_request_are_not_protected_any_more():
     r.node_lock = lock = object()
     engine.admitted(r, None, 2 * PAGE)
     assert (unlocked, r.node_lock, r.front) == ([lock], None, 2)
+
+
+def test_a_page_in_which_a_chunk_ends_is_computed_for_the_engine_as_for_the_planner():
+    """Where memory is short SGLang ends a chunk anywhere. If the engine still waited for the last
+    page while the planner was done with the request, nobody would compute the rest.
+    """
+    engine, r, _ = engine_with()
+    planner = make_planner(PolicyConfig(restore="both"), EngineShape(PAGE, 1 << 10, 8 * PAGE))
+    planner.observe(RestoreOffered("r", 0.0, 9 * PAGE, 0, 8, ((Span(0, 8), Tier.STORAGE),)))
+    planner.step(StepView(0.0, ("r",), free_pages={Tier.DEVICE: 0}))  # no room: nothing is loaded
+    assert planner.restoring == ("r",)
+    engine.admitted(r, None, 4 * PAGE + 1)
+    planner.observe(ChunkStarted("r", Span(0, 4 * PAGE + 1), 0.0))
+    assert r.front == 5 and planner.restoring == ("r",)
+    engine.advance(r, 8 * PAGE - 1)
+    planner.observe(ChunkStarted("r", Span(4 * PAGE + 1, 8 * PAGE - 1), 0.0))
+    assert r.closed and planner.restoring == ()
 
 
 def test_the_patience_without_room_begins_anew_with_every_load_that_finds_some():

@@ -438,8 +438,10 @@ class RestoreEngine:
         self.advance(r, end)
 
     def advance(self, r: Restoration, end: int) -> None:
-        """Its prefill up to token `end` was put into a batch."""
-        r.front = max(r.front, min(end // self.context.page, r.pages))
+        """Its prefill up to token `end` was put into a batch. A page that has begun belongs to
+        compute, as in the planner: where memory is short, SGLang ends a chunk inside a page.
+        """
+        r.front = max(r.front, min(-(-end // self.context.page), r.pages))
         if r.front == r.pages:
             self._close(r, "met")
 
