@@ -25,7 +25,7 @@ from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.runtime.backend import host_pages
 from sgl_kvtier.runtime.restore import offers
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
-from sgl_kvtier.runtime.scheduler import refusals
+from sgl_kvtier.runtime.scheduler import hooks, refusals
 from sgl_kvtier.runtime.sglang import slot_pools, states
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.runtime.step.polls import LANDED, LOST
@@ -203,6 +203,32 @@ def test_a_request_that_is_passed_over_gives_back_what_it_took_at_the_match() ->
     lab.engine.context.anchors.not_admitted(lab.req)
     assert not lab.req.kv.holds_mamba and lab.req.kv.mamba_cow_src_index is None
     assert own in lab.slots.free_slots.tolist()
+
+
+@pytest.mark.parametrize("by_us", [True, False])
+def test_a_request_that_waits_for_its_pages_keeps_no_state_from_its_match(by_us: bool) -> None:
+    """It is matched anew at its turn. Without a state there, SGLang would go by the old plan and
+    copy what has become another request's.
+    """
+    lab = Lab()
+    own = lab.runs(2)
+    lab.req.kv.mamba_cow_src_index, lab.req.session = torch.tensor([9]), None
+    turns = SimpleNamespace(at_turn=lambda scheduler, req: by_us)
+    parts = SimpleNamespace(turns=turns, context=lab.engine.context)
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(kvtier=parts))
+    assert hooks.read_first(lambda scheduler, req: not by_us, scheduler, lab.req)  # type: ignore[arg-type]
+    assert not lab.req.kv.holds_mamba and lab.req.kv.mamba_cow_src_index is None
+    assert own in lab.slots.free_slots.tolist()
+
+
+def test_a_request_whose_pages_are_there_keeps_the_state_of_its_match() -> None:
+    lab = Lab()
+    lab.runs(2)
+    turns = SimpleNamespace(at_turn=lambda scheduler, req: False)
+    parts = SimpleNamespace(turns=turns, context=lab.engine.context)
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(kvtier=parts))
+    assert not hooks.read_first(lambda scheduler, req: False, scheduler, lab.req)  # type: ignore[arg-type]
+    assert lab.req.kv.holds_mamba
 
 
 @pytest.mark.parametrize(("in_host", "planned"), [(1, None), (0, 9)])

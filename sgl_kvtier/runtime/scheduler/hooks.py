@@ -95,11 +95,16 @@ def read_first(
     original: Callable[..., bool], scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any
 ) -> bool:
     """Hook around SGLang's check whether a request has lost pages since it was queued: pages read
-    for it since then count too.
+    for it since then count too. It is passed over then. SGLang lets it keep the state's slot that
+    its match took, and the plan to copy a state there, which may be another's by its next match.
     """
     parts = parts_of(scheduler.tree_cache)
-    waits = parts is not None and parts.turns.at_turn(scheduler, req)
-    return waits or original(scheduler, req, *args, **kwargs)
+    if parts is None:
+        return original(scheduler, req, *args, **kwargs)
+    waits = parts.turns.at_turn(scheduler, req) or original(scheduler, req, *args, **kwargs)
+    if waits and parts.context.anchors is not None:
+        parts.context.anchors.not_admitted(req)
+    return waits
 
 
 def after_pass(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
