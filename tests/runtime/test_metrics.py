@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from prometheus_client import REGISTRY
 from test_restore_ends import engine_with
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.lab.stress.server import run
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import metrics
@@ -22,6 +25,7 @@ from sgl_kvtier.runtime.hints.scheduler import count
 from sgl_kvtier.runtime.metrics import METRICS, Publisher, Sample
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
+from sgl_kvtier.runtime.sglang import states, windows
 from sgl_kvtier.store.base import StoreStats
 from sgl_kvtier.store.index.shares import Holding
 from sgl_kvtier.store.tiered.store import TieredStats
@@ -182,3 +186,28 @@ def test_figures_that_cannot_be_read_cost_themselves_alone(
     well.close()
     assert value("lookahead_drift_total") == 1.0
     assert "not published any more" in caplog.text
+
+
+def test_every_end_of_a_restoration_is_explained_and_judged() -> None:
+    """The labels of restore_ended_total in the operators' table, and in the stress runs, which fail
+    for some of them.
+    """
+    said = {f"{kind.one} lost" for kind in (states.States, windows.Windows)}
+    for path in (Path(metrics.__file__).parent).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                how = node.args[-1]
+                if node.func.attr in ("abandon", "abandon_all", "_close") and not isinstance(
+                    how, ast.JoinedStr
+                ):
+                    words = (one for one in ast.walk(how) if isinstance(one, ast.Constant))
+                    said |= {one.value for one in words if isinstance(one.value, str)}
+    assert {"met", "differs", "by layers", "in the way"} < said
+    assert said == set(run._ENDS)
+    table = Path(metrics.__file__).parents[2] / "docs" / "manual" / "operate.md"
+    (row,) = (
+        line
+        for line in table.read_text().splitlines()
+        if "`restore_ended_total{how}` |" in line and "`met`" in line
+    )
+    assert {how for how in said if f"`{how}`" not in row} == set()

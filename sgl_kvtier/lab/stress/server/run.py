@@ -51,6 +51,11 @@ _ENDS = (
     "in the way",
     "starved",
     "unaligned",
+    "window lost",
+    "state lost",
+    "failed",
+    "by layers",
+    "differs",
     "planner failed",
     "mismatch",
     "unanswered",
@@ -60,7 +65,7 @@ _ENDS = (
 _AUDITED = ("equal", "differs", "not read", "skipped")
 """What comes of a loaded page that is compared with the store's (`lab.audit`)."""
 
-_DEFECTS = ("planner failed", "mismatch", "unanswered")
+_DEFECTS = ("differs", "planner failed", "mismatch", "unanswered")
 """And how none may."""
 
 
