@@ -336,18 +336,18 @@ def test_attaches_have_to_be_right_as_well_where_they_are_looked_at() -> None:
     proof.looks_at_attaches = True
     proof.attaches["equal"] = record.FIRST_ATTACHES - 1
     proof.conclude()
-    assert proof.state is State.PROVING and proof.in_doubt
+    assert proof.state is State.PROVING
     proof.attaches["equal"] += 1
     proof.conclude()
-    assert proof.state is State.PROVEN and not proof.in_doubt
+    assert proof.state is State.PROVEN
 
 
-def test_attaches_that_cannot_be_compared_do_not_keep_a_server_in_doubt_for_ever() -> None:
+def test_attaches_that_cannot_be_compared_do_not_keep_a_server_proving_for_ever() -> None:
     proof = proof_after(16, 16 * GIB)
     proof.looks_at_attaches = True
     proof.attaches["skipped"] = 4 * record.FIRST_ATTACHES - 1
     proof.conclude()
-    assert proof.in_doubt
+    assert proof.state is State.PROVING
     proof.attaches["skipped"] += 1
     proof.conclude()
     assert proof.state is State.PROVEN
@@ -360,18 +360,16 @@ def test_nothing_is_proven_after_a_difference_and_a_refuted_server_stays_so() ->
     proof.differs(Difference("page", "layer 3"))
     proof.conclude()
     assert proof.state is State.PROVING
-    assert not proof.in_doubt, "ranks order their queues alike until all of them know"
     for _ in range(2):
         proof.refute()
         proof.conclude()
     assert (proof.state, told) == (State.REFUTED, [State.REFUTED])
-    assert proof.in_doubt
 
 
-def test_where_nothing_is_compared_nothing_is_proven_nor_in_doubt() -> None:
+def test_where_nothing_is_compared_nothing_is_proven() -> None:
     proof = Proof()
     for _ in range(20):
         proof.note_load(GIB)
     proof.conclude()
-    assert proof.state is State.PROVING and not proof.in_doubt
+    assert proof.state is State.PROVING
     assert list(proof.samples()) == []

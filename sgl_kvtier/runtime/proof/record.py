@@ -82,14 +82,6 @@ class Proof:
         self._lock = threading.Lock()
 
     @property
-    def in_doubt(self) -> bool:
-        """Whether pages are compared and have not been shown to be right yet, or were shown to be
-        wrong. False where nothing is compared. Alike on all ranks in every step: a difference that
-        this rank alone knows is no part of it before all act on it (`refute`).
-        """
-        return self.state is State.REFUTED or (self.looks and not self.has_shown_enough)
-
-    @property
     def attaches_are_shown(self) -> bool:
         """Whether enough attaches were right, or four times as many were looked at, so that most of
         them cannot be compared: then pages alone are the proof. Alike on all ranks.

@@ -102,13 +102,12 @@ class Parts:
         return offered or self.turns.hit(operation, hit_tokens)
 
     def order_queue(self, waiting: list[Req]) -> None:
-        """Orders SGLang's queue, but not before restoration is proven where that is in question,
-        and never again once it was refuted. If ordering fails, the queue stays as it is.
+        """Orders SGLang's queue, but never again once restoration was refuted. If ordering fails,
+        the queue stays as it is.
         """
-        proof = self.engine.proof
-        if proof.state is State.REFUTED:
+        if self.engine.proof.state is State.REFUTED:
             self.queue = None
-        if self.queue is None or proof.in_doubt or tree_ranks.stages(self.context.tree) > 1:
+        if self.queue is None or tree_ranks.stages(self.context.tree) > 1:
             return
         self._ask(lambda queue: queue.sort(waiting, self.context.moment()), None)
 

@@ -238,10 +238,8 @@ def build(tree: Tree, server_args: Any) -> Parts:
     for line in not_followed(args, config.policy):
         logger.warning("%s", line)
     logger.info(
-        "kvtier: restoring prefixes, policy %s, %s%s", policy.restore,
+        "kvtier: restoring prefixes, policy %s, %s", policy.restore,
         "costs as learned earlier" if profile else "costs are learned from the first requests on",
-        "; the queue keeps SGLang's order until restored pages are proven on this device"
-        if proof.in_doubt else "",
     )  # fmt: skip
     return parts
 

@@ -47,7 +47,7 @@ _MOST_PAIRS, _MOST_NAME, _MOST_SESSIONS = 40, 24, 8
 """Rows of a log's table, characters of a session's name in it, and names in a message."""
 _PAGE = 64
 _PROOFS = {
-    "proving": "not complete: all pages are compared, and the queue keeps SGLang's order",
+    "proving": "not complete: all pages that are loaded are compared, which takes time",
     "ended": "ended, since a page differed: nothing is restored, and the log says which page",
 }
 _HOW_TO_LOG = (

@@ -111,7 +111,6 @@ def test_the_launch_line_starts_what_was_measured_and_it_proves_itself(tmp_path:
         assert settings_in_force(server) == settings_measured() == ("auto", "on", "next-use")
         log = log_of(server)
         assert "copies by StagedCopies by TritonScatter" in log
-        assert "keeps SGLang's order until restored pages are proven on this device" in log
         assert waited_for(lambda: proof(server) == State.PROVING)
 
         server.restore("both")
