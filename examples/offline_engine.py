@@ -35,7 +35,6 @@ def main() -> None:
             max_total_tokens=16384,
             context_length=8192,
             enable_hierarchical_cache=True,
-            hicache_ratio=2,
             hicache_storage_backend="kvtier",
             hicache_storage_backend_extra_config=json.dumps(config),
             enable_cache_report=True,

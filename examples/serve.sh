@@ -10,7 +10,6 @@ exec python -m sglang.launch_server \
   --model-path "$model" \
   --page-size 64 \
   --enable-hierarchical-cache \
-  --hicache-ratio 2 \
   --hicache-storage-backend kvtier \
   --hicache-storage-backend-extra-config "@$config" \
   --enable-metrics \

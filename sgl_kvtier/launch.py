@@ -65,10 +65,11 @@ def storage_flags(backend: str, settings: str) -> list[str]:
 
 def tier_flags(settings: str) -> list[str]:
     """What this tier adds to a launch line of SGLang's on a GPU. README, the manual, the examples,
-    `kvtier serve` and `kvtier doctor` all have these flags in this order. The copies and the host
-    layout are SGLang's defaults there.
+    `kvtier serve` and `kvtier doctor` all have these flags in this order. The copies, the host
+    layout and the size of the host pool are SGLang's defaults there: it fits the pool to the
+    memory of the host only where no --hicache-ratio is named.
     """
-    flags = ["--page-size", str(GPU_PAGE), "--enable-hierarchical-cache", "--hicache-ratio", "2"]
+    flags = ["--page-size", str(GPU_PAGE), "--enable-hierarchical-cache"]
     return [*flags, *storage_flags("kvtier", settings)]
 
 

@@ -1,4 +1,6 @@
-"""The page size of a server on a GPU whose command line names none, resolved as a launch does."""
+"""The page size of a server on a GPU whose command line names none, and the host pool of the
+recommended flags, resolved as a launch does.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import override_platform
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.launch import serve_flags
+from sgl_kvtier.launch import serve_flags, tier_flags
 from sgl_kvtier.runtime.scheduler.setup import own_way
 
 ON_GPU = ("--device", "cuda", "--chunked-prefill-size", "4096", "--attention-backend", "triton")
@@ -117,3 +119,9 @@ def test_one_token_pages_asked_for_are_refused_with_the_flag_that_mends_it(launc
 def test_the_recommended_flags_name_a_page_size(device, size):
     flags = serve_flags("model", device, "@kvtier.json")
     assert flags[flags.index("--page-size") + 1] == size
+
+
+def test_the_recommended_flags_let_sglang_fit_the_host_pool_to_memory(launch):
+    args = launch(*tier_flags('{"store": {"path": "unused"}}'), *ON_GPU)
+    assert args.hicache_host_memory_fraction is not None
+    assert args.hicache_ratio == 2
