@@ -138,18 +138,21 @@ def missing_packages(names: Sequence[str] = ("sglang",)) -> list[str]:
     return [name for name in names if find_spec(name) is None]
 
 
-def refuse_taken_port(port: int) -> None:
-    """Raises BenchError if a process listens on `port`, naming the process where it can be seen."""
-    with socket.socket() as probe:
+def refuse_taken_port(port: int, host: str = HOST) -> None:
+    """Raises BenchError if a server cannot listen on `port` of `host`, an address or a name. Names
+    the process that listens there, where it can be seen.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         # As servers do: a connection still in TIME_WAIT does not make the port taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
             return
         except OSError as error:
             reason = error.strerror
     raise BenchError(
-        f"port {port} cannot be used: {reason}{_owner(port)}. Stop it or choose another with --port"
+        f"port {port} of {host} cannot be used: {reason}{_owner(port)}. Stop it or choose another "
+        "with --port"
     )
 
 

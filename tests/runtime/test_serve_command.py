@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,3 +103,63 @@ def test_a_capacity_beside_a_file_that_has_its_own_is_refused(
     words = ["serve", "m", "--config", str(config), "--capacity", "3GiB", "--print"]
     assert cli.main(words) != 0
     assert "store.capacity_bytes" in capsys.readouterr().err
+
+
+@contextmanager
+def listening(host: str = "127.0.0.1") -> Iterator[int]:
+    """A port of `host` that another server has."""
+    with socket.socket() as taken:
+        taken.bind((host, 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines that this process was to become, on a machine that has SGLang."""
+    commands: list[list[str]] = []
+
+    def become(program: str, command: list[str], environment: Any) -> None:
+        commands.append(command)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "execve", become)
+    monkeypatch.setattr(serve_command, "missing_packages", list)
+    monkeypatch.setattr(serve_command, "compile_page_hash", lambda: None)
+    return commands
+
+
+@pytest.mark.parametrize("form", ["--port 30001", "--port=30001", "--port 1 --port=30001"])
+def test_a_port_among_sglangs_arguments_is_the_last_one(
+    form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "m", "--device", "cuda", "--print", "--", *form.split()]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f" {form}")
+
+
+@pytest.mark.parametrize("form", ["--port {}", "--port={}"])
+def test_the_port_among_sglangs_arguments_has_to_be_free_and_no_other(
+    form: str, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listening() as free:
+        pass
+    with listening() as taken:
+        words = ["serve", "m", "--device", "cuda", "--port"]
+        assert cli.main([*words, str(taken), "--", *form.format(free).split()]) == 130
+        assert started.pop()[-1].endswith(str(free))
+        capsys.readouterr()
+        assert cli.main([*words, str(free), "--", *form.format(taken).split()]) == 1
+        assert f"port {taken} of 127.0.0.1 cannot be used" in capsys.readouterr().err
+    assert started == []
+
+
+def test_the_port_has_to_be_free_on_the_host_that_the_server_listens_on(
+    started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listening("127.0.0.2") as taken:
+        words = ["serve", "m", "--device", "cuda", "--port", str(taken)]
+        assert cli.main(words) == 130
+        assert cli.main([*words, "--", "--host=127.0.0.2"]) == 1
+        assert f"port {taken} of 127.0.0.2 cannot be used" in capsys.readouterr().err
+        assert cli.main([*words, "--", "--host", "0.0.0.0"]) == 1
+    assert len(started) == 1

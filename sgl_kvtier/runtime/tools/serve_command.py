@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from sgl_kvtier.config import PolicyConfig, load_config, parse_config
 from sgl_kvtier.errors import BenchError, ConfigError
 from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.launch import (
+    HOST,
     detect_device,
     host_of,
     missing_packages,
@@ -134,7 +135,8 @@ def run(args: argparse.Namespace) -> int:
         "sglang.launch_server",
         *serve_flags(model, host, settings, extra),
     ]
-    command += [] if "--port" in args.extra else ["--port", str(args.port)]
+    address = _address(args.extra)
+    command += ["--port", str(args.port)] if address.port is None else []
     if args.only_print:
         if args.device is None and host == "cpu":
             print("# No GPU was found here: these flags are for a CPU. For a GPU add --device cuda")
@@ -151,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         raise BenchError(
             f"SGLang is not installed. Install it (about 10 GB) with: {how_to_install('sglang')}"
         )
-    refuse_taken_port(args.port)
+    refuse_taken_port(args.port if address.port is None else address.port, address.host or HOST)
     refused = compile_page_hash()
     if refused:
         raise BenchError(refused)
@@ -160,6 +162,16 @@ def run(args: argparse.Namespace) -> int:
     # own.
     os.execve(sys.executable, command, {**os.environ, **added})
     raise AssertionError("unreachable")
+
+
+def _address(extra: Sequence[str]) -> argparse.Namespace:
+    """`host` and `port` among SGLang's arguments, read as SGLang reads them: the last of each
+    counts. None where there is none.
+    """
+    parser = argparse.ArgumentParser("kvtier serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    return parser.parse_known_args(extra)[0]
 
 
 def _settings(args: argparse.Namespace, paced: Any) -> tuple[str, Path]:

@@ -123,7 +123,7 @@ def test_a_taken_port_is_named_with_the_process_that_has_it(tmp_path: Path) -> N
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(
-            BenchError, match=f"port {port} cannot be used.*process {os.getpid()}.*--port"
+            BenchError, match=f"port {port} of {HOST} cannot be used.*process {os.getpid()}.*--port"
         ):
             make_server(tmp_path, port=port).start()
 
