@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from explained import page_of, serving
@@ -39,6 +40,27 @@ def test_all_lines_become_one_result(capsys: pytest.CaptureFixture[str]) -> None
     assert first["read_bytes_per_s"] == pytest.approx(4 * (1 << 20) / first["seconds"])
     assert (first["pages_evicted"], second["pages_evicted"]) == (7, 0)
     assert second["device_fraction"] is None
+
+
+@pytest.mark.parametrize("missing", ["", None], ids=["closed", "not found"])
+def test_a_missing_answer_is_a_line_and_the_next_one_is_compared_with_the_last_that_came(
+    missing: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving([PAGES[0], missing, PAGES[1]]) as url:
+        assert main(["top", url, "--every", "0.05", "--lines", "2"]) == 0
+    (heading, without, after) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d no answer", without)
+    assert "25.0 %" in after and len(after) == len(heading)
+
+
+def test_a_server_that_was_restarted_has_no_negative_rates(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serving([PAGES[1], "", PAGES[0], PAGES[1]]) as url:
+        assert main(["top", url, "--every", "0.05", "--lines", "3", "--json", "-"]) == 0
+    (restarted, after) = json.loads(capsys.readouterr().out)["rows"]
+    assert all(value is None or value >= 0 for value in restarted.values())
+    assert (after["storage_fraction"], after["pages_evicted"]) == (0.25, 7)
 
 
 def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,9 +167,9 @@ TOP = Schema(
     """
 url: string; address of the server
 every_s: number; --every
-rows: list of objects; one per line
+rows: list of objects; one per answer of the server
   at: number; Unix time
-  seconds: number; since the line before; rates are of this time
+  seconds: number; since the answer before; rates are of this time
   running, queued: integer; requests now
   requests_per_s, prompt_tokens_per_s: number; of requests that ended
   device_fraction, host_fraction, storage_fraction, computed_fraction: number or null; where prompt

@@ -17,6 +17,7 @@ from sgl_kvtier.console import (
     format_value,
     write_json,
 )
+from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.runtime.tools import schemas
 from sgl_kvtier.runtime.tools.server_figures import Figures, Reading, figures_of, read
 
@@ -68,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints lines until there are enough of them, or Ctrl-C. Raises KVTierError where the server
-    does not answer at the start; later an answer that is missing is a line that says so.
+    does not answer at the start; later an answer that is missing is a line that says so, and the
+    next one is compared with the last that came.
     """
     if args.json is not None:
         check_target(args.json)
@@ -80,14 +82,19 @@ def run(args: argparse.Namespace) -> int:
             if number == args.lines:
                 break
             time.sleep(args.every)
-            now, moment = read(args.url, args.api_key), time.monotonic()
-            row = row_of(now, figures_of(now, before, moment - began), time.time())
-            rows.append(row)
+            try:
+                now, moment = read(args.url, args.api_key), time.monotonic()
+            except KVTierError:
+                line = f"{_clock(time.time())} no answer"
+            else:
+                row = row_of(now, figures_of(now, before, moment - began), time.time())
+                rows.append(row)
+                line = line_of(row)
+                before, began = now, moment
             if show:
                 if number % _HEADING_EVERY == 0:
                     print(" ".join(f"{name:>{width}}" for name, width in _WIDTHS.items()))
-                print(line_of(row), flush=True)
-            before, began = now, moment
+                print(line, flush=True)
     except KeyboardInterrupt:
         if show:
             print()
@@ -129,7 +136,7 @@ def row_of(now: Reading, figures: Figures, at: float) -> dict[str, Any]:
 def line_of(row: dict[str, Any]) -> str:
     """One line for people."""
     cells = (
-        time.strftime("%H:%M:%S", time.localtime(row["at"])),
+        _clock(row["at"]),
         format_value(row["running"]),
         format_value(row["queued"]),
         format_value(row["requests_per_s"], 1),
@@ -145,3 +152,7 @@ def line_of(row: dict[str, Any]) -> str:
         format_bytes(row["bytes_on_disk"]),
     )
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS.values(), strict=True))
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
