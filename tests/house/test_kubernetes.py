@@ -94,3 +94,23 @@ def test_the_image_has_a_release_that_the_package_supports():
     low, high = re.search(r"sglang>=([\d.]+),<([\d.]+)", (ROOT / "setup.cfg").read_text()).groups()
     parts = [tuple(map(int, text.split("."))) for text in (low, release, high)]
     assert parts[0] <= parts[1] < parts[2]
+
+
+def test_docker_runs_the_image_with_its_store_and_enough_shared_memory(capsys):
+    page = (ROOT / "docs" / "manual" / "install.md").read_text("utf-8").replace("\\\n", " ")
+    (line,) = re.findall(r"^docker run .*", page, flags=re.M)
+    words = shlex.split(line)
+    image = words.index(CONTAINER["image"].partition(":")[0])
+    options, command = words[:image], words[image + 1 :]
+    assert options[options.index("--gpus") + 1] == "all" and "--shm-size" in options
+    mounted = [
+        options[place + 1].split(":")[1] for place, word in enumerate(options) if word == "-v"
+    ]
+    store = command[command.index("--store") + 1]
+    assert any(store.startswith(folder + "/") for folder in mounted)
+    rest = command.index("--")
+    assert cli.main([*command[1:rest], "--print", *command[rest:]]) == 0
+    printed = shlex.split(capsys.readouterr().out)
+    assert printed[printed.index("--host") + 1] == "0.0.0.0"
+    port = printed[printed.index("--port") + 1]
+    assert options[options.index("-p") + 1].endswith(f":{port}:{port}")
