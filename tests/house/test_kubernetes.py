@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 import yaml
 
 from sgl_kvtier import cli
@@ -39,6 +40,35 @@ def test_the_container_serves_with_the_settings_of_the_config_map(capsys, tmp_pa
     assert port == str(CONTAINER["ports"][0]["containerPort"])
     assert "--enable-metrics" in command
     assert parse_config(json.loads(told)).store.capacity_bytes > 1 << 30
+
+
+def test_who_reaches_the_service_needs_a_key_from_the_secret_that_the_page_creates():
+    """SGLang answers /server_info with both keys where no --api-key is set."""
+    made = {
+        place["name"]: place["valueFrom"]["secretKeyRef"]
+        for place in CONTAINER["env"]
+        if "valueFrom" in place
+    }
+    words = CONTAINER["args"]
+    keys = [
+        made[words[words.index(flag) + 1].removeprefix("$(").removesuffix(")")]
+        for flag in ("--api-key", "--admin-api-key")
+    ]
+    assert keys[0] != keys[1]
+    page = (ROOT / "docs" / "manual" / "kubernetes.md").read_text("utf-8")
+    (secret,) = re.findall(r"kubectl create secret generic .*", page)
+    assert all(f" {key['name']} " in secret and f"={key['key']}=" in secret for key in keys)
+
+
+def test_probes_and_the_scrape_need_no_key():
+    auth = pytest.importorskip("sglang.srt.utils.auth")
+    probes = {CONTAINER[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness")}
+    (scraped,) = OBJECTS["ServiceMonitor"]["spec"]["endpoints"]
+    for path in {*probes, scraped["path"]}:
+        asked = {"method": "GET", "path": path, "authorization_header": None}
+        normal = auth.AuthLevel.NORMAL
+        keys = {"api_key": "a", "admin_api_key": "b"}
+        assert auth.decide_request_auth(**asked, **keys, auth_level=normal).allowed
 
 
 def test_the_home_of_a_user_without_one_is_on_the_volume():
