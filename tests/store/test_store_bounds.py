@@ -181,6 +181,111 @@ def test_the_folders_of_other_models_make_room_unless_they_are_open(tmp_path: Pa
     third.close()
 
 
+def model(root: Path, name: str, **settings: object) -> DiskStore:
+    """A store of another model in the same folder."""
+    chosen = {"capacity_bytes": CAP, "segment_bytes": 512 << 10, **settings}
+    return open_at(root, Identity({"model": name}, name), **chosen)  # type: ignore[arg-type]
+
+
+def fill_in_turn(stores: list[DiskStore], batches: int = 40) -> None:
+    for batch in range(batches):
+        for n, store in enumerate(stores):
+            put(store, {key((n, batch, i)): content(i, 30_000) for i in range(5)})
+
+
+def test_two_models_that_grow_beside_each_other_share_the_capacity(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = model(tmp_path, "one"), model(tmp_path, "two")
+    fill_in_turn([one, two])
+    assert occupied(tmp_path) <= CAP
+    before = one.stats().pages
+    assert before > 30 and two.stats().pages > 30
+    one.close()
+    again = model(tmp_path, "one")
+    assert again.stats().pages == before
+    fill_in_turn([again, two])
+    assert occupied(tmp_path) <= CAP
+    assert again.stats().pages > 30 and two.stats().pages > 30
+    assert "were removed" not in caplog.text
+    again.close()
+    two.close()
+
+
+def test_ranks_that_hold_unlike_much_leave_another_model_no_more_than_there_is(
+    tmp_path: Path,
+) -> None:
+    first, second = (model(tmp_path, "one", rank=f"tp{i}", ranks=2) for i in range(2))
+    two = model(tmp_path, "two")
+    for store in (first, two, second):
+        fill_in_turn([store])
+    assert occupied(tmp_path) <= CAP
+    for store in (first, second, two):
+        store.close()
+
+
+def test_models_that_grow_at_the_same_moment_stay_below_the_capacity(tmp_path: Path) -> None:
+    class Together(Env):
+        native = False
+
+        def __init__(self) -> None:
+            self.first = True
+
+        def allocate(self, fd: int, nbytes: int) -> None:
+            if self.first:
+                self.first = False
+                made.wait(30)
+            super().allocate(fd, nbytes)
+
+    made = threading.Barrier(2)
+    most = model(tmp_path, "most")
+    fill_in_turn([most], 17)
+    stores = [model(tmp_path, name, env=Together()) for name in ("one", "two")]
+    threads = [threading.Thread(target=fill_in_turn, args=([store], 1)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not made.broken
+    assert occupied(tmp_path) <= CAP
+    for store in (most, *stores):
+        store.close()
+
+
+def test_room_that_another_model_gives_back_is_found_while_both_are_open(tmp_path: Path) -> None:
+    class Clock(Env):
+        native = False
+        later = 0.0
+
+        def now(self) -> float:
+            return super().now() + self.later
+
+    env = Clock()
+    one, two = model(tmp_path, "one", env=env), model(tmp_path, "two")
+    fill_in_turn([two])
+    fill_in_turn([one])
+    assert one.stats().pages < 20
+    two.clear()
+    env.later = 2.0
+    fill_in_turn([one])
+    assert one.stats().pages > 60
+    one.close()
+    two.close()
+
+
+def test_a_start_that_removes_pages_for_another_model_in_use_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = model(tmp_path, "one"), model(tmp_path, "two")
+    fill_in_turn([one, two])
+    one.close()
+    again = model(tmp_path, "one", capacity_bytes=CAP * 3 // 4)
+    said = [r.getMessage() for r in caplog.records if "were removed" in r.getMessage()]
+    assert len(said) == 1 and again.folder in said[0]
+    again.close()
+    two.close()
+
+
 def test_pages_being_read_are_not_evicted(opened: Callable[..., DiskStore]) -> None:
     class Gate(Env):
         native = False

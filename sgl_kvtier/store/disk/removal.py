@@ -80,9 +80,9 @@ def remove_namespace(env: Env, namespace: str, tries: int = 1) -> int:
             env.close(fd)
 
 
-def others_by_age(env: Env, own: str) -> list[tuple[str, int]]:
+def others_by_age(env: Env, own: str, *, says: bool = True) -> list[tuple[str, int]]:
     """(folder, bytes) of the other identities below the same root that are this user's, the one
-    opened longest ago first.
+    opened longest ago first. The log says which folders do not count, unless `says` is off.
     """
     found = []
     for path in list_namespaces(env, os.path.dirname(own)):
@@ -92,7 +92,8 @@ def others_by_age(env: Env, own: str) -> list[tuple[str, int]]:
             check_namespace(env, path)
             opened = env.modified_ns(os.path.join(path, CONFIG))
         except StoreError as error:
-            logger.warning("%s. It is left alone and does not count", error)
+            if says:
+                logger.warning("%s. It is left alone and does not count", error)
             continue
         except OSError:
             opened = 0

@@ -18,6 +18,7 @@ from sgl_kvtier.errors import StoreError
 from sgl_kvtier.sizes import format_bytes
 from sgl_kvtier.store.disk.format import BLOCK, DROP, RECORD, slot_bytes
 from sgl_kvtier.store.disk.index_log import INDEX_BYTES_PER_SLOT
+from sgl_kvtier.store.disk.namespace import folder_bytes, list_ranks
 from sgl_kvtier.store.disk.removal import others_by_age, remove_namespace
 from sgl_kvtier.store.disk.segment import (
     MOST_SEGMENT_NUMBER,
@@ -41,6 +42,8 @@ _MOST_SEGMENTS = 512
 _FEWEST_SEGMENTS = 8
 """A small capacity gets smaller segments, so that two slot sizes can live side by side."""
 _NAMES_TRIED = 10_000
+_AGAIN_S = 1.0
+"""Seconds until a full owner looks again at what other identities take."""
 
 
 class Siblings(Protocol):
@@ -84,6 +87,14 @@ class Room:
         guards it.
         """
         self._others: list[tuple[str, int]] = []
+        """The other identities' folders and their bytes, as last measured."""
+        self._beside = 0
+        """Bytes in this identity's other folders, as last measured."""
+        self._kept = 0
+        """Bytes of these pages that other identities do not take while this store is open."""
+        self._measure_at = 0.0
+        self._held_then = 0
+        """`held_by_siblings` when the others were measured."""
         self._left_alone: set[str] = set()
         self._removed = False
         self._said_why = False
@@ -116,11 +127,10 @@ class Room:
     @property
     def whole(self) -> int:
         """Bytes that all owners of these pages may take: their share of the capacity less what
-        other identities take.
+        other identities take. What these owners held already when others grew stays theirs.
         """
-        others = sum(nbytes for _, nbytes in self._others)
-        share = max(0, self._core.config.capacity_bytes - others) // self._ranks
-        return share - fixed_bytes(share)
+        share = max(0, self._core.config.capacity_bytes - self._others_bytes) // self._ranks
+        return max(self._kept, share - fixed_bytes(share))
 
     @property
     def fixed_bytes(self) -> int:
@@ -131,6 +141,24 @@ class Room:
     def allowance(self) -> int:
         """Bytes this owner may take: what siblings leave of the whole."""
         return self.whole - self.held_by_siblings
+
+    @property
+    def _limit(self) -> int:
+        """Bytes this owner may grow to: its allowance, and no more than all other folders leave of
+        the capacity.
+        """
+        elsewhere = self._others_bytes + self._beside
+        left = self._core.config.capacity_bytes - elsewhere - self.fixed_bytes
+        return min(self.allowance, max(0, left))
+
+    def _fits_alone(self) -> bool:
+        """Whether the capacity would hold this rank's segments if there were no other identity."""
+        share = self._core.config.capacity_bytes // self._ranks
+        return self.charged_bytes <= share - fixed_bytes(share)
+
+    @property
+    def _others_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self._others)
 
     @property
     def segment_target(self) -> int:
@@ -151,7 +179,7 @@ class Room:
             return found
         with contextlib.suppress(OSError):
             spare = core.env.free_bytes(core.folder) - core.config.min_free_bytes
-            if spare + sum(nbytes for _, nbytes in self._others) >= BLOCK + slot_bytes(page_bytes):
+            if spare + self._others_bytes >= BLOCK + slot_bytes(page_bytes):
                 return None
         return found
 
@@ -180,8 +208,18 @@ class Room:
             )
         self._others = others_by_age(self._core.env, self._namespace)
         self._evict_others(self.charged_bytes)
+        before, fits = self.bytes_used, self._fits_alone()
         while self.charged_bytes > self.allowance and self._retire_coldest(None):
             pass
+        if fits and self.bytes_used < before:
+            logger.warning(
+                "%s of pages in %s were removed: other models' pages in the same store.path take "
+                "%s of store.capacity_bytes. Raise store.capacity_bytes, or give each model a "
+                "store.path of its own",
+                format_bytes(before - self.bytes_used),
+                self._core.folder,
+                format_bytes(self._others_bytes),
+            )
 
     def release(self, rows: Rows) -> None:
         """Locked. Makes free rows usable again; those of removed segments are skipped."""
@@ -402,8 +440,9 @@ class Room:
 
     def _grow(self, slot_bytes: int) -> bool:
         slots = self._slots_of_new(slot_bytes)
-        if slots and self.siblings is not None:
-            self.siblings.measure()
+        changed = self.held_by_siblings != self._held_then
+        if not self.giving and (slots or changed or self._core.env.now() >= self._measure_at):
+            self._measure()
             slots = self._slots_of_new(slot_bytes)
         if slots == 0:
             return False
@@ -417,17 +456,32 @@ class Room:
             return False
         self._said_why = False
         core.complaints.room_again()
-        if self.siblings is not None:
-            # Another owner may have made one at the same time. At least one of both sees that.
-            self.siblings.measure()
-            if self.charged_bytes + segment.nbytes > self.allowance:
-                self.remove(segment)
-                return False
+        # Another owner may have made one at the same time. At least one of both sees that.
+        self._measure()
+        if self.charged_bytes + segment.nbytes > self._limit:
+            self.remove(segment)
+            return False
         with core.lock:
             segment.base = core.table.add_rows(slots, segment.number)
             self.segments[segment.number] = segment
             self._free[slot_bytes].extend(range(segment.base, segment.base + slots))
         return True
+
+    def _measure(self) -> None:
+        """Brings what siblings, other ranks and other identities take up to this moment. Does I/O;
+        never raises OSError. The caller holds `changing`.
+        """
+        core = self._core
+        if self.siblings is not None:
+            self.siblings.measure()
+        # Others find no more than what was free: nothing is to be given back because they grew.
+        # First, since other threads look at `whole` at any time.
+        self._kept = min(self.whole, self.charged_bytes + self.held_by_siblings)
+        self._others = others_by_age(core.env, self._namespace, says=False)
+        beside = [path for path in list_ranks(core.env, self._namespace) if path != core.folder]
+        self._beside = sum(folder_bytes(core.env, path) for path in beside)
+        self._held_then = self.held_by_siblings
+        self._measure_at = core.env.now() + _AGAIN_S
 
     def _create(self, slot_bytes: int, slots: int) -> Segment:
         """A segment under the next number whose name is free in the folder. Raises OSError."""
@@ -450,7 +504,7 @@ class Room:
         full = max(1, (self.segment_target - BLOCK) // slot_bytes)
         cost = slot_bytes + INDEX_BYTES_PER_SLOT
         self._evict_others(self.charged_bytes + BLOCK + full * cost)
-        slots = min(full, (self.allowance - self.charged_bytes - BLOCK) // cost)
+        slots = min(full, (self._limit - self.charged_bytes - BLOCK) // cost)
         if slots > 0:
             slots = min(slots, (self._spare_bytes(BLOCK + slot_bytes) - BLOCK) // slot_bytes)
         # A remainder much smaller than a segment is not worth a file, unless pages of this size
@@ -472,7 +526,7 @@ class Room:
             if least == 0 and core.env.filesystem_bytes(core.folder) == 0:
                 return wanted + self.segment_target  # it does not say how much is free
             for path, nbytes in list(self._others):
-                if spare + sum(held for _, held in self._others) < wanted or spare >= wanted:
+                if spare + self._others_bytes < wanted or spare >= wanted:
                     break
                 self._evict_other(path, nbytes)
                 spare = core.env.free_bytes(core.folder) - least
@@ -486,13 +540,13 @@ class Room:
         if self._said_why:
             return
         kept = bool(self._of_size(slot_bytes))
-        fits = self.charged_bytes + BLOCK + slot_bytes + INDEX_BYTES_PER_SLOT <= self.allowance
+        fits = self.charged_bytes + BLOCK + slot_bytes + INDEX_BYTES_PER_SLOT <= self._limit
         found = self.no_room(slot_bytes - BLOCK) if fits or not kept else None
         if found is not None:
             self._core.complaints.about_room(found.why, kept=kept)
         elif not fits and not kept and not self.held_by_siblings:
             self._core.complaints.about_room(
-                f"{format_bytes(self.allowance)} of store.capacity_bytes are left to this rank, "
+                f"{format_bytes(self._limit)} of store.capacity_bytes are left to this rank, "
                 f"{format_bytes(self.charged_bytes)} of them are used, and a page of "
                 f"{format_bytes(slot_bytes)} needs a segment of its own: raise "
                 "store.capacity_bytes, or remove pages of other models with kvtier purge",
@@ -509,7 +563,7 @@ class Room:
             return False
         with self._core.lock:
             own = self._lru_of(slot_bytes).oldest(self._of_size(slot_bytes))
-        if self.charged_bytes + BLOCK + slot_bytes + INDEX_BYTES_PER_SLOT <= self.allowance:
+        if self.charged_bytes + BLOCK + slot_bytes + INDEX_BYTES_PER_SLOT <= self._limit:
             return False
         return self._retire_coldest(slot_bytes, own)
 
@@ -542,7 +596,7 @@ class Room:
         until `wanted` bytes fit.
         """
         for path, nbytes in list(self._others):
-            if wanted <= self.allowance:
+            if wanted <= self._limit:
                 return
             self._evict_other(path, nbytes)
 
