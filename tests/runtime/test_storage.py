@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from queue import Queue
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from pools import (
     storage_config,
 )
 from sglang.srt.managers import cache_controller
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     HiCacheStorage,
@@ -47,7 +49,7 @@ from sgl_kvtier.runtime.backend import identity
 from sgl_kvtier.runtime.backend.host_pages import bytes_of, is_page_contiguous
 from sgl_kvtier.runtime.backend.storage import KVTierStorage, _WholePages
 from sgl_kvtier.runtime.sglang import anchors
-from sgl_kvtier.runtime.sglang.hooks import targets
+from sgl_kvtier.runtime.sglang.hooks import HOOKS, targets
 from sgl_kvtier.runtime.step.page_names import page_key
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.store.disk.env import Env
@@ -222,6 +224,38 @@ def test_weights_that_may_have_been_written_from_outside_end_the_use_of_stored_p
     )
     assert backend.batch_exists(keys("a")) == 0 and identity._runtime_weights is not None
     backend_hooks.leave_old_weights(None, SimpleNamespace(scheduler=None))
+
+
+@pytest.mark.parametrize("name", ["update_weights_from_disk", "update_weights_from_ipc"])
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_update_of_weights_that_fails_half_way_ends_the_use_of_stored_pages(
+    make, monkeypatch, name, raises
+):
+    monkeypatch.setattr(identity, "_runtime_weights", None)
+    backend = make(host_pool())
+    backend.batch_set_v1(keys("a"), slots([0]))
+    tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=backend))
+
+    def fails(*args, **kwargs):
+        if raises:
+            raise RuntimeError("half-way")
+        return False, "half of the tensors were loaded"
+
+    runner = SimpleNamespace(weight_updater=SimpleNamespace(**{name: fails}))
+    updater = SimpleNamespace(
+        scheduler=SimpleNamespace(tree_cache=tree),
+        tp_cpu_group=None,
+        _observe_weight_load=lambda source: nullcontext(),
+        _select_runners=lambda: [("target", runner)],
+    )
+    monkeypatch.setattr("torch.distributed.barrier", lambda group: None)
+    (hook,) = (hook for hook in HOOKS if hook.target.endswith("." + name))
+    assert hook.kind == "around"
+    request = SimpleNamespace(model_path="m", load_format=None, recapture_cuda_graph=False)
+    original = getattr(SchedulerWeightUpdaterManager, name)
+    with pytest.raises(RuntimeError) if raises else nullcontext():
+        assert not hook.load()(original, updater, request).success
+    assert backend.batch_exists(keys("a")) == 0 and identity._runtime_weights is not None
 
 
 def test_attached_again_after_new_weights_it_starts_empty(make, monkeypatch):

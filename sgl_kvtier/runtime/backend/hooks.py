@@ -116,6 +116,22 @@ def leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> N
     del args, kwargs
     if getattr(result, "success", True) is False:
         return  # a call that was refused
+    _leave(updater)
+
+
+def leave_weights_in_doubt(
+    original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Hook around an update that writes weights in place. Where it fails, on this rank or another,
+    some of them may be new ones: pages are not served or stored any more, whatever its result.
+    """
+    try:
+        return original(updater, *args, **kwargs)
+    finally:
+        _leave(updater)
+
+
+def _leave(updater: Any) -> None:
     identity.weights_changed()
     tree = getattr(updater.scheduler, "tree_cache", None)
     backend = store_of(getattr(tree, "cache_controller", None))

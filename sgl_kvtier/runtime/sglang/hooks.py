@@ -161,6 +161,20 @@ _IN_SCHEDULERS = (
         _OLD_WEIGHTS,
     ),
     (
+        "weights",
+        _UPDATER + "update_weights_from_disk",
+        "around",
+        "backend.hooks:leave_weights_in_doubt",
+        "an update that fails half-way leaves neither the old weights nor the new ones",
+    ),
+    (
+        "weights",
+        _UPDATER + "update_weights_from_ipc",
+        "around",
+        "backend.hooks:leave_weights_in_doubt",
+        "an update that fails half-way leaves neither the old weights nor the new ones",
+    ),
+    (
         "restore",
         _ROOT + "mem_cache.registry.create_unified_radix_cache",
         "around",
