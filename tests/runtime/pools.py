@@ -143,6 +143,18 @@ def server_args(model_path: str = "no-such-folder", **changes: Any) -> SimpleNam
     return SimpleNamespace(**{**values, **changes})
 
 
+class Ranks:
+    """A group of ranks that run one after the other, the first one first."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def broadcast_object(self, value: Any) -> Any:
+        """The first rank's value."""
+        self.said.append(value)
+        return self.said[0]
+
+
 def slots(pages: list[int]) -> torch.Tensor:
     """The host slots of these pages."""
     return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()

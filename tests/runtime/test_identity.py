@@ -12,6 +12,7 @@ import pytest
 import torch
 from pools import (
     PAGE,
+    Ranks,
     host_pool,
     index_key_pool,
     latent_host_pool,
@@ -21,6 +22,7 @@ from pools import (
     storage_config,
 )
 from safetensors.numpy import save_file
+from sglang.srt.distributed import parallel_state
 
 from sgl_kvtier.runtime.backend import file_digests, identity
 from sgl_kvtier.runtime.backend.host_pages import shape_of, share_of
@@ -277,6 +279,33 @@ def test_weights_changed_at_run_time_never_match_again(model, monkeypatch):
     first = fingerprint(model)
     identity.weights_changed()
     assert len({before, first, fingerprint(model)}) == 3
+
+
+def test_ranks_of_a_server_agree_on_weights_changed_at_run_time_and_two_servers_do_not(
+    model, monkeypatch
+):
+    def ranks_of_a_server():
+        """The fingerprints of two ranks: each has a process of its own."""
+        found = []
+        ranks = Ranks()
+        monkeypatch.setattr(parallel_state, "get_tp_group", lambda: ranks)
+        for _ in range(2):
+            monkeypatch.setattr(identity, "_runtime_weights", None)
+            identity.weights_changed()
+            identity.agree_on_weights()
+            found.append(fingerprint(model))
+        return found
+
+    one, other = ranks_of_a_server(), ranks_of_a_server()
+    assert len({*one}) == len({*other}) == 1 and one != other
+
+
+def test_ranks_say_nothing_of_weights_that_were_not_changed(model, monkeypatch):
+    monkeypatch.setattr(identity, "_runtime_weights", None)
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: pytest.fail("a collective"))
+    before = fingerprint(model)
+    identity.agree_on_weights()
+    assert fingerprint(model) == before
 
 
 def test_ranks_with_pages_of_their_own_have_folders_that_no_other_reads():

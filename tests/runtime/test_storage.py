@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pools import (
     PAGE,
+    Ranks,
     compressed_pool,
     host_pool,
     index_key_pool,
@@ -30,6 +31,7 @@ from pools import (
     state_pool,
     storage_config,
 )
+from sglang.srt.distributed import parallel_state
 from sglang.srt.managers import cache_controller
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.hicache_storage import (
@@ -264,7 +266,21 @@ def test_attached_again_after_new_weights_it_starts_empty(make, monkeypatch):
     monkeypatch.setattr(identity, "_runtime_weights", None)
     identity.weights_changed()
     backend.leave_identity()
+    monkeypatch.setattr(parallel_state, "get_tp_group", Ranks)
     assert make(host_pool()).batch_exists(keys("a")) == 0
+
+
+def test_ranks_attached_again_after_new_weights_find_each_others_pages(make, monkeypatch):
+    group, ranks = Ranks(), []
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+    for rank in (0, 1):
+        monkeypatch.setattr(identity, "_runtime_weights", None)
+        identity.weights_changed()
+        pool = latent_host_pool(latent_pool(2))
+        ranks.append(make(pool, is_mla_model=True, tp_size=2, tp_rank=rank))
+    assert ranks[0].batch_set_v1(keys("a"), slots([0])) == [True]
+    ranks[1].local_store.follow()
+    assert ranks[1].batch_exists(keys("a")) == 1
 
 
 @pytest.mark.parametrize(

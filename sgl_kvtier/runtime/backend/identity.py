@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
 
 from sgl_kvtier.runtime.backend.file_digests import FileDigests, is_hexadecimal
@@ -43,17 +44,28 @@ _runtime_weights: str | None = None
 
 
 def weights_changed() -> None:
-    """Notes that the weights in memory are no longer those on disk: from now on this process has an
-    identity of its own.
+    """Notes that the weights in memory are no longer those on disk: from now on this server has an
+    identity of its own, once its ranks agree on it (`agree_on_weights`).
     """
     global _runtime_weights
     _runtime_weights = uuid.uuid4().hex
 
 
+def agree_on_weights() -> None:
+    """Before a store is opened: takes the first TP rank's name for weights that were changed at run
+    time. A collective of the TP ranks, and only where weights were changed, which SGLang does on
+    all of them.
+    """
+    global _runtime_weights
+    if _runtime_weights is not None:
+        _runtime_weights = parallel_state.get_tp_group().broadcast_object(_runtime_weights)
+
+
 def identity_of(
     server_args: Any, ranks: RankShare, pools: Mapping[str, PageShape], kept: str | None = None
 ) -> Identity:
-    """The identity of a server's pages, the same on all of its ranks.
+    """The identity of a server's pages, the same on all TP ranks of a pipeline stage, and on all
+    ranks until weights are changed at run time.
 
     `server_args` is the resolved view; `pools` are the shapes of pages by the name of their pool;
     `kept` is the folder that keeps the digests of files that were read.

@@ -193,6 +193,7 @@ class KVTierStorage(HiCacheStorage):
         c, parallel = self.storage_config, get_parallel()
         share = share_of(c)
         pools = {name: shape_of(pool) for name, pool in self.registered_pools.items()}
+        identity.agree_on_weights()
         who = identity.identity_of(
             resolving_view(get_server_args()), share, pools, kept=self.config.store.path
         )
