@@ -12,9 +12,10 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool,
 from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, LogicalHostPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
+from sgl_kvtier.lab.gpu.pools import random_bytes
 from sgl_kvtier.runtime.cpu import hicache
 
 PAGE, PAGES = 16, 32
@@ -59,6 +60,24 @@ def host_pool(
             dtype=torch.uint8,
         )
     )
+    return pool
+
+
+def unequal_pool(layout: str = "page_first_direct", *, heads: int = 2, layers: int = 3) -> Any:
+    """A host pool of 32 pages with random contents, whose K and V have heads of 192 and of 128
+    numbers, as MiMo V2's.
+    """
+    hicache.install()
+    device = MHATokenToKVPool(
+        size=256, page_size=PAGE, dtype=torch.bfloat16, head_num=heads, head_dim=192, v_head_dim=128, layer_num=layers,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    pool = AsymmetricMHATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info, 2.0, 0, PAGE, layout,
+        device_capacity_tokens=256, start_layer=0, end_layer=layers, host_token_capacity=PAGES * PAGE,
+    )  # fmt: skip
+    for number, buffer in enumerate(pool.kv_buffer):
+        random_bytes(buffer, seed=number)
     return pool
 
 

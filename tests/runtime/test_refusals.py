@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import KVTIER, PLAIN, launching, mla_model, window_model
+from pools import host_pool, unequal_pool
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName, SidecarPoolSpec
@@ -33,6 +34,7 @@ from sgl_kvtier.runtime.scheduler.refusals import (
     SIDE_PAGES,
     STAGES,
     UNPROVEN,
+    WIDTHS,
 )
 from sgl_kvtier.runtime.settings import looks_ahead
 
@@ -305,6 +307,17 @@ def test_what_else_was_built_beside_kv_pages_is_refused_by_its_name():
         str(refusals.lacking(tree(ComponentType.SWA, ComponentType.MAMBA)))
         == f"swa, mamba: {SIDE_PAGES}"
     )
+
+
+@pytest.mark.parametrize("unequal", [PoolName.KV, PoolName.SWA])
+def test_keys_and_values_of_different_widths_are_refused_in_either_pool(unequal):
+    equal = tree()
+    pools = {name: host_pool() for name in (PoolName.KV, PoolName.SWA)}
+    group = equal.cache_controller.mem_pool_host
+    group.entries = [SimpleNamespace(name=name, host_pool=pool) for name, pool in pools.items()]
+    assert refusals.lacking(equal) is None
+    group.entries[list(pools).index(unequal)].host_pool = unequal_pool()
+    assert refusals.lacking(equal) == str(WIDTHS)
 
 
 def test_the_flag_named_for_window_pages_keeps_whole_sequences(launch, tmp_path: Path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_kvtier.runtime.sglang.slot_pools import has_unequal_widths
+
 LAYOUTS = ("page_first", "page_first_direct")
 """Host layouts in which a page's K is one piece, and its V another, made of whole token rows."""
 
@@ -58,10 +60,10 @@ def unfit(controller: Any) -> str | None:
     pool = host_pool_of(controller)
     if pool.layout not in LAYOUTS:
         return f"host pages of layout {pool.layout} (--hicache-mem-layout page_first)"
+    if has_unequal_widths(pool):
+        return "K and V of different widths"
     if not getattr(pool, "device_v_buffers", None) or pool.kv_buffer.shape[0] != 2:
         return "pages of latents or of several kinds"
-    if pool.head_dim != getattr(pool, "v_head_dim", pool.head_dim):
-        return "K and V of different widths"
     if not pool.device_rows_packed or len(pool.device_k_buffers) != pool.layer_num:
         return "device rows that lie apart"
     if getattr(controller.mem_pool_device, "host_transfer_translate", None) is not None:

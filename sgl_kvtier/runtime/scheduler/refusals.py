@@ -181,6 +181,9 @@ UNPROVEN = (
 SIDE_PAGES = Refusal("the model keeps other pages beside its KV pages", _NO_FLAG)
 """Of what was built for the model, where its settings did not tell."""
 
+WIDTHS = Refusal("K and V of different widths: nobody has restored such pages", _NO_FLAG)
+"""Of what was built for the model, too."""
+
 STAGES = Refusal("not looking ahead: more than one pipeline stage", "--pp-size 1")
 UNEVEN = Refusal(
     "not looking ahead: host memory does not hold equally many pages on all ranks",
@@ -232,7 +235,9 @@ def lacking(tree: Any) -> str | None:
     beside = [kind.name for kind in tree.tree_components if kind != BASE_COMPONENT_TYPE]
     kinds = anchors.unknown(tree, beside)
     pools = slot_pools.foreign(tree)
-    return f"{', '.join([*kinds, *pools])}: {SIDE_PAGES}" if kinds or pools else None
+    if kinds or pools:
+        return f"{', '.join([*kinds, *pools])}: {SIDE_PAGES}"
+    return str(WIDTHS) if slot_pools.any_unequal_widths(tree.cache_controller) else None
 
 
 def _holding(refusals: tuple[Refusal, ...], asked: Any) -> list[Refusal]:

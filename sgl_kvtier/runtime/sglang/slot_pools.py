@@ -89,6 +89,18 @@ def transfers(
     return described
 
 
+def has_unequal_widths(host: Any) -> bool:
+    """Whether K and V of a host pool have heads of different widths, as in MiMo V2."""
+    width = getattr(host, "head_dim", None)
+    return bool(width != getattr(host, "v_head_dim", width))
+
+
+def any_unequal_widths(controller: Any) -> bool:
+    """The same of any host pool of a load, that of windows too."""
+    entries = getattr(controller.mem_pool_host, "entries", ())
+    return any(has_unequal_widths(entry.host_pool) for entry in entries)
+
+
 def foreign(tree: Any) -> list[str]:
     """Names of this tree's side pools whose pages do not lie at the slots of KV pages or of
     windows, or are of a kind that nobody has restored.

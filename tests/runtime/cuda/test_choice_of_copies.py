@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from device_pools import controller, latent_pools
-from pools import host_pool, latent_host_pool, latent_pool
+from pools import host_pool, latent_host_pool, latent_pool, unequal_pool
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.runtime.cuda.all_layers import AllLayers
@@ -43,6 +43,7 @@ def test_pages_of_keys_and_values_can_be_staged(layout: str) -> None:
 def test_what_cannot_be_staged_is_said() -> None:
     assert "layout page_head" in str(unfit(controller_of(host_pool("page_head"))))
     assert "latents" in str(unfit(controller_of(latent_host_pool(latent_pool(2)))))
+    assert unfit(controller_of(unequal_pool())) == "K and V of different widths"
     pool = host_pool()
     pool.pin_memory = False
     assert "pinned" in str(CardMemory(0).unread(pool))
