@@ -30,6 +30,7 @@ from pools import (
     slots,
     state_pool,
     storage_config,
+    unequal_pool,
 )
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers import cache_controller
@@ -133,6 +134,42 @@ def test_pages_come_back_through_flat_copies(make, layout):
     assert page_bytes(pool, 1) == page_bytes(pool, 5)
     assert page_bytes(pool, 2) == page_bytes(pool, 6)
     assert backend.get(names[0], pool.get_dummy_flat_data_page()) is not None
+
+
+def unequal_page(pool, page):
+    """One page's bytes, K's and then V's, where these have heads of different widths."""
+    pieces = pool.kv_buffer
+    if pool.layout == "page_first":
+        pieces = [piece.unflatten(0, (-1, PAGE)) for piece in pieces]
+    return b"".join(bytes_of(piece[page].contiguous()).tobytes() for piece in pieces)
+
+
+@pytest.mark.parametrize("layout", CONTIGUOUS)
+def test_pages_whose_keys_and_values_have_different_widths_come_back_with_their_windows(
+    make, layout
+):
+    """MiMo V2's, by the calls of SGLang's controller: it cannot copy these pages into tensors."""
+    pool, window = unequal_pool(layout), unequal_pool(layout, heads=4, layers=2)
+    backend = make(pool, [(PoolName.SWA, window)])
+    controller = SimpleNamespace(storage_backend=backend, storage_host_pool=pool)
+    for name in ("_page_get_zero_copy", "_page_set_zero_copy"):
+        function = getattr(cache_controller.HiCacheController, name)
+        setattr(controller, name, function.__get__(controller))
+    backend_hooks.use_zero_copy(None, controller)
+    names = keys(*range(3))
+    own, theirs = ([unequal_page(one, p) for p in (3, 9, 4)] for one in (pool, window))
+    neighbours = [unequal_page(one, p) for one in (pool, window) for p in (0, 13, 31)]
+    assert controller.page_set_func(names, slots([3, 9, 4]))
+    stored = PoolTransfer(name=PoolName.SWA, host_indices=slots([3, 9, 4]), keys=names)
+    assert backend.batch_set_v2([stored]) == {PoolName.SWA: [True] * 3}
+
+    with backend.reading_ahead(names, slots([11, 12, 30])):
+        assert controller.page_get_func(None, names, slots([11, 12, 30])) == 3
+    read = PoolTransfer(name=PoolName.SWA, host_indices=slots([11, 12, 30]), keys=names)
+    assert backend.batch_get_v2([read]) == {PoolName.SWA: [True] * 3}
+    assert [unequal_page(pool, p) for p in (11, 12, 30)] == own
+    assert [unequal_page(window, p) for p in (11, 12, 30)] == theirs
+    assert [unequal_page(one, p) for one in (pool, window) for p in (0, 13, 31)] == neighbours
 
 
 def test_existence_counts_from_the_front_and_stops_at_the_first_gap(make):

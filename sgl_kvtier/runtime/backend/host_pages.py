@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
 )
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvtier.runtime.backend.page_shape import PageShape, RankShare
@@ -43,7 +45,7 @@ def is_page_contiguous(pool: Any) -> bool:
     """Whether a page of this host pool lies in few pieces (K and V, or the tensors of a state) that
     can be read in place.
     """
-    return pool.layout in CONTIGUOUS and (has_states(pool) or buffer_of(pool) is not None)
+    return pool.layout in CONTIGUOUS and (has_states(pool) or bool(buffers_of(pool)))
 
 
 def has_states(pool: Any) -> bool:
@@ -52,12 +54,21 @@ def has_states(pool: Any) -> bool:
 
 
 def buffer_of(pool: Any) -> torch.Tensor | None:
-    """The tensor that holds all of a host pool's pages, which index keys have under a name of their
-    own; None where there is none.
+    """The tensor that holds all of a host pool's pages; None where there is none, or are two."""
+    buffers = buffers_of(pool)
+    return buffers[0] if len(buffers) == 1 else None
+
+
+def buffers_of(pool: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold all of a host pool's pages, or none: one, which index keys have under a
+    name of their own; or that of K and that of V, where their heads have different widths (MiMo
+    V2). A page's pieces lie in them in turn.
     """
+    if isinstance(pool, AsymmetricMHATokenToKVPoolHost):
+        return tuple(pool.kv_buffer or ())
     names = ("kv_buffer", "index_k_with_scale_buffer")
     found = [getattr(pool, name, None) for name in names]
-    return next((buffer for buffer in found if isinstance(buffer, torch.Tensor)), None)
+    return tuple(buffer for buffer in found if isinstance(buffer, torch.Tensor))[:1]
 
 
 def is_replicated(pool: Any) -> bool:
@@ -161,10 +172,12 @@ def parts_of(pool: Any, pages: int, host_indices: torch.Tensor) -> list[list[mem
         states = [pool._iter_page_tensors(slot) for slot in host_indices.tolist()]
         return [[bytes_of(part) for part in state if part.numel()] for state in states]
     addresses, sizes = pool.get_page_buffer_meta(host_indices)
-    buffer = buffer_of(pool)
-    assert buffer is not None, "a page-contiguous pool has one"
-    whole, base = bytes_of(buffer.view(-1)), buffer.data_ptr()
-    pieces = [whole[a - base : a - base + n] for a, n in zip(addresses, sizes, strict=True)]
+    buffers = [(bytes_of(buffer.view(-1)), buffer.data_ptr()) for buffer in buffers_of(pool)]
+    assert buffers, "a page-contiguous pool has some"
+    pieces = [
+        whole[a - base : a - base + n]
+        for (whole, base), a, n in zip(cycle(buffers), addresses, sizes, strict=False)
+    ]
     per_page = len(pieces) // pages if pages else 0
     return [pieces[i * per_page : (i + 1) * per_page] for i in range(pages)]
 
