@@ -150,6 +150,18 @@ def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
     )
 
 
+def test_a_server_whose_pages_cannot_be_checked_gets_none_of_our_parts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = without_pools(monkeypatch)
+    built(monkeypatch, tree)
+    monkeypatch.setattr(radix_cache.restore_setup, "build", lambda tree, server_args: "why it is")
+    with caplog.at_level(logging.WARNING):
+        tree.init_hicache(SERVER, PARAMS)
+    assert tree.kvtier is None and tree.cache_controller.allocate_storage_hit is None
+    assert [(one.levelname, one.message) for one in caplog.records] == [("WARNING", "why it is")]
+
+
 def test_looking_ahead_that_fails_costs_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
     tree = bare()
     tree.kvtier = parts = object.__new__(Parts)

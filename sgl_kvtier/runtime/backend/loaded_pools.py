@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from sgl_kvtier.runtime.backend.host_pages import PAGE_AXES, buffer_of, device_buffers, has_bytes
+from sgl_kvtier.runtime.backend.host_pages import (
+    PAGE_AXES,
+    buffer_of,
+    device_buffers,
+    has_bytes,
+    shape_of,
+)
 from sgl_kvtier.runtime.sglang import compressed_pools, slot_pools, states, windows
 from sgl_kvtier.store.base import KV
 
@@ -148,6 +154,8 @@ def keys_and_values(host: Any, k: list[torch.Tensor], v: list[torch.Tensor]) -> 
 def _pool(name: str, host: Any, device: Any, page_tokens: int) -> LoadedPool:
     if host.layout not in PAGE_AXES or buffer_of(host) is None:
         raise ValueError(f"host pages of layout {host.layout} in {type(host).__name__}")
+    if (order := shape_of(host).device_layout) is not None:
+        raise ValueError(f"device pages of layout {order} in {type(host).__name__}")
     if compressed_pools.has_page_rows(host):
         named = "window" if name == windows.POOL else name.removeprefix(compressed_pools.PREFIX)
         rows = Half(f"{named.replace('_', ' ')} pages", compressed_pools.device_rows(host))

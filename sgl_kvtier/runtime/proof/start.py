@@ -66,6 +66,12 @@ class StartDiffers(Exception):
     """What was copied is not right. The text says where."""
 
 
+class StartUnreadable(Exception):
+    """Pages of these pools cannot be read back, so no copy of them can be checked, whichever way it
+    goes. The text says why.
+    """
+
+
 @dataclass(frozen=True)
 class StartResult:
     """What the check has shown of one way of copying."""
@@ -96,7 +102,8 @@ class StartResult:
 
 def check(copies: Any, controller: Any, rows: Rows | None = None) -> StartResult:
     """Checks one way of copying, a `CopyDevice` of this HiCache controller, and bounds its use of
-    the bus. Raises StartDiffers where something is not right, and whatever a driver raises.
+    the bus. Raises StartDiffers where something is not right, StartUnreadable where nothing can be
+    compared, and whatever a driver raises.
 
     `rows`: the pools, where they are not to be found in the controller.
     """
@@ -132,7 +139,7 @@ class Rows:
     """
 
     def __init__(self, module: Any, pools: Sequence[LoadedPool]):
-        """Raises StartDiffers where rows cannot be read back."""
+        """Raises StartUnreadable where rows cannot be read back."""
         self.module = module
         self.page = int(pools[0].host.page_size)
         halves = [half for pool in pools for half in pool.halves]
@@ -149,18 +156,18 @@ class Rows:
         self.device_pages = len(self.device[0][0]) // self.page_rows[0]
         for layers, nbytes in zip(self.device, self.row_bytes, strict=True):
             if any(layer[0].nbytes != nbytes for layer in layers):
-                raise StartDiffers("device rows that lie apart cannot be read back")
+                raise StartUnreadable("device rows that lie apart")
 
     @classmethod
     def of(cls, controller: Any) -> Rows:
-        """Those that this controller's loads go between. Raises StartDiffers where SGLang does not
-        tell how they lie.
+        """Those that this controller's loads go between. Raises StartUnreadable where SGLang does
+        not tell how they lie.
         """
         page = int(host_pool_of(controller).page_size)
         try:
             pools = loaded_pools(controller, page)
         except ValueError as error:
-            raise StartDiffers(f"pages cannot be read back: {error}") from error
+            raise StartUnreadable(str(error)) from error
         return cls(torch.get_device_module(controller.device), pools)
 
     @classmethod
@@ -171,7 +178,7 @@ class Rows:
         try:
             pools = anchor_pools(controller, rows.page)
         except ValueError as error:
-            raise StartDiffers(f"windows or states cannot be read back: {error}") from error
+            raise StartUnreadable(f"windows or states: {error}") from error
         return cls(rows.module, pools) if pools else None
 
     @property
@@ -250,7 +257,7 @@ def _host_rows(layout: str, piece: torch.Tensor, layer: int, page: int) -> torch
         return piece[:, :, :, layer].transpose(1, 2)
     if layout == "layer_first":  # layer, slot, head, byte
         return piece[layer].unflatten(0, (-1, page))
-    raise StartDiffers(f"host pages of layout {layout} cannot be read back")
+    raise StartUnreadable(f"host pages of layout {layout}")
 
 
 @dataclass(frozen=True)

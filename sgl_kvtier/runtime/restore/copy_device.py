@@ -260,6 +260,8 @@ class Chosen:
     """None where nothing is checked, or no way was right."""
     wrong: str = ""
     """Why no way of copying is right on this device; empty where one is."""
+    unreadable: str = ""
+    """Why no way of copying can be checked; empty where one can."""
 
 
 def chosen_for(controller: Any, policy: PolicyConfig) -> Chosen:
@@ -274,8 +276,8 @@ def chosen_for(controller: Any, policy: PolicyConfig) -> Chosen:
 
 
 def proven_copies(controller: Any) -> Chosen:
-    """The first way of copying that the check at start finds right. On an accelerator; blocks until
-    the device is done.
+    """The first way of copying that the check at start finds right, if it can read pages back. On
+    an accelerator; blocks until the device is done.
     """
     card = CARDS.get(torch.device(controller.device).type)
     ways: Iterator[CopyDevice] = iter([StreamCopies(controller)])
@@ -288,6 +290,8 @@ def proven_copies(controller: Any) -> Chosen:
             return Chosen(StreamCopies(controller), wrong="; ".join(dict.fromkeys(wrong)))
         try:
             found = start.check(copies, controller)
+        except start.StartUnreadable as error:
+            return Chosen(copies, unreadable=str(error))
         except Exception as error:
             # Whatever a driver raises: a way that cannot be shown to be right is not taken.
             named = isinstance(error, start.StartDiffers)

@@ -69,13 +69,15 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     def _take_storage_hits(self) -> None:
         """When all pools are there: storage hits go to the engine."""
-        line = restore_setup.lacks(self, self._built_for)
-        if line is not None:
-            logger.warning("%s", line)
+        found = restore_setup.lacks(self, self._built_for) or restore_setup.build(
+            self, self._built_for
+        )
+        if isinstance(found, str):
+            logger.warning("%s", found)
             return
         self._allocate = self.cache_controller.allocate_storage_hit
         self.cache_controller.allocate_storage_hit = self._offer_or_allocate
-        self.kvtier = restore_setup.build(self, self._built_for)
+        self.kvtier = found
         # With several stages SGLang looks on the first one alone. Behind a gap no anchor is of use.
         if tree_ranks.stages(self) == 1 and self.kvtier.context.anchors is None:
             StoredPages(self.cache_controller, self.kvtier.agreement.alone)

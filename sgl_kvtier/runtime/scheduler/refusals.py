@@ -184,6 +184,13 @@ SIDE_PAGES = Refusal("the model keeps other pages beside its KV pages", _NO_FLAG
 WIDTHS = Refusal("K and V of different widths: nobody has restored such pages", _NO_FLAG)
 """Of what was built for the model, too."""
 
+UNREADABLE = Refusal(
+    "the check at start cannot read these pages back from the device",
+    "leave SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT away where they are set; for "
+    f"other pages {_NO_FLAG}",
+)
+"""Of how pages lie in the pools that were built."""
+
 STAGES = Refusal("not looking ahead: more than one pipeline stage", "--pp-size 1")
 UNEVEN = Refusal(
     "not looking ahead: host memory does not hold equally many pages on all ranks",

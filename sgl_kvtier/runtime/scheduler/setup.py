@@ -37,6 +37,7 @@ from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.scheduler.refusals import (
     STAGES,
     UNEVEN,
+    UNREADABLE,
     WRITE_BACK,
     anchors_of,
     lacking,
@@ -137,10 +138,11 @@ def _may_look_ahead(args: Any, policy: PolicyConfig) -> bool:
     return left and policy.restore != "off" and looks_ahead_by_default(args)
 
 
-def build(tree: Tree, server_args: Any) -> Parts:
-    """The parts for a tree whose host pools and storage backend are there. Raises SeamError, and
-    ConfigError when the decision log cannot be written, or pages cannot be audited or restored by
-    layers.
+def build(tree: Tree, server_args: Any) -> Parts | str:
+    """The parts for a tree whose host pools and storage backend are there, or the line by which the
+    server says that all of it is SGLang's own way: no copy can be checked on its device. Raises
+    SeamError, and ConfigError when the decision log cannot be written, or pages cannot be audited
+    or restored by layers.
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.runtime_context import get_parallel
@@ -173,6 +175,10 @@ def build(tree: Tree, server_args: Any) -> Parts:
     if unlike:
         policy = replace(policy, prefetch="off", eviction="lru")
     chosen = copy_device.chosen_for(controller, policy)
+    unreadable = None if at_once else unreadable_at_start(chosen.unreadable, agreement)
+    if unreadable is not None:
+        agreement.close()
+        return _told(config.policy, unreadable)
     proof = memory.begin(
         controller, copy_device.way_of(chosen.copies), _path(controller, memory.NAME), agreement,
         policy, writes=first,
@@ -242,6 +248,15 @@ def build(tree: Tree, server_args: Any) -> Parts:
         "costs as learned earlier" if profile else "costs are learned from the first requests on",
     )  # fmt: skip
     return parts
+
+
+def unreadable_at_start(unreadable: str, agreement: Agreement) -> str | None:
+    """Why the check at start can compare nothing, on this rank (`unreadable` says why) or on
+    another, or None. Nothing is refuted by that. A collective.
+    """
+    if agreement.least(int(not unreadable)):
+        return None
+    return f"{unreadable or 'pages of another rank'}: {UNREADABLE}"
 
 
 def refute_at_start(proof: Proof, wrong: str, agreement: Agreement) -> None:

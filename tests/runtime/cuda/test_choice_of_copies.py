@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 from device_pools import controller, latent_pools
-from pools import host_pool, latent_host_pool, latent_pool, unequal_pool
+from pools import (
+    PAGE,
+    device_pool,
+    host_pool,
+    host_pool_of,
+    latent_host_pool,
+    latent_pool,
+    unequal_pool,
+)
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.runtime.cuda.all_layers import AllLayers
@@ -20,10 +28,12 @@ from sgl_kvtier.runtime.cuda.page_shape import shape_of, unfit
 from sgl_kvtier.runtime.cuda.staging import ROOM_BYTES, pages_of_room, staging_bytes
 from sgl_kvtier.runtime.proof import start
 from sgl_kvtier.runtime.proof.record import Proof, State
-from sgl_kvtier.runtime.proof.start import StartDiffers, StartResult
+from sgl_kvtier.runtime.proof.start import Rows, StartDiffers, StartResult, StartUnreadable
 from sgl_kvtier.runtime.restore import copy_device
 from sgl_kvtier.runtime.restore.copy_device import CpuCopies, chosen_for, copies_for
-from sgl_kvtier.runtime.scheduler.setup import refute_at_start
+from sgl_kvtier.runtime.scheduler import setup
+from sgl_kvtier.runtime.scheduler.refusals import UNREADABLE
+from sgl_kvtier.runtime.scheduler.setup import refute_at_start, unreadable_at_start
 
 
 def controller_of(pool: Any, device: str = "cuda") -> Any:
@@ -109,6 +119,9 @@ def test_a_device_without_streams_is_left_to_sglang(monkeypatch: pytest.MonkeyPa
     assert copy_device.lacking(SimpleNamespace(device="cpu")) is None
 
 
+CHECK = start.check
+
+
 class Ways:
     """Three ways of copying, of which some are wrong."""
 
@@ -153,6 +166,74 @@ def test_where_no_way_is_right_it_says_what_was_wrong_with_each(
     assert found.wrong == "K of layer 1; RuntimeError: no"
     lines = [record for record in caplog.records if "not copied by" in record.getMessage()]
     assert len(lines) == 3
+
+
+def test_pages_that_cannot_be_read_back_are_no_failed_proof(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang's pools in another order: a page has rows of each head's tokens, not of each token."""
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    device = device_pool()
+    monkeypatch.delenv("SGLANG_USE_HND_KVCACHE")
+    assert device.k_buffer[0].shape[1:] == (2, PAGE, 32)
+    served = controller(device, host_pool_of(device), "direct")
+    ways = Ways(monkeypatch, set())
+    monkeypatch.setattr(
+        start, "check", lambda copies, served: ways.checked.append(copies) or CHECK(copies, served)
+    )
+    served.device = "cuda"
+    found = chosen_for(served, PolicyConfig(restore="both"))
+    assert (found.unreadable, found.wrong, found.start) == (
+        "device pages of layout hnd in MHATokenToKVPoolHost", "", None
+    )  # fmt: skip
+    assert len(ways.checked) == 1 and caplog.text == "", "it is the same for every way"
+
+    alone: Any = SimpleNamespace(least=lambda here: here)
+    line = unreadable_at_start(found.unreadable, alone)
+    assert line == f"{found.unreadable}: {UNREADABLE}"
+    proof = Proof("a GPU", "a way")
+    refute_at_start(proof, found.wrong, alone)
+    assert (proof.state, proof.difference) == (State.PROVING, None)
+
+
+def test_a_server_whose_pages_cannot_be_read_back_begins_no_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unreadable(Ways):
+        def _check(self, copies: Any, controller: Any) -> StartResult:
+            raise StartUnreadable("pages upside down")
+
+    Unreadable(monkeypatch, set())
+    here = SimpleNamespace(page=PAGE, page_bytes=1, host=SimpleNamespace(tokens=PAGE))
+    monkeypatch.setattr(setup, "StepContext", lambda tree, alone: here)
+    monkeypatch.setattr(
+        "sglang.srt.arg_groups.model_override_base.resolving_view", lambda args: args
+    )
+    args = SimpleNamespace(
+        device="cuda", tp_size=1, pp_size=1, chunked_prefill_size=64,
+        hicache_storage_backend_extra_config='{"store": {"path": "unused"}, "policy": {"restore": "both"}}',
+    )  # fmt: skip
+    controller = SimpleNamespace(device="cuda", transfer_layer_id_max=2)
+    tree: Any = SimpleNamespace(
+        cache_controller=controller, tp_world_size=1, pp_size=1, pp_rank=0, tp_group=None
+    )
+    line = setup.build(tree, args)
+    assert isinstance(line, str) and line.startswith("kvtier: prefixes are restored")
+    assert line.endswith(f"SGLang's own way: pages upside down: {UNREADABLE}")
+
+
+def test_pages_of_another_rank_that_cannot_be_read_back_end_restoration_on_all() -> None:
+    agreement: Any = SimpleNamespace(least=lambda here: min(here, 0))
+    assert unreadable_at_start("", agreement) == f"pages of another rank: {UNREADABLE}"
+    agreement.least = lambda here: min(here, 1)
+    assert unreadable_at_start("", agreement) is None
+
+
+def test_rows_that_lie_apart_cannot_be_read_back() -> None:
+    device, pool = latent_pools("cpu", "page_first_direct")
+    device.kv_buffer[1] = device.kv_buffer[1].repeat(1, 1, 2)[:, :, ::2]
+    with pytest.raises(StartUnreadable, match="device rows that lie apart"):
+        Rows.of(controller(device, pool, "direct"))
 
 
 @pytest.mark.parametrize("policy", [{"restore": "off"}, {"restore": "both", "proof": "off"}])
