@@ -186,7 +186,7 @@ WIDTHS = Refusal("K and V of different widths: nobody has restored such pages", 
 
 UNREADABLE = Refusal(
     "the check at start cannot read these pages back from the device",
-    "leave SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT away where they are set; for "
+    "omit the variables SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT; for "
     f"other pages {_NO_FLAG}",
 )
 """Of how pages lie in the pools that were built."""
