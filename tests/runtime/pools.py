@@ -157,7 +157,7 @@ def server_args(model_path: str = "no-such-folder", **changes: Any) -> SimpleNam
         "model_path": model_path, "revision": None, "dtype": "float32", "quantization": None, "kv_cache_dtype": "auto",
         "json_model_override_args": "{}", "load_format": "auto", "speculative_algorithm": None, "random_seed": 1,
         "speculative_draft_model_path": None, "quantization_param_path": None,
-        "nnodes": 1,
+        "nnodes": 1, "tp_size": 1,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 

@@ -50,7 +50,7 @@ from sgl_kvtier.lab.gpu.pools import random_bytes
 from sgl_kvtier.runtime.backend import hooks as backend_hooks
 from sgl_kvtier.runtime.backend import identity
 from sgl_kvtier.runtime.backend.host_pages import bytes_of, is_page_contiguous
-from sgl_kvtier.runtime.backend.storage import KVTierStorage, _WholePages
+from sgl_kvtier.runtime.backend.storage import KVTierStorage, _ranks_on_a_host, _WholePages
 from sgl_kvtier.runtime.sglang import anchors
 from sgl_kvtier.runtime.sglang.hooks import HOOKS, targets
 from sgl_kvtier.runtime.step.page_names import page_key
@@ -80,11 +80,11 @@ def make(tmp_path, monkeypatch):
         lambda: SimpleNamespace(dp_rank=None, num_dp_ranks=1),
     )
 
-    def opening(pool, side_pools=(), faults=None, throttle=None, **config):
+    def opening(pool, side_pools=(), faults=None, throttle=None, path=None, **config):
         extra = {
             "module_path": "sgl_kvtier.runtime.backend.storage",
             "store": {
-                "path": str(tmp_path / "store"),
+                "path": path or str(tmp_path / "store"),
                 "min_free_bytes": 0,
                 "segment_bytes": "4MiB",
             },
@@ -760,6 +760,48 @@ def test_ranks_of_a_host_with_the_same_pages_read_them_through_the_page_cache(
     store = make(pool, is_mla_model=latents, tp_size=2, tp_rank=0, pp_size=stages).local_store
     usual = probe_direct_io(Env(), str(tmp_path), "auto")
     assert store.direct_io == (bool(usual.flags) and not through)
+
+
+def test_the_first_rank_of_each_host_writes_pages_that_all_ranks_have(make, monkeypatch, tmp_path):
+    args = server_args(nnodes=2, tp_size=4)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
+    names, ranks = keys("a"), []
+    for number in range(4):
+        pool = latent_host_pool(latent_pool(2))
+        host = str(tmp_path / f"host{number // 2}")
+        ranks.append(make(pool, path=host, is_mla_model=True, tp_size=4, tp_rank=number))
+    for rank in ranks:
+        assert rank.batch_set_v1(names, slots([1])) == [True]
+        rank.local_store.follow()
+    assert [rank.local_store.stats().pages_written for rank in ranks] == [1, 0, 1, 0]
+    assert [rank.batch_exists(names) for rank in ranks] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "group", "nodes", "stages", "on_a_host"),
+    [
+        (16, 16, 1, 1, 16),
+        (16, 16, 2, 1, 8),
+        (16, 16, 2, 2, 16),
+        (8, 8, 4, 2, 4),
+        (16, 8, 2, 1, 8),
+        (16, 8, 4, 1, 4),
+        (12, 4, 2, 1, 2),
+    ],
+    ids=["host", "hosts", "stages", "stages-on-hosts", "groups", "group-on-hosts", "unequal"],
+)
+def test_every_host_has_a_first_rank_of_each_attention_group(
+    ranks, group, nodes, stages, on_a_host
+):
+    config = storage_config(tp_size=group, pp_size=stages)
+    found = _ranks_on_a_host(config, server_args(nnodes=nodes, tp_size=ranks))
+    assert found == on_a_host
+    of_a_host = ranks // max(1, nodes // stages)
+    there = {(rank // of_a_host, rank // group) for rank in range(ranks)}
+    first = {
+        (rank // of_a_host, rank // group) for rank in range(ranks) if rank % group % found == 0
+    }
+    assert first == there
 
 
 def test_a_rank_finds_a_share_only_once_it_has_written_it_itself(make):

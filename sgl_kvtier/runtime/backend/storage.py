@@ -130,9 +130,11 @@ class KVTierStorage(HiCacheStorage):
         """In seconds of the monotonic clock: from then on a batch of pages is not stored."""
         self._latents = bool(storage_config.is_mla_model)
         self._replicated: set[str] = set()
-        """Pools whose pages are the same on all TP ranks: the first rank writes them, all ranks
-        read them.
+        """Pools whose pages are the same on all TP ranks: the first rank on each host writes them,
+        all ranks read them.
         """
+        self._on_a_host = int(storage_config.tp_size)
+        """TP ranks, or ranks of a data-parallel attention group, that have one host's disk."""
         # SGLang would not call the ranks that do not write replicated MLA pages. Every rank is to
         # write the pools of which it has a share of its own, and to know which pages there are.
         storage_config.is_mla_model = False
@@ -183,7 +185,8 @@ class KVTierStorage(HiCacheStorage):
         return {KV, pool} <= self._replicated
 
     def _writes(self, pool: str) -> bool:
-        return self.storage_config.tp_rank == 0 or not self._is_replicated(pool)
+        first = self.storage_config.tp_rank % self._on_a_host == 0
+        return first or not self._is_replicated(pool)
 
     def on_host_pools_registered(self) -> None:
         """Opens the store under the identity that all pools make. Raises StoreError."""
@@ -200,8 +203,8 @@ class KVTierStorage(HiCacheStorage):
         replicated = self._is_replicated(KV)
         rank = share.folder(replicated=replicated)
         config = self.config.store
-        here = c.tp_size * c.pp_size // max(1, get_server_args().nnodes)
-        if replicated and min(c.tp_size, here) > 1 and config.direct_io == "auto":
+        self._on_a_host = _ranks_on_a_host(c, get_server_args())
+        if replicated and self._on_a_host > 1 and config.direct_io == "auto":
             # The TP ranks of a host read the same pages at the same time: through the page cache
             # each comes from the disk once.
             config = replace(config, direct_io="off")
@@ -647,7 +650,7 @@ class KVTierStorage(HiCacheStorage):
         if store is None:
             return [False] * len(keys)
         if not self._writes(pool):
-            # The first rank writes them, and this one finds them a moment later.
+            # The host's first rank writes them, and this one finds them a moment later.
             self._note_seen([page_key(k) for k in keys], pool)
             return [True] * len(keys)
         if time.monotonic() > self._writing_ends:
@@ -686,6 +689,17 @@ class KVTierStorage(HiCacheStorage):
         if len(tag) <= POOL_BYTES:
             return tag
         return f"{pool[:6]}-{hashlib.sha256(tag.encode()).hexdigest()[:16]}"
+
+
+def _ranks_on_a_host(config: Any, server_args: Any) -> int:
+    """Of the ranks that `config` counts as `tp_size`, how many in a row have the same host. Where
+    hosts divide groups of data-parallel attention unequally, it is what all their parts are
+    multiples of.
+    """
+    hosts_of_a_stage = max(1, server_args.nnodes // config.pp_size)
+    # With data-parallel attention `config` has the ranks of one attention group.
+    ranks = max(config.tp_size, server_args.tp_size)
+    return math.gcd(max(1, ranks // hosts_of_a_stage), config.tp_size)
 
 
 def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore:
