@@ -207,6 +207,7 @@ def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result()
         ("returning, recomputed", "emulated-h100-returning-recompute"),
         ("restart", "emulated-h100-restart"),
         ("ablation", "emulated-h100-ablation-short"),
+        ("ablation, ordered at once", "emulated-h100-ablation-short-2"),
         ("ablation, 2 s pauses", "emulated-h100-ablation-pauses"),
     ],
 )
