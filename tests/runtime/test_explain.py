@@ -129,7 +129,7 @@ def test_the_threshold_of_prefetching_is_read_from_the_settings_where_they_are(
     ("value", "proof", "says"),
     [
         (0, "ended", "a page differed: nothing is restored"),
-        (1, "proving", "not complete: all pages are compared"),
+        (1, "proving", "not complete: all pages that are loaded are compared"),
         (2, "proven", None),
     ],
 )

@@ -91,7 +91,8 @@ def install(venv: Path, names: str, wheels: Path) -> subprocess.CompletedProcess
     words = ["--venv", str(venv), "--extras", "dev", "--source", "--with", names]
     return subprocess.run(
         [ROOT / "scripts" / "install", *words],
-        env={**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)},
+        # Where this environment has such libraries itself, pip would find them on the path.
+        env={**os.environ, "PYTHONPATH": "", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)},
         capture_output=True,
         text=True,
         check=False,
