@@ -165,6 +165,14 @@ SHAPES: dict[str, dict[str, Any]] = {
             layer_types=["chunked_attention"] * 3 + ["full_attention"],
         ),
     },
+    "mimo-v2": _shape(
+        "MiMoV2FlashForCausalLM", "mimo_v2_flash",
+        num_key_value_heads=2, head_dim=192, v_head_dim=128, swa_num_attention_heads=4,
+        swa_num_key_value_heads=4, swa_head_dim=192, swa_v_head_dim=128, sliding_window=128,
+        sliding_window_size=128, hybrid_layer_pattern=[0, 1, 1, 0],
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+    ),
     "qwen3-next": _shape("Qwen3NextForCausalLM", "qwen3_next", _GQA, _QWEN_EXPERTS, _DELTA),
     "qwen3.5": _shape("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _GQA, _QWEN_EXPERTS, _DELTA),
     "kimi-k3": _shape("KimiLinearForCausalLM", "kimi_linear", _LATENT, _KDA, q_lora_rank=None),
@@ -199,6 +207,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "kimi-k3": _STATES,
     "nemotron-3": _STATES,
     "gpt-oss": _TRITON,
+    "mimo-v2": _TRITON,
     "gemma-4": _TRITON,
     "deepseek-v4": {"--page-size": 256, "--max-total-tokens": 65536},
 }

@@ -49,6 +49,24 @@ def test_windows_and_states_are_restored_with_what_the_front_computed(
 
 
 @pytest.mark.slow
+def test_keys_and_values_of_different_widths_are_stored_and_read_with_their_windows(
+    tmp_path: Path,
+) -> None:
+    recipes, dropped = gauntlet.load()
+    recipe = replace(
+        next(one for one in recipes if one.name == "gpt-oss-120b"),
+        name="mimo-v2-flash",
+        shape="mimo-v2",
+        command="python -m sglang.launch_server --model-path XiaomiMiMo/MiMo-V2-Flash",
+    )
+    row = gauntlet.run(recipe, dropped, tmp_path / "server")
+    assert row["stores"] and row["equal"], row
+    assert not row["restores"] and "K and V of different widths" in row["reason"], row
+    assert row["rows"]["kv"]["checked"] > 0 and row["rows"]["window"]["checked"] > 0
+    assert [one["wrong"] for one in row["rows"].values()] == [0] * len(row["rows"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), ANCHORS)
 def test_two_ranks_restore_windows_and_states_in_step(tmp_path: Path, name: str, kind: str) -> None:
     """SGLang compares what the ranks decide, and ends the server when they differ."""

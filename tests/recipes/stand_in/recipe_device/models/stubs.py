@@ -91,7 +91,9 @@ EntryClass = [
         _Stub,
     ),
     *_named(
-        "GptOssForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM DeepseekV4ForCausalLM", _Windowed
+        "GptOssForCausalLM Gemma3ForCausalLM Gemma4ForCausalLM DeepseekV4ForCausalLM "
+        "MiMoV2FlashForCausalLM",
+        _Windowed,
     ),
     *_named(
         "DeepseekV3ForCausalLMNextN GlmMoeDsaForCausalLMNextN Glm4MoeForCausalLMNextN "
