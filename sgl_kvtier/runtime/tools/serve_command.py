@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,9 @@ def run(args: argparse.Namespace) -> int:
         "sglang.launch_server",
         *serve_flags(model, host, settings, extra),
     ]
-    address = _address(args.extra)
-    command += ["--port", str(args.port)] if address.port is None else []
+    own = _address(args.extra)
+    address = {"--host": HOST, "--port": str(args.port), **own}
+    command += [] if "--port" in own else ["--port", str(args.port)]
     if args.only_print:
         if args.device is None and host == "cpu":
             print("# No GPU was found here: these flags are for a CPU. For a GPU add --device cuda")
@@ -153,7 +155,8 @@ def run(args: argparse.Namespace) -> int:
         raise BenchError(
             f"SGLang is not installed. Install it (about 10 GB) with: {how_to_install('sglang')}"
         )
-    refuse_taken_port(args.port if address.port is None else address.port, address.host or HOST)
+    if address["--port"].isdecimal() and int(address["--port"]) < 1 << 16:  # else SGLang refuses it
+        refuse_taken_port(int(address["--port"]), address["--host"])
     refused = compile_page_hash()
     if refused:
         raise BenchError(refused)
@@ -164,14 +167,14 @@ def run(args: argparse.Namespace) -> int:
     raise AssertionError("unreachable")
 
 
-def _address(extra: Sequence[str]) -> argparse.Namespace:
-    """`host` and `port` among SGLang's arguments, read as SGLang reads them: the last of each
-    counts. None where there is none.
-    """
-    parser = argparse.ArgumentParser("kvtier serve", add_help=False, allow_abbrev=False)
-    parser.add_argument("--host")
-    parser.add_argument("--port", type=int)
-    return parser.parse_known_args(extra)[0]
+def _address(extra: Sequence[str]) -> dict[str, str]:
+    """--host and --port among SGLang's arguments, of each the last one."""
+    found = dict[str, str]()
+    for word, after in zip_longest(extra, extra[1:], fillvalue=""):
+        name, joined, value = word.partition("=")
+        if name in ("--host", "--port"):
+            found[name] = value if joined else after
+    return found
 
 
 def _settings(args: argparse.Namespace, paced: Any) -> tuple[str, Path]:
