@@ -153,6 +153,17 @@ def test_nor_after_a_failure_has_ended_all_looking_ahead(monkeypatch: pytest.Mon
     assert restore_hooks.is_fully_idle(lambda scheduler: True, scheduler)
 
 
+def test_copies_to_the_device_have_ended_when_nobody_heeds_their_counter_any_more() -> None:
+    """The tree has their pages since they began, and a batch may be launched on them."""
+    moves, _, _ = made()
+    waited: list[int] = []
+    event = SimpleNamespace(query=lambda: bool(waited), synchronize=lambda: waited.append(1))
+    moves._copying = _Copying(3, SimpleNamespace(finish_event=event), 9.0, 0.0, Poll(1, 1))
+    assert moves.consumer == 3
+    moves.reset()
+    assert waited == [1] and moves.consumer == -1
+
+
 @pytest.mark.parametrize("released", [True, False])
 def test_nothing_is_moved_into_memory_that_was_released(released: bool) -> None:
     moves, _, _ = made()

@@ -461,7 +461,8 @@ class Promotions:
 
     def reset(self) -> None:
         """Ends all moves, before the pools are emptied, or for good: blocks until no read writes to
-        our host pages.
+        our host pages, and until copies to the device have ended. After it no batch heeds their
+        layer counter, although the tree has had their pages since they began.
 
         If a read hangs all the same, its host pages stay unusable until the pools are emptied. A
         server with one rank counts as busy until that read has ended (`reads_hang` of the context).
@@ -490,4 +491,6 @@ class Promotions:
         while self._failed:
             _, keys, target = self._failed.popleft()
             self._facts.failed(keys, target)
-        self._copying = None
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.ack.finish_event.synchronize()
