@@ -228,6 +228,15 @@ class PolicyChanged:
     now: float
 
 
+@message
+class LookaheadEnded:
+    """The executor looks ahead no more: it reports no requests, sessions and pages from now on, and
+    moves none. What is known of them counts no more.
+    """
+
+    now: float
+
+
 Fact: TypeAlias = (
     RequestArrived
     | RequestFinished
@@ -240,6 +249,7 @@ Fact: TypeAlias = (
     | PagesPlaced
     | PagesDropped
     | PolicyChanged
+    | LookaheadEnded
 )
 
 # --- the view: what could be done now -------------------------------------------------------------

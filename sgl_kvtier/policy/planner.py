@@ -8,6 +8,7 @@ thread, no clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from sgl_kvtier.config import PolicyConfig
@@ -19,6 +20,7 @@ from sgl_kvtier.policy.messages import (
     HeldBack,
     Hinted,
     LeftToEngine,
+    LookaheadEnded,
     Question,
     ReadsDue,
     RulesTuned,
@@ -66,14 +68,17 @@ class Planner:
             SessionsWith: self._ahead.sessions_with,
             RulesTuned: self._tune,
         }
-        self._failed = False
-        """An error occurred once: no more lookahead, since its map may be wrong."""
+        self._blind = False
+        """No more lookahead: an error occurred once, so its map may be wrong, or the executor does
+        not keep it up to date any more.
+        """
 
     def observe(self, fact: Fact) -> None:
         """Takes note of a fact. Facts about unknown requests change nothing but estimates."""
         try:
             self._restore.observe(fact)
-            if not self._failed:
+            self._blind = self._blind or isinstance(fact, LookaheadEnded)
+            if not self._blind:
                 self._ahead.observe(fact)
         except Exception:
             self._give_up()
@@ -103,7 +108,7 @@ class Planner:
         """How many of this many device pages a restoration may claim: none that another request or
         a session needs before `until`. Where nothing is known of that, all that are free.
         """
-        if not self._ahead.active or self._failed:
+        if not self._ahead.active or self._blind:
             return min(pages, view.free_pages[Tier.DEVICE])
         return self._ahead.claimable(view, pages, until)
 
@@ -111,7 +116,7 @@ class Planner:
         """Whether a request waits for a session to return. Nothing is known of those where it does
         not look ahead.
         """
-        if self._failed:
+        if self._blind:
             return False
         within_s = self._restore.patience_s(question)
         held = within_s > 0 and self._ahead.returns_into(question, within_s)
@@ -124,11 +129,11 @@ class Planner:
 
     def _give_up(self) -> None:
         self._restore.give_up()
-        self._failed = True
+        self._blind = True
 
     def _decide(self, view: StepView) -> StepPlan:
         plan = self._restore.step(view)
-        if not self._ahead.active or self._failed:
+        if not self._ahead.active or self._blind:
             return plan
         busy_s = self._restore.links.backlogs(view.now)
         evictions, moves = self._ahead.step(self._left(view, plan), busy_s, self._restore.restoring)
@@ -144,7 +149,7 @@ class Planner:
     @property
     def looks_ahead(self) -> bool:
         """Whether it knows of a request or a session for which pages could be moved."""
-        return self._ahead.active
+        return self._ahead.active and not self._blind
 
     def tally(self) -> Tally:
         """The results of lookahead so far, for reports. Any thread."""
@@ -179,18 +184,7 @@ class Planner:
         taken = sum(len(load.span) for load in plan.loads)
         free = {tier: max(0, pages - taken) for tier, pages in view.free_pages.items()}
         empty = {tier: max(0, pages - taken) for tier, pages in view.empty_pages.items()}
-        return StepView(
-            view.now,
-            view.waiting,
-            view.slot,
-            view.slot_open,
-            view.prefill_tokens,
-            view.fresh_tokens,
-            view.decoding,
-            free,
-            empty,
-            view.owed_pages,
-        )
+        return replace(view, free_pages=free, empty_pages=empty)
 
 
 def make_planner(

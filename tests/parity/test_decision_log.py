@@ -83,6 +83,7 @@ _FACTS = (
     m.PagesPlaced,
     m.PagesDropped,
     m.PolicyChanged,
+    m.LookaheadEnded,
 )
 
 

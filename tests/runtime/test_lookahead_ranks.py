@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, StepDone, StepPlan
+from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, LookaheadEnded, StepDone, StepPlan
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.ahead.store_votes import StoreVotes
 from sgl_kvtier.runtime.proof.record import Proof
@@ -150,6 +150,8 @@ def test_ranks_whose_maps_differ_stop_looking_ahead_in_the_same_step():
         rank.ahead.given_up and rank.tick.ahead is None and not rank.tick.shares_reduction
         for rank in ranks
     )
+    now = ranks[0].context.now
+    assert [rank.told for rank in ranks] == [[LookaheadEnded(now)]] * 2, "planners know it as well"
 
 
 def test_of_three_ranks_whose_maps_all_differ_none_ends():
@@ -191,7 +193,7 @@ def test_a_tick_without_its_answer_gives_up_rather_than_guess():
     reduce(rank)
     rank.context.facts.append(StepDone(1.0, 64, 0, 0.0))  # noted after the question
     rank.tick.run(SimpleNamespace())
-    assert rank.ahead.given_up and rank.told == []
+    assert rank.ahead.given_up and [type(fact) for fact in rank.told] == [LookaheadEnded]
 
 
 def test_what_is_agreed_on_travels_with_sglangs_own_reduction_and_comes_out_again(

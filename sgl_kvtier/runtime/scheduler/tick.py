@@ -17,6 +17,7 @@ from sgl_kvtier.policy.messages import (
     Consulted,
     Fact,
     Load,
+    LookaheadEnded,
     Mode,
     PagesLost,
     StepDone,
@@ -211,6 +212,7 @@ class RestoreTick:
         self.context.looking_ahead = False
         if ahead is None:
             return
+        self.planner.observe(LookaheadEnded(self.context.now))
         try:
             ahead.give_up()
         except Exception:
