@@ -684,6 +684,17 @@ def test_mla_pages_that_all_tensor_ranks_hold_are_written_once_and_read_by_all(m
     assert page_bytes(pools[1], 6) == page_bytes(pools[0], 2)
 
 
+def test_pages_are_noted_for_lookahead_only_while_somebody_takes_them(make):
+    backend = make(host_pool())
+    backend.watch_pages()
+    backend.batch_set_v1(keys("a"), slots([1]))
+    assert len(backend.take_seen()) == 1
+    backend.unwatch_pages()
+    backend.batch_set_v1(keys("b"), slots([2]))
+    assert backend.batch_exists(keys("a", "b")) == 2
+    assert backend.take_seen() == () and not backend._seen
+
+
 def two_ranks_beside_latents(make, **sides):
     """Two TP ranks of a model with latents (MLA), and each rank's host pools by their names: their
     bytes differ on the two ranks.

@@ -187,6 +187,8 @@ class LookaheadEngine:
         self.facts.stop()
         if self._votes is not None:
             self._votes.stop()
+        elif self._backend is not None:
+            self._backend.unwatch_pages()
         self.promotions.reset()
 
     def close(self) -> None:

@@ -519,6 +519,10 @@ class KVTierStorage(HiCacheStorage):
         """From now on KV pages that were written, or found, are noted for `take_seen`."""
         self._seen = {Tier.STORAGE: deque(), Tier.REMOTE: deque()}
 
+    def unwatch_pages(self) -> None:
+        """Nobody takes them any more: none is noted."""
+        self._seen = {}
+
     def take_seen(self, tier: Tier = Tier.STORAGE) -> tuple[PageKey, ...]:
         """KV pages written to a tier, or found there, since the last call, some perhaps twice.
         Never blocks.
@@ -587,9 +591,10 @@ class KVTierStorage(HiCacheStorage):
         find = store.find if isinstance(store, TieredStore) else store.lookup
         there = [answer is Lookup.HIT for answer in find(names, self._tag(pool))]
         found = names[: leading(there)]
-        if self._seen and pool == KV:
+        seen = self._seen
+        if seen and pool == KV:
             for tier, name in zip(self._tiers(found, pool), found, strict=True):
-                self._seen[tier].append(name)
+                seen[tier].append(name)
         return there
 
     def _tiers(self, names: Sequence[PageKey], pool: str) -> list[Tier]:
@@ -668,8 +673,9 @@ class KVTierStorage(HiCacheStorage):
         return [outcome is not PutOutcome.REFUSED for outcome in outcomes]
 
     def _note_seen(self, names: Sequence[PageKey], pool: str) -> None:
-        if self._seen and pool == KV:
-            self._seen[Tier.STORAGE].extend(names)
+        seen = self._seen
+        if seen and pool == KV:
+            seen[Tier.STORAGE].extend(names)
 
     def _note(
         self, batches: deque[tuple[int, float]], pages: int, nbytes: int, seconds: float
