@@ -120,6 +120,18 @@ class Lab:
         self.facts.dropped(keys, Tier.DEVICE)
 
 
+def test_pages_that_left_the_device_are_still_where_else_they_are():
+    lab = Lab()
+    key = PageKey(bytes(32))
+    for tier in (Tier.DEVICE, Tier.STORAGE):
+        lab.facts.placed((key,), tier)
+    lab.facts.told()
+    lab.facts.dropped((key,), Tier.DEVICE)
+    lab.facts.failed((key,), Tier.STORAGE)
+    page = lab.map.page(key)
+    assert page is not None and set(page.tiers) == {Tier.STORAGE}
+
+
 def test_names_are_sglangs_and_can_be_continued():
     lab = Lab()
     tokens = array("q", range(5, 31))

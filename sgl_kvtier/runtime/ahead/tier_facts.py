@@ -100,9 +100,10 @@ class TierFacts:
         if tier is Tier.HOST:
             return key in self._hosted
         page = self._pages.page(key)
-        return key in self._came or (
-            page is not None and tier in page.tiers and key not in self.left
-        )
+        known = page is not None and tier in page.tiers
+        if tier is not Tier.DEVICE:
+            return known
+        return key in self._came or (known and key not in self.left)
 
     def stored(self, keys: Sequence[PageKey]) -> int:
         """How many of these pages, from the first on, are in storage as far as the map knows."""
