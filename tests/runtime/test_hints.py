@@ -6,11 +6,14 @@ import asyncio
 import json
 import math
 import threading
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_kvtier.config import PolicyConfig
@@ -38,12 +41,13 @@ from sgl_kvtier.runtime.hints.message import (
     unpack,
 )
 from sgl_kvtier.runtime.hints.requests import MOST, known, together
-from sgl_kvtier.runtime.hints.route import ANSWER, ask, best
+from sgl_kvtier.runtime.hints.route import ANSWER, _address, ask, best
 from sgl_kvtier.runtime.hints.scheduler import MOST_SESSIONS, take
 from sgl_kvtier.runtime.proof.record import Proof
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile
 from sgl_kvtier.runtime.records.decision_file import Recorded
 from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
+from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.runtime.step.session_name import MOST_CHARACTERS, known_as, session_of
 from sgl_kvtier.runtime.step.tracked import Requests
 from sgl_kvtier.types import PageKey, Tier
@@ -166,6 +170,17 @@ def test_a_body_is_read_outside_the_http_servers_event_loop() -> None:
     assert asyncio.run(ask(manager, sent)) == {"result": "accepted"}
     assert sent.threads
     assert threading.get_ident() not in sent.threads
+
+
+@pytest.mark.parametrize(("draft", "pairs"), [(None, False), ("EAGLE", True), ("NEXTN", True)])
+def test_a_prefix_is_named_as_the_server_names_its_pages(draft: str | None, pairs: bool) -> None:
+    config = {"page_size": 4, "speculative_algorithm": draft}
+    manager = SimpleNamespace(config_value=config.get, tokenizer=None)
+    sent = _address(manager, read(body(tokens=list(range(9)), priority=1, extra_key="x")))
+    key = RadixKey(array("q", range(8 + pairs)), "x", is_bigram=pairs)
+    assert sent.page == from_hex(get_storage_hash_str(key, page_size=4))[-1]
+    with pytest.raises(HintError, match="less than one page of 4"):
+        _address(manager, read(body(tokens=[1, 2, 3], priority=1)))
 
 
 def test_a_priority_of_nought_is_a_hint() -> None:

@@ -22,7 +22,7 @@ from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.runtime.hints import requests, settings
 from sgl_kvtier.runtime.hints.message import MOST_BYTES, Asked, HintError, Sent, pack, read
 from sgl_kvtier.runtime.sglang import features
-from sgl_kvtier.types import PageKey
+from sgl_kvtier.runtime.step.page_names import PageNames
 
 PATH = "/kvtier/hint"
 REQUESTS_PATH = "/kvtier/requests"
@@ -152,8 +152,6 @@ def _address(manager: Any, asked: Asked) -> Sent:
     now = time.monotonic()
     if asked.session is not None:
         return Sent(asked.hint, now, session=asked.session)
-    from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
-
     tokens = asked.tokens
     if tokens is None:
         if manager.tokenizer is None:
@@ -162,12 +160,18 @@ def _address(manager: Any, asked: Asked) -> Sent:
             )
         tokens = tuple(manager.tokenizer.encode(asked.text))
     page = int(manager.config_value("page_size"))
-    whole = len(tokens) // page * page
-    if not whole:
+    pairs = _named_by_pairs(manager.config_value("speculative_algorithm"))
+    keys = PageNames(page, pairs=pairs).keys_of(array("q", tokens), asked)
+    if not keys:
         raise HintError(
-            f"the prefix has {len(tokens)} tokens, less than one page of {page}: send more of the "
-            "prompt, or the session"
+            f"the prefix has {len(tokens)} tokens, less than one page of {page}: send more of "
+            "the prompt, or the session"
         )
-    seed = storage_namespace_seed(asked.extra_key, asked.cache_salt)
-    hashes = get_hash_str(array("q", tokens[:whole]), seed, page_size=page)
-    return Sent(asked.hint, now, page=PageKey(bytes.fromhex(hashes[-1])))
+    return Sent(asked.hint, now, page=keys[-1])
+
+
+def _named_by_pairs(algorithm: str | None) -> bool:
+    """Whether SGLang names pages by pairs of tokens with this kind of draft."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    return bool(SpeculativeAlgorithm.from_string(algorithm).is_eagle())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import Any
+from typing import Any, Protocol
 
 from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.runtime.step.session_name import session_of
@@ -19,6 +19,18 @@ from sgl_kvtier.types import PageKey
 
 _DIGEST_HEX = 64
 _MOST_SESSIONS = 10_000
+
+
+class Namespace(Protocol):
+    """What keeps one client's pages apart from another's: of a request, or of a hint."""
+
+    @property
+    def extra_key(self) -> str | None:
+        """SGLang's `extra_key`."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """SGLang's `cache_salt`."""
 
 
 class PageNames:
@@ -33,11 +45,11 @@ class PageNames:
         return pages * self._page + self._pairs
 
     def keys_of(
-        self, tokens: Any, req: Req, known: tuple[PageKey, ...] = ()
+        self, tokens: Any, req: Namespace, known: tuple[PageKey, ...] = ()
     ) -> tuple[PageKey, ...]:
         """Names of the pages that `tokens` (SGLang's array of ids) name in full, in the namespace
-        of `req`, or as many of `known`, the names of their first pages. About 0.4 microseconds per
-        page that is not known.
+        of a request, or as many of `known`, the names of their first pages. About 0.4 microseconds
+        per page that is not known.
         """
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
