@@ -401,6 +401,8 @@ class Sessions:
             early = at = known.until - known.left_at
         # A session whose client said when it comes may still be late.
         limit_s = self._idle_limit_s + (known.delay_s or 0.0)
+        if known.priority > 0 and known.until < math.inf:
+            limit_s = max(limit_s, known.until - known.left_at)
         if idle_s >= limit_s or now >= known.until:
             at = math.inf
         early = known.left_at + min(early, at)

@@ -183,6 +183,18 @@ def test_a_hint_for_longer_than_sessions_are_waited_for_is_waited_for():
     assert expected is not None and expected.at == math.inf
 
 
+def test_a_session_kept_for_longer_than_sessions_are_waited_for_is_kept_until_then():
+    sessions = Sessions(idle_limit_s=900.0)
+    sessions.returned("a", 0.0)
+    sessions.left("a", 1.0)
+    assert sessions.hint("a", Hint(priority=3, ttl_s=3600.0), 2.0).accepted
+    for now in (3.0, 901.0, 3601.0):
+        expected = sessions.expected("a", now)
+        assert expected is not None and expected.at == 3602.0
+    expected = sessions.expected("a", 3602.0)
+    assert expected is not None and expected.at == math.inf
+
+
 def test_whoever_is_forgotten_is_expected_no_more():
     sessions = Sessions(most=2)
     for name in "ab":
