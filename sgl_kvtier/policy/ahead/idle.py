@@ -164,6 +164,8 @@ class IdleSessions:
         """Sessions whose pages are to get a copy in a lower tier."""
         self._lost: dict[str, tuple[PageKey, ...]] = {}
         """The pages of abandoned sessions, which have no owner any more."""
+        self._lost_with: dict[PageKey, dict[str, None]] = {}
+        """The abandoned sessions that had a page."""
         self._lost_pages = 0
 
     def __len__(self) -> int:
@@ -177,8 +179,8 @@ class IdleSessions:
         return session in self._lost
 
     def lost_with(self, key: PageKey) -> list[str]:
-        """Abandoned sessions that had this page. O(their pages)."""
-        return [session for session, keys in self._lost.items() if key in keys]
+        """Abandoned sessions that had this page."""
+        return list(self._lost_with.get(key, ()))
 
     def expect(self, expected: Return, now: float, iteration_s: float) -> None:
         """A session is expected at another time than before, or for the first time."""
@@ -283,6 +285,8 @@ class IdleSessions:
         keys = self._map.keys_of(owner_of(session), Span(0, len(self._map)))
         self._lost[session] = keys
         self._lost_pages += len(keys)
+        for key in keys:
+            self._lost_with.setdefault(key, {})[session] = None
         while self._lost_pages > _MOST_LOST or len(self._lost) > MOST_IDLE:
             self._forget_lost(next(iter(self._lost)))
         self._map.release(owner_of(session))
@@ -292,4 +296,9 @@ class IdleSessions:
         """Forgets an abandoned session and returns its pages."""
         keys = self._lost.pop(session, ())
         self._lost_pages -= len(keys)
+        for key in keys:
+            having = self._lost_with[key]
+            having.pop(session, None)
+            if not having:
+                del self._lost_with[key]
         return keys

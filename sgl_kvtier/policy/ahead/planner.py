@@ -181,7 +181,7 @@ class Lookahead:
         return room < new <= free and self._idle.comes_by(until)
 
     def sessions_with(self, question: SessionsWith) -> tuple[str, ...]:
-        """The sessions whose prompts have this page, abandoned ones included. O(pages of those)."""
+        """The sessions whose prompts have this page, abandoned ones included."""
         key = question.key
         page = self.map.page(key)
         owners = () if page is None else page.owners
