@@ -59,7 +59,8 @@ _STORE = (
     Metric("written_bytes", "payload bytes written"),
     Metric("device_written_bytes", "bytes written with headers and padding"),
     Metric("pages_kept", "writes of pages that were there already"),
-    Metric("pages_refused", "pages that were not stored"),
+    Metric("pages_not_admitted", "first offers of pages that store.admission did not let in"),
+    Metric("pages_refused", "pages that could not be stored"),
     Metric("pages_evicted", "pages evicted to make room for others"),
     Metric("pages_missed", "pages looked for that were not there"),
     Metric(

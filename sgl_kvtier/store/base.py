@@ -92,8 +92,15 @@ class PutOutcome(enum.Enum):
     STORED = "stored"
     KEPT = "kept"
     """The key was there already: nothing was written."""
+    NOT_ADMITTED = "not admitted"
+    """A first offer, with `store.admission` = second-hit: written when it is offered again."""
     REFUSED = "refused"
     """No room, a read-only or full filesystem, an I/O error, or a size that cannot be kept."""
+
+    @property
+    def is_there(self) -> bool:
+        """The store has the page."""
+        return self in (PutOutcome.STORED, PutOutcome.KEPT)
 
 
 class PageRead(NamedTuple):
@@ -128,6 +135,7 @@ class StoreStats:
     bytes_written: int = 0
     bytes_written_to_device: int = 0
     pages_kept: int = 0
+    pages_not_admitted: int = 0
     pages_refused: int = 0
     pages_evicted: int = 0
     pages_missed: int = 0

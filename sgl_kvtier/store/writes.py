@@ -71,7 +71,9 @@ class Writer:
         self._admission = admission_of(core.config)
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        """Writes pages that are not there yet; REFUSED where that fails. Never raises OSError."""
+        """Writes pages that are not there yet and that the admission filter lets in; REFUSED where
+        that fails. Never raises OSError.
+        """
         columns = columns_of(pages)
         names = pool_names(columns)
         refused = [PutOutcome.REFUSED] * len(pages)
@@ -143,14 +145,22 @@ class Writer:
             return self._claim_slots(batch, np.arange(len(lengths)), size, batch.digests[0])
 
     def _worth_it(self, batch: _Batch, indexes: Rows) -> Rows:
-        """The pages that are there already or that the admission filter lets in."""
+        """The pages that are there already or that the admission filter lets in. Others become
+        NOT_ADMITTED.
+        """
         if self._admission is None:
             return indexes
+        pools = batch.columns.pools
         with self._core.lock:
             absent = find_pages(self._core, batch.columns, indexes) == EMPTY
-            admitted = self._admission.admit([batch.pages[i] for i in indexes[absent].tolist()])
+            admitted = self._admission.admit(
+                (batch.pages[i].key, pools[i]) for i in indexes[absent].tolist()
+            )
+            self._core.counters.pages_not_admitted += admitted.count(False)
         worth = np.ones(len(indexes), bool)
         worth[absent] = admitted
+        for i in indexes[~worth].tolist():
+            batch.outcomes[i] = PutOutcome.NOT_ADMITTED
         admitted_indexes: Rows = indexes[worth]
         return admitted_indexes
 

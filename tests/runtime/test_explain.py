@@ -177,6 +177,7 @@ def some(**more: Any) -> str:
         (some(unfulfilled={"host_capacity": 3000}), "host capacity"),
         (some(unfulfilled={"below_threshold": 3000}, pages_written_total=20), "below threshold"),
         (some(pages_refused_total=60), "refused"),
+        (some(pages_not_admitted_total=60), "second-hit"),
         (some(pages_kept_total=60), "too early"),
         (page_of(prompt=800, requests=4, pages_kept_total=12), "prefetch threshold"),
         (some(pages_written_total=60, store_pages=60, pages_evicted_total=1), "evicted"),

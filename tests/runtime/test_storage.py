@@ -80,13 +80,14 @@ def make(tmp_path, monkeypatch):
         lambda: SimpleNamespace(dp_rank=None, num_dp_ranks=1),
     )
 
-    def opening(pool, side_pools=(), faults=None, throttle=None, path=None, **config):
+    def opening(pool, side_pools=(), faults=None, throttle=None, path=None, store=(), **config):
         extra = {
             "module_path": "sgl_kvtier.runtime.backend.storage",
             "store": {
                 "path": path or str(tmp_path / "store"),
                 "min_free_bytes": 0,
                 "segment_bytes": "4MiB",
+                **dict(store),
             },
         }
         if faults:
@@ -170,6 +171,22 @@ def test_pages_whose_keys_and_values_have_different_widths_come_back_with_their_
     assert [unequal_page(pool, p) for p in (11, 12, 30)] == own
     assert [unequal_page(window, p) for p in (11, 12, 30)] == theirs
     assert [unequal_page(one, p) for one in (pool, window) for p in (0, 13, 31)] == neighbours
+
+
+def test_all_batches_of_a_node_are_stored_at_its_second_offer_with_second_hit(make):
+    backend = make(host_pool(), store={"admission": "second-hit"})
+    backend.watch_pages()
+    controller = SimpleNamespace(
+        page_size=PAGE, page_set_func=lambda *batch: all(backend.batch_set_v1(*batch))
+    )
+    node = keys(*range(480))
+    for there in (0, 480):
+        operation = SimpleNamespace(
+            hash_value=node, host_indices=slots([0] * 480), prefix_keys=None, completed_tokens=0
+        )
+        cache_controller.HiCacheController._page_backup(controller, operation)
+        assert backend.batch_exists(node) == len(set(backend.take_seen())) == there
+    assert backend._store.stats().pages_refused == 0
 
 
 def test_existence_counts_from_the_front_and_stops_at_the_first_gap(make):

@@ -188,9 +188,20 @@ def test_pages_offered_twice_are_admitted_by_the_second_hit_filter(
 ) -> None:
     store = opened(admission="second-hit")
     pages = {key(i): content(i, 5000) for i in range(5)}
-    assert put(store, pages) == [PutOutcome.REFUSED] * 5
+    assert put(store, pages) == [PutOutcome.NOT_ADMITTED] * 5
     assert put(store, pages) == [PutOutcome.STORED] * 5
     assert put(store, pages) == [PutOutcome.KEPT] * 5
+    assert (store.stats().pages_not_admitted, store.stats().pages_refused) == (5, 0)
+
+
+def test_the_second_hit_filter_counts_the_offers_of_each_pool(
+    opened: Callable[..., DiskStore],
+) -> None:
+    store = opened(admission="second-hit")
+    page = {key(1): content(1, 5000)}
+    pools = ("draft", "kv")
+    assert [put(store, page, pool) for pool in pools] == [[PutOutcome.NOT_ADMITTED]] * 2
+    assert [put(store, page, pool) for pool in pools] == [[PutOutcome.STORED]] * 2
 
 
 def test_what_went_to_the_device_is_reported_beside_what_was_stored(

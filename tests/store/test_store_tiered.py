@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,16 @@ def test_pages_seen_once_are_not_sent_with_second_hit(start):
     a.write(2)
     a.settled()
     assert set(a.remote.shared.pages) == {(KV, key(1)), (KV, key(2))}
+
+
+def test_a_page_is_sent_once_the_disk_admits_it(tmp_path: Path):
+    local = open_at(tmp_path, admission="second-hit")
+    with closing(TieredStore(local, RemoteDouble())) as store:
+        for sent in (0, 1):
+            put(store, {key(1): content(1, SIZE)})
+            assert store.settle(30)
+            stats = store.tiered_stats()
+            assert (stats.uploaded, stats.uploads_dropped) == (sent, 0)
 
 
 def test_with_on_evict_pages_are_sent_when_the_disk_is_full_and_before_they_leave_it(start):

@@ -200,6 +200,5 @@ def _parts_of(pool: str, parts: int) -> list[int | None]:
 
 
 def _written(outcomes: Sequence[PutOutcome]) -> PutOutcome:
-    if PutOutcome.REFUSED in outcomes:
-        return PutOutcome.REFUSED
-    return PutOutcome.STORED if PutOutcome.STORED in outcomes else PutOutcome.KEPT
+    worst_first = (PutOutcome.REFUSED, PutOutcome.NOT_ADMITTED, PutOutcome.STORED)
+    return next((one for one in worst_first if one in outcomes), PutOutcome.KEPT)

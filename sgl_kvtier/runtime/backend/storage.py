@@ -320,7 +320,9 @@ class KVTierStorage(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Writes pages straight from host slots. True also where the page was there already."""
+        """Writes pages straight from host slots. True also where the page was there already, and
+        where `store.admission` leaves it out.
+        """
         del extra_info
         return self._write(keys, parts_of(self.mem_pool_host, len(keys), host_indices), KV)
 
@@ -417,7 +419,7 @@ class KVTierStorage(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Stores pages given as tensors; True when all of them can be read back."""
+        """Stores pages given as tensors; True when none was refused."""
         del target_locations, target_sizes
         return all(self._write(keys, [[bytes_of(v.contiguous())] for v in values], KV))
 
@@ -668,8 +670,9 @@ class KVTierStorage(HiCacheStorage):
         seconds = time.perf_counter() - started
         stored = [outcome is PutOutcome.STORED for outcome in outcomes]
         self._note(self._write_batches, sum(stored), nbytes_of(parts, stored), seconds)
-        kept = zip(keys, outcomes, strict=True)
-        self._note_seen([page_key(k) for k, o in kept if o is not PutOutcome.REFUSED], pool)
+        each = zip(keys, outcomes, strict=True)
+        self._note_seen([page_key(k) for k, o in each if o.is_there], pool)
+        # A page that is not admitted is no failure, after which SGLang would offer no more pages.
         return [outcome is not PutOutcome.REFUSED for outcome in outcomes]
 
     def _note_seen(self, names: Sequence[PageKey], pool: str) -> None:

@@ -289,6 +289,7 @@ def _of_storage(figures: Figures) -> dict[str, str]:
     }
     trouble = {
         "waiting to be written": f"{format_value(figures.writes_waiting)} prefixes",
+        "not admitted": f"{format_value(store.pages_not_admitted)} pages",
         "refused": f"{format_value(store.pages_refused)} pages",
         "damaged": f"{format_value(store.pages_corrupt)} pages",
         "late": f"{format_value(store.reads_late)} pages",

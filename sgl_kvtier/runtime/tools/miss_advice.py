@@ -101,6 +101,16 @@ def _suspects(page: int, server: Server, figures: Figures) -> Iterator[_Suspect]
                 "or the disk fails: the server's log says once which, and what to do.",
             ),
         )
+    if store.pages_not_admitted:
+        yield _Suspect(
+            min(computed, store.pages_not_admitted * page),
+            Advice(
+                "second-hit",
+                f"{_count(store.pages_not_admitted, 'page')} were not stored, since "
+                "store.admission = second-hit stores a page only when it is offered for the second "
+                "time: all stores it the first time, and writes more.",
+            ),
+        )
     # What was restored is in storage, and is written again.
     restored = figures.restored_computed + sum(figures.restored_loaded.values())
     known = min(computed, max(0, store.pages_kept * page - restored))

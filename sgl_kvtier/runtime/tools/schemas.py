@@ -76,8 +76,9 @@ store: object; first rank's store
   opened_s: number; seconds since it was opened
   pages_at_opening, pages_before: integer; at most so many pages were there then, and when the time
       looked at began
-  pages_read, pages_written, pages_kept, pages_refused: integer; pages read; written; written again
-      and kept; not stored
+  pages_read, pages_written, pages_kept: integer; pages read; written; written again and kept
+  pages_not_admitted, pages_refused: integer; first offers that store.admission did not let in;
+      pages that could not be stored
   pages_evicted, pages_corrupt, reads_failed, reads_late: integer; pages evicted; damaged; that the
       device failed to read; read too late
   bytes_read: integer; payload bytes of pages read

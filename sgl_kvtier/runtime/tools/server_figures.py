@@ -86,6 +86,7 @@ class StoreFigures:
     pages_written: int
     pages_kept: int
     """Writes of pages that were there already."""
+    pages_not_admitted: int
     pages_refused: int
     pages_evicted: int
     pages_corrupt: int
@@ -297,6 +298,7 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
             break_even_bytes_per_s=now.get("kvtier:restore_break_even_bytes_per_second"),
             pages_written=count("kvtier:pages_written_total"),
             pages_kept=count("kvtier:pages_kept_total"),
+            pages_not_admitted=count("kvtier:pages_not_admitted_total"),
             pages_refused=count("kvtier:pages_refused_total"),
             pages_evicted=count("kvtier:pages_evicted_total"),
             pages_corrupt=count("kvtier:pages_corrupt_total"),

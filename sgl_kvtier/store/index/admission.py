@@ -4,21 +4,23 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from sgl_kvtier.config import StoreConfig
-from sgl_kvtier.store.base import PageWrite
+from sgl_kvtier.types import PageKey
 
 _REMEMBERED = 1 << 17
-"""Keys per generation; two generations are kept. A key is remembered by 8 of its bytes."""
+"""Pages per generation; two generations are kept. A page is remembered by 8 bytes of its key and
+its pool.
+"""
 
 
 class SecondHit:
     """Admits a page when it is offered for the second time. The core's lock guards it.
 
-    Memory is bounded: the keys of the last one to two generations of first offers are remembered,
-    older ones forgotten. Two keys that share 8 bytes admit each other, which costs a write and
-    nothing else.
+    Memory is bounded: the pages of the last one to two generations of first offers are remembered,
+    older ones forgotten. Two keys of a pool that share 8 bytes admit each other, which costs a
+    write and nothing else.
     """
 
     def __init__(self, remembered: int = _REMEMBERED) -> None:
@@ -26,9 +28,11 @@ class SecondHit:
         self._young: set[bytes] = set()
         self._old: set[bytes] = set()
 
-    def admit(self, pages: Sequence[PageWrite]) -> list[bool]:
-        """Whether each page, none of which is in the store, should be written now."""
-        return [self._admit_one(page.key[:8]) for page in pages]
+    def admit(self, pages: Iterable[tuple[PageKey, str]]) -> list[bool]:
+        """Whether each page, none of which is in the store, should be written now. `pages`: key and
+        pool.
+        """
+        return [self._admit_one(key[:8] + pool.encode()) for key, pool in pages]
 
     def _admit_one(self, short: bytes) -> bool:
         if short in self._young or short in self._old:

@@ -42,6 +42,7 @@ class Counters:
     bytes_written: int = 0
     bytes_written_to_device: int = 0
     pages_kept: int = 0
+    pages_not_admitted: int = 0
     pages_refused: int = 0
     pages_evicted: int = 0
     pages_missed: int = 0

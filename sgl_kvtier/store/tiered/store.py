@@ -164,7 +164,7 @@ class TieredStore:
         self._uploader.written(
             Name(page[0], parted(page[2])[0], sum(memoryview(part).nbytes for part in page[1]))
             for page, outcome in zip(pages, outcomes, strict=True)
-            if outcome is not PutOutcome.REFUSED
+            if outcome.is_there
         )
         return outcomes
 

@@ -438,7 +438,7 @@ class SharedOracle:
         that this process may not know of yet had ended.
         """
         names = intent.names
-        done = np.array([outcome is not PutOutcome.REFUSED for outcome in outcomes], np.bool_)
+        done = np.array([outcome.is_there for outcome in outcomes], np.bool_)
         kept = np.array([outcome is PutOutcome.KEPT for outcome in outcomes], np.bool_)
         with self.lock:
             self.counts[slot, Count.PUT] += int(done.sum())
