@@ -476,6 +476,17 @@ def test_a_tenant_is_purged_beside_running_servers(tmp_path: Path) -> None:
     again.close()
 
 
+def test_pages_of_a_removed_segment_are_not_counted_and_hold_up_no_purge(tmp_path: Path) -> None:
+    store, _, beta = tenants_at(tmp_path)
+    assert store.clear() == 50
+    put(store, beta, pool_of("kv", BETA))
+    _, data = result(STAT, tmp_path)
+    assert data["namespaces"][0]["pages"] == store.stats().pages == 20
+    status, data = result(commands.purge, tmp_path, "--salt", "salt of acme")
+    assert (status, data["namespaces"][0]["removed"]) == (0, "yes")
+    store.close()
+
+
 def test_a_purge_says_so_where_a_server_does_not_follow_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

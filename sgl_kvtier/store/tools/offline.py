@@ -14,7 +14,7 @@ import numpy as np
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.store.disk.env import Env, NotOursError, read_large_file
-from sgl_kvtier.store.disk.format import BLOCK, PUT, RECORD, SlotHead, unpack_log
+from sgl_kvtier.store.disk.format import BLOCK, RECORD, SlotHead, unpack_log
 from sgl_kvtier.store.disk.identity import fingerprint_of
 from sgl_kvtier.store.disk.index_log import NAME, most_bytes
 from sgl_kvtier.store.disk.namespace import (
@@ -27,9 +27,16 @@ from sgl_kvtier.store.disk.namespace import (
     namespace_bytes,
     read_identity,
 )
-from sgl_kvtier.store.disk.segment import BUFFERED, Segment
+from sgl_kvtier.store.disk.segment import BUFFERED, Segment, segment_number
 from sgl_kvtier.store.io.transfer import Mover
-from sgl_kvtier.store.recovery import latest, newest_sequence, open_segments, pool_codes, scan
+from sgl_kvtier.store.recovery import (
+    latest,
+    named_in,
+    newest_sequence,
+    open_segments,
+    pool_codes,
+    scan,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,9 @@ def count_by_tenant(env: Env, namespace: Namespace) -> list[Held]:
 
 
 def _listed(env: Env, namespace: Namespace, rank: str) -> np.ndarray:
-    """The record of each page that a rank's index lists."""
+    """The record of each page that a rank's index lists, in segments that are there: the log names
+    pages of removed ones until it is made anew.
+    """
     nothing = np.empty(0, RECORD)
     if namespace.fingerprint is None:
         return nothing
@@ -126,15 +135,10 @@ def _listed(env: Env, namespace: Namespace, rank: str) -> np.ndarray:
     try:
         log = read_large_file(env, os.path.join(rank, NAME), most_bytes(slots))
         records, _ = unpack_log(log, namespace.fingerprint)
+        numbers = {n for name in env.list(rank) if (n := segment_number(name))}
     except (OSError, MemoryError):
         return nothing
-    if not len(records):
-        return nothing
-    place = records["segment"].astype(np.uint64) << np.uint64(32) | records["slot"]
-    _, last = np.unique(place[::-1], return_index=True)
-    records = records[len(records) - 1 - last]
-    listed: np.ndarray = records[records["kind"] == PUT]
-    return listed
+    return named_in(records, numbers)
 
 
 def check_rank(
