@@ -382,16 +382,15 @@ def _left_out(found: list[Namespace]) -> list[str]:
 
 
 def _removed(env: Env, namespace: Namespace, *, dry_run: bool) -> str:
+    in_use = "no: in use. Stop that server first"
     try:
         if dry_run:
             look_through(env, namespace.path)
-            return "would be"
+            return in_use if _in_use(env, namespace) == "yes" else "would be"
         freed = remove_namespace(env, namespace.path, PATIENT)
     except (StoreError, OSError) as error:
         return f"no: {error}"
-    return (
-        "yes" if freed or not env.exists(namespace.path) else "no: in use. Stop that server first"
-    )
+    return "yes" if freed or not env.exists(namespace.path) else in_use
 
 
 def _size(value: object) -> str:
