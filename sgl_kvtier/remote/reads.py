@@ -20,15 +20,22 @@ from sgl_kvtier.store.io.jobs import Ended, OrderedJob
 from sgl_kvtier.types import PageKey
 
 BATCH_PAGES = 16
-BATCHES_IN_RING = 16
+_BATCH_BYTES = 4 << 20
+_BATCHES_IN_RING = 16
 """A call costs a question to the master and a few thread switches, shared by its pages. They end
-together, so a call has only a part of a read: 4 MiB of a ring of 64 MiB.
+together, so a call has only a part of a read, and of the ring.
 """
 _OUTCOMES = {
     Code.OK: ReadOutcome.OK,
     Code.MISS: ReadOutcome.MISS,
     Code.CORRUPT: ReadOutcome.CORRUPT,
 }
+
+
+def batch_bytes(ring_bytes: int) -> int:
+    """Most bytes of a call's pages, where it has several."""
+    return min(_BATCH_BYTES, ring_bytes // _BATCHES_IN_RING)
+
 
 Count = Callable[[Ended, Sequence[int]], None]
 """Counts pages that ended, given the lengths of all pages of their job."""

@@ -10,7 +10,7 @@ import bisect
 import mmap
 import os
 
-_ALIGN = 64
+ALIGN = 64
 
 
 class Ring:
@@ -64,4 +64,4 @@ class Ring:
 
 def padded(nbytes: int) -> int:
     """Bytes that an object of `nbytes` takes in the ring."""
-    return -(-nbytes // _ALIGN) * _ALIGN
+    return -(-nbytes // ALIGN) * ALIGN

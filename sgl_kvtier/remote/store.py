@@ -14,17 +14,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.extras import how_to_install
+from sgl_kvtier.remote.channel import bytes_in_ring
 from sgl_kvtier.remote.child.engine import Code
 from sgl_kvtier.remote.child.messages import MOST_KEYS, Op
 from sgl_kvtier.remote.child.settings import RemoteSettings, own_hostname
 from sgl_kvtier.remote.link import Answer, Call, Link
 from sgl_kvtier.remote.page import Namespace, can_be_named
 from sgl_kvtier.remote.presence import Presence
-from sgl_kvtier.remote.reads import BATCHES_IN_RING, Reader, RemoteReadJob
+from sgl_kvtier.remote.reads import Reader, RemoteReadJob, batch_bytes
 from sgl_kvtier.remote.removals import Removals
 from sgl_kvtier.remote.writes import Writer, length_of
 from sgl_kvtier.store.base import (
@@ -72,12 +73,15 @@ class Condition:
     """Pages that were deleted here and that the engine may still have; a clear counts as one."""
 
 
-def open_remote(settings: RemoteSettings, identity: Identity, rank: str) -> RemoteStore:
+def open_remote(
+    settings: RemoteSettings, identity: Identity, rank: str, page_bytes: int = 0
+) -> RemoteStore:
     """The remote store of one rank. Returns at once: the engine is connected in the background.
 
     `rank` names the rank's share of a page, without numbers of data-parallel copies: all that say
-    the same name share pages. Raises ConfigError and StoreError for what cannot work, each with
-    what to do.
+    the same name share pages. The ring has room for four pages of `page_bytes`, the largest: reads
+    fill half of it and up to one page more, and a page can be written at the same time. Raises
+    ConfigError and StoreError for what cannot work, each with what to do.
     """
     if settings.engine == "off":
         raise StoreError("the remote store is off: set remote.engine")
@@ -92,6 +96,8 @@ def open_remote(settings: RemoteSettings, identity: Identity, rank: str) -> Remo
                     f"remote.hostname = {settings.hostname} or remote.master = {settings.master} "
                     f"has no address: {error}"
                 ) from error
+    room = max(settings.ring_bytes, 4 * bytes_in_ring([page_bytes]))
+    settings = replace(settings, ring_bytes=room)
     try:
         return RemoteStore(settings, Namespace(identity.fingerprint, rank))
     except OSError as error:
@@ -131,6 +137,11 @@ class RemoteStore:
     def child_starts(self) -> int:
         """How often the child that has the engine was started."""
         return self._link.restarts
+
+    @property
+    def most_page_bytes(self) -> int:
+        """Bytes of the largest page that it takes."""
+        return self._writer.most_page_bytes
 
     def wait_usable(self, timeout_s: float) -> bool:
         """Blocks until the engine answers, or for `timeout_s` seconds."""
@@ -216,8 +227,8 @@ class RemoteStore:
         """
         now = time.monotonic()
         deadline = now + deadline_s if deadline_s is not None else None
-        batch_bytes = self._settings.ring_bytes // BATCHES_IN_RING
-        job = RemoteReadJob(pages, deadline, on_page, self._count_reads, batch_bytes)
+        most = batch_bytes(self._settings.ring_bytes)
+        job = RemoteReadJob(pages, deadline, on_page, self._count_reads, most)
         if not self._link.usable:
             job.end_rest(ReadOutcome.MISS)
             return job

@@ -11,9 +11,10 @@ from sgl_kvtier.remote.channel import bytes_in_ring, pack_pages, place
 from sgl_kvtier.remote.child.engine import Code
 from sgl_kvtier.remote.child.messages import Op
 from sgl_kvtier.remote.link import Answer, Call, Link
-from sgl_kvtier.remote.page import Namespace, can_be_named
+from sgl_kvtier.remote.page import HEAD_BYTES, Namespace, can_be_named
 from sgl_kvtier.remote.presence import Presence
-from sgl_kvtier.remote.reads import BATCH_PAGES, BATCHES_IN_RING
+from sgl_kvtier.remote.reads import BATCH_PAGES, batch_bytes
+from sgl_kvtier.remote.ring import ALIGN
 from sgl_kvtier.store.base import PageWrite, PutOutcome
 
 _UNDER_WAY = 2
@@ -41,6 +42,11 @@ class Writer:
         self._link = link
         self._namespace = namespace
         self._presence = presence
+
+    @property
+    def most_page_bytes(self) -> int:
+        """Bytes of the largest page that is written: it takes half of the ring."""
+        return self._link.ring.nbytes // 2 // ALIGN * ALIGN - HEAD_BYTES
 
     def write(
         self,
@@ -75,17 +81,14 @@ class Writer:
     def _batches(
         self, pages: Sequence[PageWrite], outcomes: Sequence[PutOutcome]
     ) -> Iterator[list[int]]:
-        """Pages of one pool each, up to 16 and a sixteenth of the ring. Without those that cannot
-        be kept.
-        """
+        """Pages of one pool each, up to 16 and `batch_bytes`. Without those that cannot be kept."""
         batch: list[int] = []
         room = 0
         for i, page in enumerate(pages):
             nbytes = length_of(page)
-            fits = nbytes > 0 and bytes_in_ring([nbytes]) <= self._link.ring.nbytes // 2
             if (
                 outcomes[i] is PutOutcome.KEPT
-                or not fits
+                or not 0 < nbytes <= self.most_page_bytes
                 or not can_be_named(page.pool, [page.key])
                 or self._presence.hides(page.pool, [page.key])
             ):
@@ -94,7 +97,7 @@ class Writer:
             if batch and (full or page.pool != pages[batch[0]].pool):
                 yield batch
                 batch = []
-            room = (room if batch else self._link.ring.nbytes // BATCHES_IN_RING) - nbytes
+            room = (room if batch else batch_bytes(self._link.ring.nbytes)) - nbytes
             batch.append(i)
         if batch:
             yield batch

@@ -30,10 +30,14 @@ def opened(folder: Path) -> Iterator[Opened]:
     stores: list[RemoteStore] = []
 
     def open_(
-        identity: Identity = IDENTITY, rank: str = "tp0", wait: bool = True, **settings: Any
+        identity: Identity = IDENTITY,
+        rank: str = "tp0",
+        wait: bool = True,
+        page_bytes: int = 0,
+        **settings: Any,
     ) -> RemoteStore:
         chosen: dict[str, Any] = {"engine": "memory", "master": str(folder), "ring_bytes": 4 << 20}
-        store = open_remote(RemoteSettings(**(chosen | settings)), identity, rank)
+        store = open_remote(RemoteSettings(**(chosen | settings)), identity, rank, page_bytes)
         stores.append(store)
         assert not wait or store.wait_usable(STARTED_S), store.condition().trouble
         return store

@@ -117,6 +117,18 @@ def test_empty_pages_and_pages_larger_than_the_ring_are_refused(store: RemoteSto
     until(lambda: store.condition().ring_taken_bytes == 0)
 
 
+def test_the_ring_has_room_for_the_largest_page(opened: Opened) -> None:
+    store = opened(ring_bytes=1 << 20, page_bytes=3 << 20)
+    assert store.most_page_bytes >= 3 << 20
+    pages = stored(store, range(4), 3 << 20)
+    assert outcomes(store, pages) == [OK] * 4
+
+
+def test_the_largest_page_that_is_taken_is_known(store: RemoteStore) -> None:
+    sizes = (store.most_page_bytes, store.most_page_bytes + 1)
+    assert put(store, {key(n): bytes(n) for n in sizes}) == [PutOutcome.STORED, REFUSED]
+
+
 def test_reads_of_more_than_the_ring_go_through_it(store: RemoteStore) -> None:
     pages = stored(store, range(100), 100_000)
     assert outcomes(store, pages) == [OK] * 100

@@ -12,14 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pools import (
     PAGE,
     host_pool,
     latent_host_pool,
     latent_pool,
+    numbering_pool,
     page_bytes,
     server_args,
     slots,
+    state_pool,
     storage_config,
 )
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -27,7 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab.front.wrappers import Throttled, ThrottledRemote
 from sgl_kvtier.remote.child.memory import set_faults
-from sgl_kvtier.runtime.backend import identity
+from sgl_kvtier.runtime.backend import host_pages, identity
 from sgl_kvtier.runtime.backend.storage import KVTierStorage
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.store.disk.env import Env
@@ -135,6 +138,28 @@ def test_a_page_of_one_server_is_found_and_read_by_another_and_kept_there(start)
     assert tiered(b).settle(30)
     assert tiered(b).local.stats().pages == 3
     assert tiered(b).tiered_stats().kept == 3
+
+
+def test_the_largest_page_of_all_pools_can_be_sent(start, monkeypatch: pytest.MonkeyPatch):
+    states = state_pool()
+    large = {states: 40 << 20}
+    monkeypatch.setattr(
+        "sgl_kvtier.runtime.backend.remote.page_bytes", lambda pool: large.get(pool, 1 << 20)
+    )
+    assert tiered(start(sides={PoolName.MAMBA: states})).remote.most_page_bytes >= 40 << 20
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_a_pools_pages_have_as_many_bytes_as_are_sent(start, layout: str):
+    pool, states = host_pool(layout), state_pool()
+    a = start(pool, sides={PoolName.MAMBA: states})
+    a.batch_set(keys(1), [pool.get_data_page(0)])
+    state = PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([0]), keys=keys(1))
+    a.batch_set_v2([state])
+    assert tiered(a).settle(30)
+    sent = tiered(a).remote.stats().bytes_written
+    assert sent == sum(map(host_pages.page_bytes, (pool, states)))
+    assert host_pages.page_bytes(numbering_pool()) == 0
 
 
 def test_it_says_where_each_page_is(start):

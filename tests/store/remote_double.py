@@ -39,6 +39,7 @@ class RemoteDouble:
         self.offered: list[PageKey] = []
         """Names of all calls of `put`."""
         self.calls_late = self.removals_waiting = 0
+        self.most_page_bytes = 1 << 30
         self.reads: list[int] = []
         """Pages of each call of `read`."""
         self._known: dict[tuple[str, PageKey], bool] = {}

@@ -255,6 +255,22 @@ def test_refused_pages_are_counted_and_not_sent_again(start):
     assert a.store.tiered_stats().refused == 2
 
 
+def test_pages_that_are_too_large_are_counted_and_named_and_hold_nothing_up(
+    start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(upload, "PAUSE_S", 3600.0)
+    a = start()
+    a.remote.most_page_bytes = SIZE - 1
+    a.write(1, 2)
+    a.settled()
+    put(a.store, {key(3): content(3, 100)})
+    a.settled()
+    assert a.remote.offered == [key(3)]
+    assert (a.store.tiered_stats().refused, a.store.tiered_stats().uploads_dropped) == (2, 0)
+    (line,) = (one.message for one in caplog.records if "up to" in one.message)
+    assert f"have {SIZE} bytes" in line
+
+
 def test_a_page_that_is_there_is_not_sent(start):
     a, b = start(), start()
     a.write(1)

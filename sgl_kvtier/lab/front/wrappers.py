@@ -165,6 +165,10 @@ class ThrottledRemote(Throttled):
         return self._store.usable
 
     @property
+    def most_page_bytes(self) -> int:
+        return self._store.most_page_bytes
+
+    @property
     def calls_late(self) -> int:
         return self._store.calls_late
 

@@ -182,6 +182,19 @@ def parts_of(pool: Any, pages: int, host_indices: torch.Tensor) -> list[list[mem
     return [pieces[i * per_page : (i + 1) * per_page] for i in range(pages)]
 
 
+def page_bytes(pool: Any) -> int:
+    """Bytes of a page of this host pool; 0 where it has none, or none that can be stored."""
+    if not has_bytes(pool):
+        return 0
+    if is_page_contiguous(pool):
+        (page,) = parts_of(pool, 1, torch.arange(1 if has_states(pool) else pool.page_size))
+        return sum(part.nbytes for part in page)
+    try:
+        return int(pool.get_dummy_flat_data_page().nbytes)
+    except NotImplementedError:
+        return 0
+
+
 def device_buffers(device: Any) -> list[Any]:
     """A device pool's tensors [slot, head, number] by layer: those of K and those of V, or those of
     the latents.

@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from sgl_kvtier.remote.child.settings import RemoteSettings
 from sgl_kvtier.remote.store import open_remote
 from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.backend import identity
+from sgl_kvtier.runtime.backend.host_pages import page_bytes
 from sgl_kvtier.store.base import PageStore
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.tiered.remote import RemoteStore
@@ -26,10 +28,11 @@ def beside(
     who: Identity,
     rank: str,
     server_args: Any,
+    pools: Iterable[Any],
 ) -> PageStore:
     """The local store, with the remote one behind it. Servers' ranks of one name `rank` have the
-    same pages. Closes the local one where it raises: ConfigError for settings that cannot work, and
-    where another host's pages might be of other weights.
+    same pages, which lie in these host pools. Closes the local one where it raises: ConfigError for
+    settings that cannot work, and where another host's pages might be of other weights.
     """
     if config.engine == "off":
         return local
@@ -37,7 +40,8 @@ def beside(
         reason = identity.not_shareable(server_args)
         if reason is not None:
             raise ConfigError(f"remote.engine = {config.engine}: {reason}. Set it to off")
-        remote: RemoteStore = open_remote(RemoteSettings(**asdict(config)), who, rank)
+        largest = max(map(page_bytes, pools), default=0)
+        remote: RemoteStore = open_remote(RemoteSettings(**asdict(config)), who, rank, largest)
         if lab.remote_throttle != ThrottleConfig():
             front = settings.of_lab("front.wrappers", "lab.remote_throttle")
             remote = front.in_front_of_remote(remote, lab)

@@ -224,6 +224,7 @@ class KVTierStorage(HiCacheStorage):
                 who,
                 rank,
                 resolving_view(get_server_args()),
+                self.registered_pools.values(),
             )
         except StoreError as error:
             again = (

@@ -24,6 +24,10 @@ class RemoteStore(PageStore, Protocol):
     def child_starts(self) -> int:
         """How often what has the engine was started, the first time too."""
 
+    @property
+    def most_page_bytes(self) -> int:
+        """Bytes of the largest page that it takes."""
+
     def ask(self, keys: Sequence[PageKey], pool: str = KV, timeout_s: float = 0.0) -> bool:
         """Finds out about all of these pages in one call, so that `lookup` knows them. Waits at
         most `timeout_s`; False when the answer has not come by then. It is kept when it comes.

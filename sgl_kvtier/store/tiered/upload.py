@@ -89,6 +89,7 @@ class Uploader:
         self._waiting: OrderedDict[tuple[PageKey, str], int] = OrderedDict()
         self._once: OrderedDict[tuple[PageKey, str], int] = OrderedDict()
         """Names that are not to be sent yet, with their bytes, those used longest ago first."""
+        self._said_large = False
         self._busy = False
         self._wanted = True
         self._closing = False
@@ -212,7 +213,28 @@ class Uploader:
             names.append(Name(key, pool, nbytes))
         return names
 
+    def _without_large(self, names: list[Name]) -> list[Name]:
+        """Those that the remote store can take."""
+        most = self._remote.most_page_bytes
+        large = [name for name in names if name.nbytes > most]
+        if not large:
+            return names
+        self.refused += len(large)
+        if not self._said_large:
+            self._said_large = True
+            logger.warning(
+                "kvtier: pages of pool %s have %d bytes and the remote store takes up to %d: they "
+                "are not sent, so that no other server finds their prefixes",
+                large[0].pool,
+                large[0].nbytes,
+                most,
+            )
+        return [name for name in names if name.nbytes <= most]
+
     def _send_missing(self, names: list[Name]) -> None:
+        names = self._without_large(names)
+        if not names:
+            return
         pool = names[0].pool
         keys = [name.key for name in names]
         self._yield(self._writing, _WRITES_MOST)
