@@ -167,9 +167,11 @@ class Rules:
     """While other requests decode, computing a front has to save this share of the seconds that it
     takes from them, compared with loading all.
     """
-    overtaking: float = 1.0
+    overtaking: float = 2.0
     """Shorter requests overtake one that waits for this many times the predicted work that stood
-    before it when it came, its own included. 0: requests run in the order of arrival.
+    before it when it came, its own included. 0: requests run in the order of arrival. With less,
+    sessions that compete for memory soon run in turn and push each other's pages out
+    (docs/results/emulated-h100.md has 1, 2 and 3).
     """
     clearly: float = 0.8
     """A request goes before an earlier one when its urgency is below this share of that one's. With
