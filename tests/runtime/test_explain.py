@@ -66,6 +66,23 @@ def test_of_several_ranks_the_first_one_counts() -> None:
     assert figures(None, page_of(pages_read_total=7)).store.pages_read == 7
 
 
+@pytest.mark.parametrize(("value", "proof"), [(1, "proving"), (2, "proven")])
+def test_replicas_add_up_but_for_times_proofs_and_bandwidths(
+    value: int, proof: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_both = {
+        "open_seconds_total": 3600.0, "pages_read_total": 7, "remote_up": 1,
+        "restore_break_even_bytes_per_second": 2e9,
+    }  # fmt: skip
+    one, other = (some(restore_proof=proven, **of_both) for proven in (2, value))
+    with serving([one + other.replace('dp_rank="0"', 'dp_rank="1"')]) as url:
+        assert main(["explain", url, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["restorations"]["proof"], found["seconds"]) == (proof, 3600)
+    assert (found["store"]["opened_s"], found["store"]["break_even_bytes_per_s"]) == (3600, 2e9)
+    assert (found["store"]["pages_read"], found["remote"]["up"]) == (14, True)
+
+
 def test_a_server_that_was_started_anew_counts_from_nought() -> None:
     assert figures(page_of(prompt=1000), page_of(prompt=300)).prompt == 0
 

@@ -138,7 +138,7 @@ def _explain_requests(args: argparse.Namespace) -> int:
 def _explain_server(args: argparse.Namespace) -> int:
     before = None
     now = read(args.url, args.api_key)
-    seconds = now.get("kvtier:open_seconds_total") or 0.0
+    seconds = now.least("kvtier:open_seconds_total") or 0.0
     if args.seconds is not None:
         before, began = now, time.monotonic()
         with progress("looking", None):
@@ -234,7 +234,7 @@ def _tables(address: str, figures: Figures) -> list[Table]:
             rows,
         ),
         Table(
-            "Storage (first rank)",
+            "Storage (first rank of each replica)",
             (Column("what", "what"), Column("value", "value")),
             [{"what": what, "value": value} for what, value in _of_storage(figures).items()],
         ),

@@ -71,9 +71,9 @@ restorations: object; what the planner decided and did
       where nothing is compared
 declined: list of declined; restore candidates that were rejected, the most frequent reason first
 unfulfilled: list of unfulfilled; stored tokens that SGLang did not use, the same way
-store: object; first rank's store
+store: object; stores of the first rank of each data-parallel replica, added up
   pages, bytes_on_disk, capacity_bytes: integer; present values
-  opened_s: number; seconds since it was opened
+  opened_s: number; seconds since they were opened
   pages_at_opening, pages_before: integer; at most so many pages were there then, and when the time
       looked at began
   pages_read, pages_written, pages_kept: integer; pages read; written; written again and kept
@@ -176,7 +176,7 @@ rows: list of objects; one per answer of the server
   device_fraction, host_fraction, storage_fraction, computed_fraction: number or null; where prompt
       tokens came from; null without prompts
   restored: integer; restorations that ended
-  read_bytes_per_s, written_bytes_per_s: number; the first rank's store
+  read_bytes_per_s, written_bytes_per_s: number; stores of the first rank of each replica
   pages_evicted: integer; the same
   bytes_on_disk: integer; the same, now
 """,

@@ -27,7 +27,8 @@ Labels = frozenset[tuple[str, str]]
 class Reading:
     """The counters and gauges of /metrics at one moment, and the server's arguments.
 
-    Of several ranks the first counts: all do the same restorations, and hold as many pages.
+    Of the ranks of a data-parallel replica the first counts: all do the same restorations, and hold
+    as many pages. Replicas are added up.
     """
 
     def __init__(self, values: Mapping[tuple[str, Labels], float], info: Mapping[str, Any]) -> None:
@@ -40,6 +41,12 @@ class Reading:
         """The sum of all samples of this name, None where there is none."""
         found = [value for (key, _), value in self._values.items() if key == name]
         return sum(found) if found else None
+
+    def least(self, name: str) -> float | None:
+        """The smallest of all samples of this name, for what does not add up over replicas. None
+        where there is none.
+        """
+        return min((value for (key, _), value in self._values.items() if key == name), default=None)
 
     def by(self, name: str, label: str) -> dict[str, float]:
         """The sums of the samples of this name by the value of a label."""
@@ -66,13 +73,13 @@ class Server:
 
 @dataclass(frozen=True)
 class StoreFigures:
-    """The first rank's store: counts of the time looked at, and its present size."""
+    """The stores of the replicas' first ranks: counts of the time looked at, and present sizes."""
 
     pages: int
     bytes_on_disk: int
     capacity_bytes: int
     opened_s: float
-    """Seconds since it was opened."""
+    """Seconds since they were opened."""
     pages_at_opening: int
     """At most so many pages were there then."""
     pages_before: int
@@ -159,7 +166,7 @@ class Figures:
 
     @property
     def written_bytes_per_prompt_token(self) -> float | None:
-        """Wear of the first rank's disk; None without prompts."""
+        """Wear of the disk by the first ranks; None without prompts."""
         return self.store.bytes_written / self.prompt if self.prompt else None
 
     @property
@@ -253,9 +260,9 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
     cached = counts("sglang:cached_tokens_total", "cache_source")
     remote = (
         None
-        if now.get("kvtier:remote_up") is None
+        if now.least("kvtier:remote_up") is None
         else RemoteFigures(
-            up=bool(now.get("kvtier:remote_up")),
+            up=bool(now.least("kvtier:remote_up")),
             pages_read=count("kvtier:remote_pages_read_total"),
             pages_missed=count("kvtier:remote_pages_missed_total"),
             pages_corrupt=count("kvtier:remote_pages_corrupt_total"),
@@ -268,7 +275,7 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
         (before.get("kvtier:read_busy_seconds_total") or 0.0) if before else 0.0
     )
     read_bytes = count("kvtier:read_bytes_total")
-    storage, proof = cached.get("storage", 0), now.get("kvtier:restore_proof")
+    storage, proof = cached.get("storage", 0), now.least("kvtier:restore_proof")
     return Figures(
         seconds=seconds,
         requests=count("sglang:num_requests_total"),
@@ -289,13 +296,13 @@ def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
             pages=life("kvtier:store_pages"),
             bytes_on_disk=life("kvtier:store_bytes_on_disk"),
             capacity_bytes=life("kvtier:store_capacity_bytes"),
-            opened_s=now.get("kvtier:open_seconds_total") or 0.0,
+            opened_s=now.least("kvtier:open_seconds_total") or 0.0,
             pages_at_opening=pages_before(life),
             pages_before=pages_before(count),
             pages_read=count("kvtier:pages_read_total"),
             bytes_read=read_bytes,
             read_bytes_per_s=read_bytes / busy_s if read_bytes and busy_s > 0 else None,
-            break_even_bytes_per_s=now.get("kvtier:restore_break_even_bytes_per_second"),
+            break_even_bytes_per_s=now.least("kvtier:restore_break_even_bytes_per_second"),
             pages_written=count("kvtier:pages_written_total"),
             pages_kept=count("kvtier:pages_kept_total"),
             pages_not_admitted=count("kvtier:pages_not_admitted_total"),
