@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def test_pages_scatter_over_several_buffers_aligned_or_not(
         job = store.read([PageRead(key(1), into)])
         assert job.wait(60) and job.outcomes == [ReadOutcome.OK]
         assert b"".join(into) == data
+
+
+def test_time_in_which_several_threads_read_counts_once(opened: Callable[..., DiskStore]) -> None:
+    store = opened(io_threads=8, capacity_bytes=64 << 20, segment_bytes=32 << 20)
+    pages = {key(i): content(i, 1 << 20) for i in range(16)}
+    put(store, pages)
+    into = [PageRead(k, [aligned(1 << 20)]) for k in pages]
+    began = time.monotonic()
+    job = store.read(into)
+    assert job.wait(60) and job.outcomes == [ReadOutcome.OK] * 16
+    assert 0 < store.stats().read_busy_s <= time.monotonic() - began
 
 
 def test_an_existing_page_is_not_written_again(store: DiskStore) -> None:

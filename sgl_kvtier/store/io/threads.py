@@ -40,7 +40,7 @@ class IOThreads(Protocol):
 
     @property
     def busy_s(self) -> float:
-        """Seconds that I/O threads spent reading and checking, added up over threads."""
+        """Seconds in which at least one I/O thread read and checked pages."""
 
     def read(
         self,
@@ -90,7 +90,9 @@ class PythonIOThreads:
         self._idle = threading.Condition(lock)
         self._closing = False
         self.busy_s = 0.0
-        """Seconds that threads spent reading and checking, added up over threads."""
+        """Seconds in which at least one thread read and checked pages."""
+        self._reading, self._marked = 0, 0.0
+        """Threads that read, and up to when `busy_s` is counted while there are some."""
         self._threads = [
             threading.Thread(
                 target=self._serve, args=(movers(),), name=f"kvtier-read-{i}", daemon=True
@@ -199,10 +201,13 @@ class PythonIOThreads:
                     heapq.heappop(self._queue)
                 if not self._queue:
                     self._idle.notify_all()
+                if begun:
+                    if not self._reading:
+                        self._marked = self._env.now()
+                    self._reading += 1
             if late:
                 job.end_rest(ReadOutcome.LATE)
             if begun:
-                started = self._env.now()
                 try:
                     ended = _read_run(mover, job, begun)
                 except Exception:
@@ -210,7 +215,10 @@ class PythonIOThreads:
                     logger.exception("reading pages failed")
                     ended = [(i, ReadOutcome.FAILED) for i in begun]
                 with self._changed:
-                    self.busy_s += self._env.now() - started
+                    now = self._env.now()
+                    self.busy_s += now - self._marked
+                    self._marked = now
+                    self._reading -= 1
                 job.finish(ended)
             # An idle thread must not keep the last caller's memory.
             del job

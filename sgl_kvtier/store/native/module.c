@@ -484,7 +484,7 @@ static PyMethodDef pool_methods[] = {
     {"submit", (PyCFunction)pool_submit, METH_VARARGS,
      "submit(writing, notify, priority, deadline, fds, sizes, offsets, lengths, heads, parts, buffers) -> Job"},
     {"wait", (PyCFunction)pool_wait, METH_VARARGS, "wait(seen, seconds) -> how often there was news of jobs with `notify`"},
-    {"busy", (PyCFunction)pool_busy, METH_NOARGS, "seconds spent reading, added up over threads"},
+    {"busy", (PyCFunction)pool_busy, METH_NOARGS, "seconds in which at least one thread read and checked"},
     {"close", (PyCFunction)pool_close, METH_NOARGS, "cancels what has not begun and joins the threads"},
     {NULL, NULL, 0, NULL}};
 

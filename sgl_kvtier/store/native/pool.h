@@ -29,8 +29,9 @@ typedef struct Pool {
     Device device;
     int thread_count, stopping, writers;
     int ring_thread_count, rings, unready; /* `rings`: threads whose ring works; `unready`: those that have not said yet */
-    size_t read_run, write_run, flying, depth, depth_bytes; /* `flying`: runs in rings; depths: of each ring */
-    uint64_t orders, last_write_ns, ends, busy_ns;
+    size_t read_run, write_run, flying, depth, depth_bytes; /* `flying`: runs being read; depths: of each ring */
+    uint64_t orders, last_write_ns, ends;
+    uint64_t busy_ns, marked_ns; /* with a run being read; up to when that is counted, while there is one */
     uint64_t look_ns; /* when await_any() returns by itself; UINT64_MAX while nobody is in it */
 } Pool;
 
@@ -164,12 +165,19 @@ static Run begin_run(Pool *pool, Job *job) {
     SET(job->in_flight, job->in_flight + run.count);
     memset(job->state + run.start, BEGUN, run.count);
     if (job->next == job->n) leave_queue(pool, job);
+    if (!job->writing && !pool->flying++) pool->marked_ns = now_ns();
     return run;
 }
 
 /* Locked. The job may be gone once the lock is. */
 static void end_run(Pool *pool, const Run *run, const uint8_t *outcomes) {
     Job *job = run->job;
+    if (!job->writing) {
+        uint64_t now = now_ns();
+        SET(pool->busy_ns, pool->busy_ns + now - pool->marked_ns);
+        pool->marked_ns = now;
+        pool->flying--;
+    }
     SET(job->in_flight, job->in_flight - run->count);
     for (size_t i = 0; i < run->count; i++)
         end_page(job, run->start + i, outcomes[run->step > 0 ? i : run->count - 1 - i]);
@@ -221,8 +229,7 @@ static void *serve(void *argument) {
         Run run = begin_run(pool, job);
         int writing = job->writing;
         pool->writers += writing;
-        uint64_t began = now_ns();
-        if (writing) pool->last_write_ns = began;
+        if (writing) pool->last_write_ns = now_ns();
         if (pool->writes || (pool->reads && !pool->rings)) pthread_cond_signal(&pool->work);
         pthread_mutex_unlock(&pool->lock);
 
@@ -236,7 +243,6 @@ static void *serve(void *argument) {
             read_run(&pool->device, &run, &scratch, outcomes);
 
         pthread_mutex_lock(&pool->lock);
-        if (!writing) SET(pool->busy_ns, pool->busy_ns + now_ns() - began);
         pool->writers -= writing;
         if (writing && pool->writes) pthread_cond_signal(&pool->work);
         end_run(pool, &run, outcomes);

@@ -32,7 +32,6 @@ typedef struct {
     Flight *flights;
     uint32_t *free, *landed; /* stack of the unused ones; queue of those to be checked */
     size_t count, free_count, landed_head, landed_count, in_ring, in_ring_bytes;
-    uint64_t marked_ns;
     int broken, stubborn;
 } Rings;
 
@@ -141,9 +140,7 @@ static void begin_more(Rings *r) {
     Job *job;
     while (has_room(r) && (job = next_read(pool))) {
         uint32_t index = r->free[--r->free_count];
-        if (r->free_count + 1 == r->count) r->marked_ns = now_ns();
         r->flights[index].run = begin_run(pool, job);
-        pool->flying++;
         if (pool->reads) wake_reader(pool);
         pthread_mutex_unlock(&pool->lock);
         launch(r, index);
@@ -166,11 +163,7 @@ static void finish_one(Rings *r) {
         outcomes[0] = MISS;
     else
         judge_read(&r->pool->device, &flight->run, &flight->scratch, flight->copy, flight->error, flight->moved, outcomes);
-    uint64_t now = now_ns();
     pthread_mutex_lock(&r->pool->lock);
-    SET(r->pool->busy_ns, r->pool->busy_ns + now - r->marked_ns);
-    r->marked_ns = now;
-    r->pool->flying--;
     r->free[r->free_count++] = index;
     if (r->pool->writes) pthread_cond_signal(&r->pool->work);
     end_run(r->pool, &flight->run, outcomes);
