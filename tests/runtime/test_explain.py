@@ -236,6 +236,14 @@ def test_a_store_that_this_server_filled_is_not_an_empty_one() -> None:
     assert advice(cold, first).cause == "empty store"
 
 
+def test_a_ranks_part_of_the_capacity_is_not_called_the_setting() -> None:
+    now = some(
+        pages_written_total=60, store_pages=60, pages_evicted_total=1, store_capacity_bytes=16 << 30
+    )
+    said = advice(None, now).text
+    assert "store.capacity_bytes (the first rank's part of it is now 16.0 GiB)" in said
+
+
 def test_a_cause_of_few_tokens_is_not_named() -> None:
     assert advice(None, some(cached={"host": 3500}, unfulfilled={"deadline": 300})).cause == "hits"
 

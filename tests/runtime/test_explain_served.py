@@ -215,7 +215,7 @@ def test_causes_that_lie_in_the_store(cause_of: CauseOf, attached: Served) -> No
     for one in asked:
         attached.ask(one)
     attached.flush()
-    says = "to make room: raise store.capacity_bytes (now "
+    says = "to make room: raise store.capacity_bytes (the first rank's part "
     found = cause_of(attached, lambda: attached.ask(asked[0]), "evicted", says)
     assert found["store"]["pages_evicted"]
 

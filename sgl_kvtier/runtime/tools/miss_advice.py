@@ -145,8 +145,9 @@ def _of_new(figures: Figures, tokens: int) -> Advice:
         return Advice(
             "evicted",
             f"{_count(tokens, 'computed token')} were not in the store, which evicted "
-            f"{_count(store.pages_evicted, 'page')} to make room: raise store.capacity_bytes (now "
-            f"{format_bytes(store.capacity_bytes)}), or send fewer sessions to this server.",
+            f"{_count(store.pages_evicted, 'page')} to make room: raise store.capacity_bytes (the "
+            f"first rank's part of it is now {format_bytes(store.capacity_bytes)}), or send fewer "
+            "sessions to this server.",
         )
     cold = not store.pages_at_opening and store.pages_before < store.pages_written
     cold = cold and not figures.storage

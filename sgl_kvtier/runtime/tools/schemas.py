@@ -72,7 +72,8 @@ restorations: object; what the planner decided and did
 declined: list of declined; restore candidates that were rejected, the most frequent reason first
 unfulfilled: list of unfulfilled; stored tokens that SGLang did not use, the same way
 store: object; stores of the first rank of each data-parallel replica, added up
-  pages, bytes_on_disk, capacity_bytes: integer; present values
+  pages, bytes_on_disk: integer; present values
+  capacity_bytes: integer; their present part of store.capacity_bytes
   opened_s: number; seconds since they were opened
   pages_at_opening, pages_before: integer; at most so many pages were there then, and when the time
       looked at began

@@ -78,6 +78,7 @@ class StoreFigures:
     pages: int
     bytes_on_disk: int
     capacity_bytes: int
+    """Their part of `store.capacity_bytes`."""
     opened_s: float
     """Seconds since they were opened."""
     pages_at_opening: int
