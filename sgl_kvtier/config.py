@@ -356,8 +356,13 @@ def full_path(text: str) -> str:
 
 def load_config(path: str | Path) -> KVTierConfig:
     """The settings in a kvtier.json. Raises ConfigError where it is missing or wrong."""
+    return parse_config(read_config(path))
+
+
+def read_config(path: str | Path) -> Any:
+    """A decoded kvtier.json, not checked. Raises ConfigError where it is missing or not JSON."""
     try:
-        data = parse_json(read_bounded(Path(path)))
+        return parse_json(read_bounded(Path(path)))
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}. Copy examples/kvtier.json and set store.path"
@@ -366,7 +371,6 @@ def load_config(path: str | Path) -> KVTierConfig:
         raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return parse_config(data)
 
 
 _PATH = next(f for f in fields(StoreConfig) if f.name == "path")

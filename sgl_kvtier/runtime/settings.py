@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.config import KVTierConfig, PolicyConfig, parse_config, parse_setting
+from sgl_kvtier.config import KVTierConfig, PolicyConfig, parse_config, parse_setting, read_config
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.launch import GPU_PAGE
 from sgl_kvtier.outside import MOST_SETTINGS_BYTES, shown
@@ -64,13 +64,9 @@ def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
     """The settings in SGLang's decoded --hicache-storage-backend-extra-config; classes they name
     are imported. Raises ConfigError.
     """
-    given = {k: v for k, v in (extra_config or {}).items() if k not in _HOST_ADDED}
-    store = given.get("store")
-    if store is None or isinstance(store, dict):
-        said = dict(store or {})
-        if said.get("path") in ("", None):
-            said.pop("path", None)
-        given["store"] = {**store_of_environment(), **said}
+    given = with_environment(
+        {k: v for k, v in (extra_config or {}).items() if k not in _HOST_ADDED}
+    )
     config = parse_config(given)
     path = given["store"]["path"]
     if not path.startswith(("/", "~")):
@@ -78,6 +74,23 @@ def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
     rules_of(config.policy.rules)
     eviction_of(config.policy.eviction)
     return config
+
+
+def of_file(path: str | Path) -> KVTierConfig:
+    """The settings that a server takes from a kvtier.json. Raises ConfigError where it is missing
+    or wrong.
+    """
+    return parse_config(with_environment(read_config(path)))
+
+
+def with_environment(given: Any) -> Any:
+    """Decoded settings, and where they leave the folder or the capacity open the environment's."""
+    if not isinstance(given, dict) or not isinstance(given.get("store"), dict | None):
+        return given  # the parser says what is wrong
+    said = dict(given.get("store") or {})
+    if said.get("path") in ("", None):
+        said.pop("path", None)
+    return {**given, "store": {**store_of_environment(), **said}}
 
 
 def changed(config: PolicyConfig, values: Mapping[str, Any]) -> PolicyConfig:

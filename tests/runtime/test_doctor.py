@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +95,37 @@ def test_a_wrong_setting_fails_with_its_message(tmp_path, capsys):
     found = findings(capsys, "--config", str(config))
     assert found["settings"]["state"] == "fail"
     assert "store.io_threads = -1" in found["settings"]["advice"]
+
+
+def test_the_environment_says_what_the_settings_leave_open_as_for_a_server(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("KVTIER_STORE_PATH", str(tmp_path / "pages"))
+    config = tmp_path / "kvtier.json"
+    config.write_text('{"store": {"capacity_bytes": "80%"}}')
+    found = findings(capsys, "--config", str(config), "--no-disk")
+    assert found["settings"]["state"] == "ok"
+    assert found["disk"]["found"].startswith(str(tmp_path / "pages"))
+    monkeypatch.setenv("KVTIER_CAPACITY", "much")
+    found = findings(capsys, "--store", str(tmp_path), "--no-disk")["disk"]
+    assert found["state"] == "fail" and 'store.capacity_bytes = "much"' in found["advice"]
+
+
+def test_a_disk_whose_speed_cannot_be_measured_fails_with_what_to_do(tmp_path, capsys, monkeypatch):
+    def over_quota(fd, block):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(doctor.disk_probe.os, "write", over_quota)
+    speed = findings(capsys, "--store", str(tmp_path))["disk speed"]
+    assert speed["state"] == "fail" and "quota" in speed["found"] and "quota" in speed["advice"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_measured_on_a_disk_without_room(tmp_path, monkeypatch):
+    full = SimpleNamespace(f_bavail=1023, f_frsize=4096)
+    monkeypatch.setattr(doctor.disk_probe.os, "statvfs", lambda folder: full)
+    with pytest.raises(OSError, match="No space left"):
+        doctor.disk_probe.measure(tmp_path, direct=False)
 
 
 def test_a_folder_that_cannot_be_made_fails(tmp_path, capsys):

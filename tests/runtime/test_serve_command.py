@@ -95,6 +95,15 @@ def test_a_capacity_may_be_a_share_of_the_disk(
     assert from_extra_config(given).store.capacity_bytes > 1 << 20
 
 
+def test_a_share_in_a_file_is_of_the_disk_that_the_environment_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIER_STORE_PATH", str(tmp_path / "pages"))
+    config = tmp_path / "kvtier.json"
+    config.write_text('{"store": {"capacity_bytes": "80%"}}')
+    assert f"@{config}" in printed(capsys, "--config", str(config))
+
+
 def test_a_capacity_beside_a_file_that_has_its_own_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

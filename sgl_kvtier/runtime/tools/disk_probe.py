@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import re
@@ -47,9 +48,13 @@ def look(folder: Path) -> DiskProbe:
 
 
 def measure(folder: Path, *, direct: bool) -> DiskSpeed:
-    """Writes and reads one temporary file of at most 128 MiB. Raises OSError."""
+    """Writes and reads one temporary file of at most 128 MiB. Raises OSError, also where less than
+    4 MiB are free.
+    """
     free = os.statvfs(folder)
     nbytes = min(_TEST_BYTES, free.f_bavail * free.f_frsize // 4) // _BLOCK * _BLOCK
+    if not nbytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     blocks = nbytes // _BLOCK
     block = mmap.mmap(-1, _BLOCK)
     block.write(os.urandom(_BLOCK))

@@ -27,7 +27,6 @@ from sgl_kvtier.config import (
     PolicyConfig,
     RemoteConfig,
     describe_config,
-    load_config,
     parse_config,
 )
 from sgl_kvtier.console import (
@@ -49,7 +48,7 @@ from sgl_kvtier.page_hash import compile_page_hash
 from sgl_kvtier.policy.pages.eviction import eviction_of
 from sgl_kvtier.policy.rules import rules_of
 from sgl_kvtier.runtime.cpu import platform
-from sgl_kvtier.runtime.settings import store_of_environment
+from sgl_kvtier.runtime.settings import of_file, store_of_environment, with_environment
 from sgl_kvtier.runtime.sglang import features, seams
 from sgl_kvtier.runtime.tools import disk_fit, disk_probe, remote_probe
 from sgl_kvtier.runtime.tools.container_memory import MemoryLimit, memory_limit
@@ -363,7 +362,7 @@ def _features(cards: Sequence[str]) -> Iterator[Finding]:
 def _restoration(args: argparse.Namespace) -> Iterator[Finding]:
     """Whether prefixes would be restored on the accelerator that was found."""
     try:
-        policy = load_config(args.config).policy if args.config else PolicyConfig()
+        policy = of_file(args.config).policy if args.config else PolicyConfig()
     except KVTierError:
         return  # the settings' own finding says so
     yield Finding("restoration", "ok", f"policy.restore = {policy.restore}")
@@ -410,7 +409,7 @@ def _place(args: argparse.Namespace) -> str | None:
 def _folder(args: argparse.Namespace) -> Path:
     """Where pages are stored, as far as the arguments say."""
     try:
-        path = load_config(args.config).store.path if args.config else _place(args)
+        path = of_file(args.config).store.path if args.config else _place(args)
     except KVTierError:
         path = None  # the settings' own finding says so
     return Path(path) if path else Path(os.devnull)
@@ -457,22 +456,17 @@ def _settings(args: argparse.Namespace, speeds: list[DiskSpeed]) -> Iterator[Fin
     config = KVTierConfig()
     if args.config:
         try:
-            config = load_config(args.config)
+            config = of_file(args.config)
             rules_of(config.policy.rules)
             eviction_of(config.policy.eviction)
         except KVTierError as error:
             yield Finding("settings", "fail", args.config, str(error))
             return
-        if not config.store.path:
-            yield Finding(
-                "settings", "fail", args.config, "set store.path to a folder on a local disk"
-            )
-            return
         yield Finding("settings", "ok", args.config)
         yield from _remote(config.remote)
     elif _place(args) is not None:
         try:
-            config = parse_config({"store": {"path": _place(args)}})
+            config = parse_config(with_environment({"store": {"path": _place(args)}}))
         except KVTierError as error:
             yield Finding("disk", "fail", "--store", str(error))
             return
@@ -563,7 +557,12 @@ def _disk(
             "reads go through the page cache; use a local ext4 or xfs",
         )
     if measure:
-        speed = disk_probe.measure(folder, direct=probe.direct_io)
+        try:
+            speed = disk_probe.measure(folder, direct=probe.direct_io)
+        except OSError as error:
+            advice = "make room on the disk, or in this user's quota"
+            yield Finding("disk speed", "fail", brief(f"not measured: {error.strerror}"), advice)
+            return
         found = (
             f"write {speed.write_mbps:,.0f} MB/s, read {speed.read_mbps:,.0f} MB/s "
             f"({format_bytes(speed.nbytes)}, {disk_probe.READERS} threads read)"

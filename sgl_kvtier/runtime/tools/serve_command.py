@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.arguments import above_nought, any_device, port, size
-from sgl_kvtier.config import PolicyConfig, load_config, parse_config
+from sgl_kvtier.config import PolicyConfig, parse_config
 from sgl_kvtier.errors import BenchError, ConfigError
 from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.launch import (
@@ -27,7 +27,12 @@ from sgl_kvtier.launch import (
     serve_flags,
 )
 from sgl_kvtier.page_hash import compile_page_hash
-from sgl_kvtier.runtime.settings import CAPACITY_VARIABLE, PATH_VARIABLE, store_of_environment
+from sgl_kvtier.runtime.settings import (
+    CAPACITY_VARIABLE,
+    PATH_VARIABLE,
+    of_file,
+    store_of_environment,
+)
 
 _DEFAULT_PORT = 30000
 _LOOKAHEAD = {
@@ -188,8 +193,8 @@ def _settings(args: argparse.Namespace, paced: Any) -> tuple[str, Path]:
                 "that file they are store.path, store.capacity_bytes and the section policy"
             )
         # A mistake in it is told before a model is loaded.
-        pages = load_config(args.config).store.path or store_of_environment()["path"]
-        return f"@{Path(args.config).resolve()}", Path(pages).expanduser()
+        pages = of_file(args.config).store.path
+        return f"@{Path(args.config).resolve()}", Path(pages)
     store: dict[str, Any] = dict(store_of_environment())
     store |= {"path": str(args.store)} if args.store is not None else {}
     store |= {"capacity_bytes": args.capacity} if args.capacity else {}
