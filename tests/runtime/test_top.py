@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
+from typing import Any
 
 import pytest
 from explained import page_of, serving
 
 from sgl_kvtier.cli import main
-from sgl_kvtier.runtime.tools import schemas
+from sgl_kvtier.runtime.tools import schemas, top_command
+from sgl_kvtier.runtime.tools.top_command import row_of
 
 PAGES = [
     page_of(prompt=1000, requests=1, cached={"device": 500}, read_bytes_total=1 << 20),
@@ -40,6 +43,25 @@ def test_all_lines_become_one_result(capsys: pytest.CaptureFixture[str]) -> None
     assert first["read_bytes_per_s"] == pytest.approx(4 * (1 << 20) / first["seconds"])
     assert (first["pages_evicted"], second["pages_evicted"]) == (7, 0)
     assert second["device_fraction"] is None
+
+
+def test_lines_that_were_printed_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Row(dict[str, Any]):
+        """A row that can be watched."""
+
+    rows: list[weakref.ref[Row]] = []
+    kept = []
+
+    def watched(*figures: Any) -> Row:
+        kept.append(sum(row() is not None for row in rows))
+        row = Row(row_of(*figures))
+        rows.append(weakref.ref(row))
+        return row
+
+    monkeypatch.setattr(top_command, "row_of", watched)
+    with serving([*PAGES]) as url:
+        assert main(["top", url, "--every", "0.05", "--lines", "4"]) == 0
+    assert kept == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("missing", ["", None], ids=["closed", "not found"])

@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
                 line = f"{_clock(time.time())} no answer"
             else:
                 row = row_of(now, figures_of(now, before, moment - began), time.time())
-                rows.append(row)
+                if args.json is not None:
+                    rows.append(row)
                 line = line_of(row)
                 before, began = now, moment
             if show:
