@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
         "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "usable": _usable_cpus()},
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "memory_limit_bytes": _memory_limit(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "gpus": _gpus(),
     }
 
@@ -53,7 +53,8 @@ def planner_build() -> str:
     return "source" if found is None or str(found.origin).endswith(".py") else "compiled"
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """The version of an installed distribution, which is not imported; None where there is none."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

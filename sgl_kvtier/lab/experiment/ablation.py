@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -195,10 +195,18 @@ def choose_best(cell: Cell, log: RoundLog) -> None:
         best = tuple(min(known, key=lambda one: one["ttft_ms"]["mean"])["arguments"])
     for one in cell.tried:
         one["best"] = tuple(one["arguments"]) == best
-    setup = cell.plan.setup
+    setup, made = cell.plan.setup, variants(best, patched)
     cell.plan = replace(
-        cell.plan, setup=replace(setup, variants={**setup.variants, **variants(best, patched)})
+        cell.plan,
+        setup=replace(setup, variants={**setup.variants, **made}),
+        place=partial(_with_flags, cell.plan.place, made),
     )
+
+
+def _with_flags(place: Callable[[str], str], made: Mapping[str, Variant], arm: str) -> str:
+    """Where the log keeps the rounds of an arm: those with other flags are no rounds of it."""
+    flags = made[arm].arguments if arm in made else ()
+    return " ".join(filter(None, (place(arm), *flags)))
 
 
 def _tried(outcome: Outcome, name: str, arguments: Sequence[str]) -> dict[str, Any]:

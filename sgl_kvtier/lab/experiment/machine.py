@@ -1,4 +1,4 @@
-"""The machine under a measurement: which card and planner, and processor use by our server and
+"""The machine under a measurement: which card, which versions, and processor use by our server and
 client, and by others.
 """
 
@@ -12,12 +12,18 @@ from typing import Any
 
 import psutil
 
-from sgl_kvtier.console.environment import cards, planner_build
+from sgl_kvtier import __version__
+from sgl_kvtier.console.environment import cards, package_version, planner_build
 
 
 def made_with(device: str) -> dict[str, Any]:
-    """The cards and the build of the planner that records of one log have in common."""
-    return {"cards": cards() if device == "cuda" else [], "planner": planner_build()}
+    """The cards, versions and build of the planner that records of one log have in common."""
+    return {
+        "cards": cards() if device == "cuda" else [],
+        "kvtier": __version__,
+        "sglang": package_version("sglang"),
+        "planner": planner_build(),
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ arm of its own, and the shares add up.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import fake_arms
@@ -12,9 +13,10 @@ import pytest
 from commands import Command
 from fake_arms import ThreadServer
 
-from sgl_kvtier.lab.experiment import rounds
+from sgl_kvtier.lab.experiment import ablation, rounds
 from sgl_kvtier.lab.experiment.ablation import ABLATION_ARMS, MEASURED_ARMS, variants
 from sgl_kvtier.lab.experiment.arms import Setup, prepare
+from sgl_kvtier.lab.experiment.rounds import Outcome
 from sgl_kvtier.lab.pages.ablation import shares, without
 from sgl_kvtier.runtime.settings import from_extra_config
 
@@ -82,6 +84,23 @@ def test_a_load_of_several_rates_is_one_load_each_and_its_log_has_them_all(
     assert [load["name"] for load in done.result["loads"]] == ["rate 500", "rate 1000"]
     again = kvtier(tmp_path, *words)
     assert again.result["loads"] == done.result["loads"]
+
+
+def test_rounds_with_other_flags_are_measured_again(
+    kvtier: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = ablation._tried
+    words = (*LOAD, "--arms", "sglang-best,kvtier", "--log", str(tmp_path / "log"))
+    for best in ("lpm", "hrrn"):
+
+        def fastest(outcome: Outcome, name: str, flags: Sequence[str], best: str = best):
+            mean = 1.0 if best in flags else 2.0
+            return {**tried(outcome, name, flags), "ttft_ms": {"mean": mean}}
+
+        monkeypatch.setattr(ablation, "_tried", fastest)
+        done = kvtier(tmp_path, *words)
+        assert done.status == 0, done.err
+        assert best in done.result["settings"]["commands"]["sglang-best"]
 
 
 def test_every_load_has_servers_with_what_was_chosen_for_it(

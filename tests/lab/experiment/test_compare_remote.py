@@ -5,13 +5,16 @@ Mooncake. Its figures are in `tests/lab/test_scenarios.py`.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Command, Done
 from fake_engine import FakeCluster, FakeEngine
 
 from sgl_kvtier.config import load_config
+from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import Setup, prepare
 from sgl_kvtier.lab.experiment.remote.run import (
     NEW_TOKENS,
@@ -83,6 +86,19 @@ def test_shared_memory_holds_the_prompts_of_a_cell(
     )
     assert usual.segment_bytes() == 1 << 30
     assert long.segment_bytes() > long.token_bytes() * 65536 * (4 + 1)
+
+
+@pytest.mark.parametrize(
+    "other", [{"server_arg": ["--kv-cache-dtype=fp8"]}, {"storage_size": 1 << 30}, {"threads": 2}]
+)
+def test_turns_of_other_servers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path, options = tmp_path / "log", scenario.RemoteOptions(model="lab-mha", tokens=2048)
+    MovedLog.open(path, scenario.Moving(options).about())
+    with pytest.raises(BenchError, match="Name another --log"):
+        MovedLog.open(path, scenario.Moving(replace(options, **other)).about())
 
 
 def test_a_cell_that_was_begun_and_played_again_counts_once() -> None:

@@ -15,6 +15,7 @@ import pytest
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment import machine
 from sgl_kvtier.lab.experiment.arms import Setup
+from sgl_kvtier.lab.experiment.load import Load
 from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.experiment.machine import CpuShare
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, sample_rows
@@ -22,13 +23,14 @@ from sgl_kvtier.lab.experiment.restore.log import PRIME, RestoreLog
 from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions
 from sgl_kvtier.lab.experiment.restore.trial import Trial
 from sgl_kvtier.lab.experiment.rounds import KeptRound, RoundLog
-from sgl_kvtier.lab.experiment.scenarios import restore
+from sgl_kvtier.lab.experiment.scenarios import compare, restore
 from sgl_kvtier.lab.outside.client import Cached, Completion, Metrics
-from sgl_kvtier.lab.outside.replay import Sample
+from sgl_kvtier.lab.outside.replay import ReplayOptions, Sample
 from sgl_kvtier.lab.outside.server import Usage
 from sgl_kvtier.lab.stress.server import command as fuzz
 from sgl_kvtier.lab.stress.server.log import FuzzLog
 from sgl_kvtier.lab.stress.trouble import Finding
+from sgl_kvtier.lab.workload.encoder import ByteEncoder
 
 ABOUT = {
     "workload": {"source": "generated:swe-mini", "requests": 3},
@@ -142,11 +144,24 @@ def of_fuzz() -> dict[str, Any]:
     return fuzz.about(Setup("/m", "m", device="cuda", page_size=16, chunk_tokens=256))
 
 
-@pytest.mark.parametrize("about", [of_restore, of_fuzz])
+def of_compare(servers: str = "auto") -> dict[str, Any]:
+    setup = Setup("/m", "m", device="cuda", page_size=16, chunk_tokens=256)
+    sizes = ("calls", "prompt_tokens", "output_tokens", "longest_tokens")
+    chosen = Load("generated:swe-mini", "", [], ByteEncoder(1 << 10), [dict.fromkeys(sizes, 1)], [])
+    return compare.about(compare.CompareOptions(servers=servers), setup, chosen, ReplayOptions())
+
+
+@pytest.mark.parametrize("about", [of_restore, of_fuzz, of_compare])
 @pytest.mark.parametrize(
-    ("what", "other"), [("cards", ["NVIDIA H200"]), ("planner_build", "compiled")]
+    ("what", "other"),
+    [
+        ("cards", lambda: ["NVIDIA H200"]),
+        ("planner_build", lambda: "compiled"),
+        ("package_version", lambda name: f"{name} 2"),
+        ("__version__", "0.0.0"),
+    ],
 )
-def test_trials_of_another_card_or_planner_are_refused(
+def test_trials_of_another_card_or_build_are_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     about: Callable[[], dict[str, Any]],
@@ -158,9 +173,16 @@ def test_trials_of_another_card_or_planner_are_refused(
     monkeypatch.setattr(machine, "planner_build", lambda: "source")
     FuzzLog.open(path, about())
     FuzzLog.open(path, about())
-    monkeypatch.setattr(machine, what, lambda: other)
+    monkeypatch.setattr(machine, what, other)
     with pytest.raises(BenchError, match="Name another --log"):
         FuzzLog.open(path, about())
+
+
+def test_rounds_on_servers_started_otherwise_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    RoundLog.open(path, of_compare("fresh"))
+    with pytest.raises(BenchError, match="made with servers = fresh, and now it is together"):
+        RoundLog.open(path, of_compare("together"))
 
 
 @pytest.mark.parametrize("other", [{"served_name": "n"}, {"device": "cpu"}, {"dtype": "bfloat16"}])

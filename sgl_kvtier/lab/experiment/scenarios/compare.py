@@ -78,6 +78,7 @@ from sgl_kvtier.lab.experiment.load import (
     load,
     undisturbed_tokens,
 )
+from sgl_kvtier.lab.experiment.machine import made_with
 from sgl_kvtier.lab.experiment.measures import (
     Reference,
     arm_figures,
@@ -348,7 +349,7 @@ def run(given: argparse.Namespace) -> int:
             cell = Cell(axes, where, plan, work, where and f"{where}:")
             cells.append(replace(cell, choose=choose_best) if args.ablation else cell)
         shared = replaying if len(values) == 1 else replace(replaying, concurrency=None, rate=None)
-        log = RoundLog.open(args.log, about(setup, chosen, shared))
+        log = RoundLog.open(args.log, about(args, setup, chosen, shared))
         compared = Comparison(cells, log)
         loads = f"{axis} {', '.join(f'{value:g}' for value in values)}; " if values[1:] else ""
         announce(
@@ -508,14 +509,22 @@ def _paced_sections(paced: Paced | None, chosen: Load, page: int) -> dict[str, A
     return {"sections": found}
 
 
-def about(setup: Setup, chosen: Load, replaying: ReplayOptions) -> dict[str, Any]:
-    """The settings that rounds of one log have in common: the load and the servers. A model's
-    folder may differ.
+def about(
+    args: CompareOptions, setup: Setup, chosen: Load, replaying: ReplayOptions
+) -> dict[str, Any]:
+    """The settings that rounds of one log have in common: the load, the servers and what they run
+    on. A model's folder may differ.
     """
     work = {k: v for k, v in chosen.to_json().items() if k not in ("description", "rows")}
     apart = ("model_path", "variants", "master", "linked")
     servers = {k: v for k, v in asdict(setup).items() if k not in apart}
-    return {"workload": work, **servers, **asdict(replaying)}
+    return {
+        "workload": work,
+        **servers,
+        "servers": args.servers,
+        **made_with(setup.device),
+        **asdict(replaying),
+    }
 
 
 def results(

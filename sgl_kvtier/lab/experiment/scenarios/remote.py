@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier import __version__
 from sgl_kvtier.arguments import positive
 from sgl_kvtier.console import progress
 from sgl_kvtier.errors import BenchError
@@ -213,7 +212,6 @@ class Moving:
         """What turns of one log have in common."""
         args = self.args
         return {
-            "kvtier": __version__,
             "model": self.setup.served_name,
             "device": args.device,
             "dilation": args.dilation,
@@ -224,6 +222,9 @@ class Moving:
             "page": self.setup.page_size,
             "chunk": self.setup.chunk_tokens,
             "dtype": self.setup.dtype,
+            "threads": self.setup.threads,
+            "storage_bytes": self.setup.storage_bytes,
+            "server_args": args.server_arg,
             **made_with("cpu"),
         }
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier import __version__
 from sgl_kvtier.arguments import not_negative, positive
 from sgl_kvtier.console import Progress, progress
 from sgl_kvtier.errors import BenchError
@@ -493,7 +492,6 @@ def about(args: RestoreOptions) -> dict[str, Any]:
     options = options_of(args, "", shape.page, shape.chunk)
     mix = {"lengths": list(options.lengths), "decoders": options.decoders}
     return {
-        "kvtier": __version__,
         "seed": args.seed,
         "device": shape.device,
         **made_with(shape.device),

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier import __version__
 from sgl_kvtier.arguments import above_nought, not_negative, positive
 from sgl_kvtier.console import Table, progress
 from sgl_kvtier.errors import BenchError
@@ -250,7 +249,6 @@ def about(setup: Setup) -> dict[str, Any]:
     defects are counted. Trouble, loads and the event loop may be others.
     """
     return {
-        "kvtier": __version__,
         "model": setup.served_name,
         "device": setup.device,
         "dtype": setup.dtype,
