@@ -5,10 +5,10 @@ than it has to.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 from sgl_kvtier.errors import ConfigError, TraceError
@@ -103,7 +103,7 @@ def load_sessions(
         path = find_trace(source, traces_dir)
         origin = origin_of(path)
         if path.is_dir():
-            groups = islice(_read_folder(path, left_out, block_tokens, bad), skip, None)
+            groups = itertools.islice(_read_folder(path, left_out, block_tokens, bad), skip, None)
         else:
             setting = Setting(path, origin, left_out, block_tokens)
             groups = _read_file(setting, recognise(path), skip, bad)
@@ -190,9 +190,13 @@ class _Chosen:
     cut: int = 0
     calls_cut: int = 0
     dropped: int = 0
+    names: set[str] = field(default_factory=set)
 
     def take(self, group: list[Session]) -> None:
-        """Adds a session and its sub-agents'. A sub-agent whose owner is dropped goes with it."""
+        """Adds a session and its sub-agents'. A sub-agent whose owner is dropped goes with it. Of
+        sessions with one name the second is NAME#2, and so on.
+        """
+        named: dict[str | None, str] = {}
         for session in group:
             fitting = cut_session(
                 session,
@@ -208,8 +212,16 @@ class _Chosen:
                     return
                 continue
             self.cut += lost > 0
-            self.sessions.append(fitting)
+            name = named[session.session_id] = self._free(session.session_id)
+            parent = named.get(session.parent, session.parent)
+            self.sessions.append(dataclasses.replace(fitting, session_id=name, parent=parent))
             self.groups += session.parent is None
+
+    def _free(self, name: str) -> str:
+        more = (f"{name}#{number}" for number in itertools.count(2))
+        free = next(one for one in itertools.chain([name], more) if one not in self.names)
+        self.names.add(free)
+        return free
 
     def _is_short(self, session: Session) -> bool:
         if not self.min_prompt_tokens or self.encoder is None:
@@ -291,7 +303,7 @@ def _read_file(
             else:
                 yield kept
 
-    yield from islice(groups(0), skip, None) if form.gathers else groups(skip)
+    yield from itertools.islice(groups(0), skip, None) if form.gathers else groups(skip)
 
 
 def _read_folder(

@@ -71,6 +71,20 @@ def test_sub_agents_come_with_their_owner_and_are_not_counted(write_trace: Write
     ]
 
 
+def test_sessions_of_one_name_are_told_apart(write_trace: WriteTrace) -> None:
+    agent = {"t": 3.0, "agent_id": "a1", "requests": [request(0, 1, 2)]}
+    lines = [claude_record(request(0, 1, 3), agent, id=name) for name in ("t", "t", "t#2")]
+    loaded = load_sessions(str(write_trace("c.jsonl", *lines)))
+    assert [(s.session_id, s.parent) for s in loaded.sessions] == [
+        ("claude-code:t", None),
+        ("claude-code:t/a1", "claude-code:t"),
+        ("claude-code:t#2", None),
+        ("claude-code:t/a1#2", "claude-code:t#2"),
+        ("claude-code:t#2#2", None),
+        ("claude-code:t#2/a1", "claude-code:t#2#2"),
+    ]
+
+
 def test_sessions_are_cut_after_so_many_calls_and_it_is_said(write_trace: WriteTrace) -> None:
     loaded = load_sessions(str(write_trace("a.jsonl", *numbered(2, calls=5))), max_calls=3)
     assert [s.calls for s in loaded.sessions] == [3, 3]
