@@ -133,9 +133,9 @@ def _said(result: dict) -> Iterator[Statement]:
         mine, theirs = (
             ((load["arms"].get(arm) or {}).get("ttft_ms") or {}).get("mean") for arm in (OURS, BEST)
         )
-        if mine is None or theirs is None:
+        times = load["without"].get("all")
+        if mine is None or theirs is None or times is None:
             continue
-        times = load["without"]["all"]
         text = (
             f"{load['name']}: first token of all turns after {seconds(mine, theirs)} instead of {seconds(theirs, mine)}, "
             f"SGLang's best is {times['value']:.2f} times as long ({times['low']:.2f} to {times['high']:.2f})."

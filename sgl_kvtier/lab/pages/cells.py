@@ -11,7 +11,7 @@ from typing import Any
 from sgl_kvtier.console.table import Column, Table
 from sgl_kvtier.lab.pages import html
 from sgl_kvtier.lab.pages.compare.figures import has_samples
-from sgl_kvtier.lab.pages.compare.result import OURS
+from sgl_kvtier.lab.pages.compare.result import OURS, is_torn
 from sgl_kvtier.lab.pages.listing import (
     ARM,
     Listing,
@@ -151,7 +151,8 @@ def _lost_pace(kind: Kind, result: dict) -> list[Statement]:
     lost = [
         f"{row['arm']} at {kind.where(row['cell'])}"
         for row in (arm_rows(result) if "arms" in result["cells"][0] else ())
-        if row.get("throughput_tokens_per_s") is not None
+        if row.get("requests")
+        and not is_torn(row)
         and (row.get("pace") or {}).get("valid") is not True
     ]
     return [(f"The paced device did not keep pace: {', '.join(lost)}.", True)] if lost else []

@@ -17,7 +17,7 @@ from sgl_kvtier.lab.experiment import ablation, rounds
 from sgl_kvtier.lab.experiment.ablation import ABLATION_ARMS, MEASURED_ARMS, variants
 from sgl_kvtier.lab.experiment.arms import Setup, prepare
 from sgl_kvtier.lab.experiment.rounds import Outcome
-from sgl_kvtier.lab.pages.ablation import shares, without
+from sgl_kvtier.lab.pages.ablation import ABLATION, shares, without
 from sgl_kvtier.runtime.settings import from_extra_config
 
 LOAD = [
@@ -82,6 +82,7 @@ def test_a_load_of_several_rates_is_one_load_each_and_its_log_has_them_all(
     done = kvtier(tmp_path, *words)
     assert done.status == 0, done.err
     assert [load["name"] for load in done.result["loads"]] == ["rate 500", "rate 1000"]
+    assert done.result["settings"]["rate"] == [500, 1000]
     again = kvtier(tmp_path, *words)
     assert again.result["loads"] == done.result["loads"]
 
@@ -221,6 +222,27 @@ def test_what_was_not_measured_has_no_share() -> None:
     half = rows({"store": [[2.0], [9.0]], "kvtier": [[1.0]]})
     (gain,) = shares(half, ["store", "kvtier"]).values()
     assert gain["ms"]["value"] == 1.0, "rounds without a partner make no pair"
+
+
+def test_a_load_without_a_round_of_all_has_a_page_and_a_lost_pace_is_said() -> None:
+    arm = {
+        "ttft_ms": {"mean": 1.0},
+        "requests": 2,
+        "errors": 0,
+        "rounds": [{"complete": True}],
+        "pace": {"valid": False},
+    }
+    load = {
+        "name": "load",
+        "tried": [],
+        "arms": {"sglang-best": arm, "kvtier": arm},
+        "share": {},
+        "without": {},
+    }
+    result = {"settings": {}, "samples": [], "notes": [], "rounds": 2, "loads": [load]}
+    result["device"] = {"paced": {"profile": "h100-llama8b"}}
+    lost = "The paced device did not keep pace: sglang-best at load, kvtier at load."
+    assert lost in ABLATION.page(result)
 
 
 def test_returning_sessions_have_an_ablation_of_their_requests_after_the_first(

@@ -15,6 +15,8 @@ pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
 
 TIMES = {"hicache-file": {1: 200.0, 4: 900.0}, "kvtier": {1: 250.0, 4: 300.0}}
 
+NOTHING = {"requests": 0, "throughput_tokens_per_s": None}
+
 
 def figures(arm: str, load: int) -> dict:
     first_ms = TIMES[arm][load]
@@ -23,7 +25,9 @@ def figures(arm: str, load: int) -> dict:
         "ttft_later_ms": summary([first_ms]),
         "throughput_tokens_per_s": 40.0 * load if arm == "kvtier" else 30.0 * load,
         "goodput_requests_per_s": 0.5 * load,
+        "requests": 2,
         "errors": 0,
+        "rounds": [{"complete": True}],
     }
 
 
@@ -94,14 +98,17 @@ def test_a_load_that_a_paced_device_could_not_keep_up_with_is_said_first(result:
     assert "paced h100-llama8b, not computed" in SWEEP.tables(result)[0].title
 
 
-def test_a_load_that_was_not_measured_is_not_said_to_have_lost_pace(result: dict) -> None:
+@pytest.mark.parametrize("left", [NOTHING, {"rounds": [{"complete": False}]}])
+def test_a_load_that_was_not_measured_is_not_said_to_have_lost_pace(
+    result: dict, left: dict
+) -> None:
     result["device"] = {"paced": {"profile": "h100-llama8b"}}
     for cell in result["cells"]:
         for one in cell["arms"].values():
             one["pace"] = {"valid": True}
     last = result["cells"][1]["arms"]["kvtier"]
     del last["pace"]
-    last["throughput_tokens_per_s"] = None
+    last |= left
     assert not [text for text, _ in SWEEP.statements(result) if "keep pace" in text]
 
 

@@ -627,13 +627,14 @@ def ablation_results(
         [{**cell.axes, **row} for row in sample_rows(cell.outcome.rounds, answers)]
         for cell in cells
     ]
+    axes = {axis: [cell.axes[axis] for cell in cells] for axis in cells[0].axes}
     scale = 1.0 if paced is None else paced.bytes_scale
     commands = {a: c for cell in cells for a, c in cell.outcome.commands.items()}
     return {
         **device_of(paced),
         "compared_with": known,
         "workload": chosen.to_json(),
-        "settings": settings_of(plan.setup, replaying, commands),
+        "settings": {**settings_of(plan.setup, replaying, commands), **axes},
         "rounds": plan.rounds,
         "loads": [load_result(cell, own, scale) for cell, own in zip(cells, rows, strict=True)],
         "samples": [row for found in rows for row in found],

@@ -26,6 +26,12 @@ def paced(result: dict) -> Mapping[str, Any] | None:
     return found
 
 
+def is_torn(arm: Mapping[str, Any]) -> bool:
+    """Whether none of its rounds was complete, so that its pace is not known."""
+    rounds = arm.get("rounds") or ()
+    return bool(rounds) and not any(one["complete"] for one in rounds)
+
+
 def arm_rows(result: dict) -> list[dict]:
     """The arms in their order, each as a row with its name under "arm"."""
     return [{"arm": name, **arm} for name, arm in result["arms"].items()]

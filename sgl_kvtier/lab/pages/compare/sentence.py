@@ -14,6 +14,7 @@ from sgl_kvtier.lab.pages.compare.result import (
     ORACLE,
     OURS,
     STOCK,
+    is_torn,
     later_times,
     paced,
     seconds,
@@ -63,7 +64,7 @@ def _lost_pace(result: dict) -> str | None:
     lost = []
     for name, arm in result["arms"].items():
         pace = arm.get("pace") or {}
-        if pace.get("valid") is True or not arm.get("requests") or _is_torn(arm):
+        if pace.get("valid") is True or not arm.get("requests") or is_torn(arm):
             continue
         if pace.get("mismatches"):
             lost.append(f"{name} ({pace['mismatches']} wrong keys and values)")
@@ -75,12 +76,6 @@ def _lost_pace(result: dict) -> str | None:
         return None
     what = ", ".join(lost)
     return f"INVALID: the paced device did not keep pace in {what}: nothing can be said."
-
-
-def _is_torn(arm: Mapping[str, Any]) -> bool:
-    """Whether none of its rounds was complete, so that its pace is not known."""
-    rounds = arm.get("rounds") or ()
-    return bool(rounds) and not any(one["complete"] for one in rounds)
 
 
 def _unequal(result: dict) -> str | None:
@@ -117,7 +112,7 @@ def _compared(result: dict) -> tuple[str, bool]:
     known = {
         arm: ms
         for arm, ms in means.items()
-        if ms is not None and not (device is not None and _is_torn(result["arms"][arm]))
+        if ms is not None and not (device is not None and is_torn(result["arms"][arm]))
     }
     where = "" if device is None else f" on paced {device['profile']}"
     others = [arm for arm in known if arm not in _NO_RIVALS]
