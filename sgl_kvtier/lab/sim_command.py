@@ -47,7 +47,7 @@ from sgl_kvtier.lab.sim.experiment import (
     run_policy,
 )
 from sgl_kvtier.lab.sim.hardware import known_hardware, known_models, load_hardware
-from sgl_kvtier.lab.sim.policies import AHEAD, POLICIES, policy
+from sgl_kvtier.lab.sim.policies import AHEAD, POLICIES, policy, settled
 from sgl_kvtier.lab.sim.replay import replay, whole_lines
 from sgl_kvtier.lab.workload.catalogue import FOLDER_HELP
 from sgl_kvtier.lab.workload.source import BLOCK_TOKENS, GENERATED
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         help="kvtier.json; its policy section steers kvtier, and other planners but for what their "
-        "names fix (default: prefetch on, eviction next-use)",
+        "names fix; auto is what it is on one NVIDIA GPU (default: prefetch on, eviction next-use)",
     )
     running.add_argument(
         "--sessions",
@@ -193,7 +193,7 @@ def _run(args: argparse.Namespace) -> int:
         )
     for target in filter(None, (args.json, args.log)):
         check_target(target)
-    config = load_config(args.config).policy if args.config else AHEAD
+    config = settled(load_config(args.config).policy) if args.config else AHEAD
     machine, load = _machine(args), _load(args)
     lines: list[str] = []
     drawn = _drawn(args, machine, load, config, lines)

@@ -18,10 +18,21 @@ from sgl_kvtier.policy.messages import Consulted, Planner
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
 
-AHEAD = PolicyConfig(prefetch="on", eviction="next-use")
-"""The simulated settings where no kvtier.json says otherwise: a server looks ahead only when asked
-to.
-"""
+
+def settled(config: PolicyConfig) -> PolicyConfig:
+    """The settings as a server on one NVIDIA GPU follows them: lookahead that is left at auto is on
+    where it restores.
+    """
+    ahead = config.restore != "off"
+    if config.prefetch == "auto":
+        config = dataclasses.replace(config, prefetch="on" if ahead else "off")
+    if config.eviction == "auto":
+        config = dataclasses.replace(config, eviction="next-use" if ahead else "lru")
+    return config
+
+
+AHEAD = settled(PolicyConfig())
+"""The simulated settings where no kvtier.json says otherwise."""
 
 
 @dataclass(frozen=True)

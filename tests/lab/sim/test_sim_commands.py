@@ -41,6 +41,25 @@ def test_the_policy_section_of_kvtier_json_steers_the_run(tmp_path: Path) -> Non
     assert computed[0] < computed[1]  # the engine itself copies what lies in host memory
 
 
+@pytest.mark.parametrize(
+    ("policy", "ahead"),
+    [
+        ({}, ("on", "next-use")),
+        ({"eviction": "lru"}, ("on", "lru")),
+        ({"restore": "off"}, ("off", "lru")),
+    ],
+)
+def test_what_kvtier_json_leaves_open_is_as_on_one_gpu(
+    tmp_path: Path, policy: dict[str, str], ahead: tuple[str, str]
+) -> None:
+    config, out = tmp_path / "kvtier.json", tmp_path / "out.json"
+    config.write_text(json.dumps({"policy": policy}))
+    command = ["sim", "run", *LOAD, "--policy", "recompute", "--config", str(config)]
+    assert main([*command, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())["setup"]["policy"]
+    assert (found["prefetch"], found["eviction"]) == ahead
+
+
 def test_draws_are_summed_up_with_their_spread(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
