@@ -163,6 +163,8 @@ class KeptRound:
     one: Round
     start_s: float | None
     command: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """What was noted while it was measured."""
 
 
 class RoundLog(Log):
@@ -328,6 +330,7 @@ class Rounds:
         outcome.commands.setdefault(arm, list(kept.command))
         if kept.start_s is not None:
             outcome.start_s.setdefault(arm, kept.start_s)
+        outcome.notes += [note for note in kept.notes if note not in outcome.notes]
         return True
 
     @contextlib.contextmanager
@@ -347,7 +350,8 @@ class Rounds:
         SGLang's ends at a flush while one of its storage threads is busy for more than 10 s
         (cache_controller.py, `_stop_storage_threads`), and does not count that as work before.
         """
-        outcome = self._outcome
+        plan, outcome = self._plan, self._outcome
+        noted = len(outcome.notes)
         fresh = arm not in self._now.servers
         try:
             self._try_round(arm, number, shown)
@@ -361,6 +365,10 @@ class Rounds:
             shown.say(f"{error}\n{said}.")
             self._now.stop(arm)
             self._try_round(arm, number, shown)
+        one, start_s = outcome.rounds[-1], outcome.start_s.get(arm)
+        command, notes = tuple(outcome.commands[arm]), tuple(outcome.notes[noted:])
+        kept = KeptRound(plan.place(arm), arm, number, one, start_s, command, notes)
+        self._log.add("round", kept)
         if fresh:
             self._now.stop(arm)
 
@@ -384,9 +392,6 @@ class Rounds:
             asyncio.run(self._measure(server, one, stored, shown.advance))
         finally:
             server.raise_if_ended(f"in round {number}")
-        command, start_s = tuple(outcome.commands[arm]), outcome.start_s.get(arm)
-        kept = KeptRound(plan.place(arm), arm, number, one, start_s, command)
-        self._log.add("round", kept)
 
     def _start(self, arm: str) -> None:
         folder = self._plan.folder / arm

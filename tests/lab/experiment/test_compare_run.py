@@ -264,6 +264,17 @@ def test_a_comparison_goes_on_from_its_log_and_measures_nothing_twice(
     assert "Name another --log" in refused.err
 
 
+def test_what_was_noted_of_a_round_stands_in_every_result_that_has_it(
+    compare: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "not_cold", lambda one: [f"round {one.number} was not cold"])
+    log = ("--log", str(tmp_path / "log.jsonl"), "--arms", "recompute,kvtier")
+    compare("--rounds", "1", *log)
+    result = compare("--rounds", "2", *log).result
+    found = [note for note in result["notes"] if "not cold" in note]
+    assert found == ["round 1 was not cold", *2 * ["round 2 was not cold"]]
+
+
 def test_fresh_servers_per_round_measure_the_same_requests(compare: Command) -> None:
     done = compare("--servers", "fresh", "--rounds", "2", "--arms", "recompute,kvtier")
     result = done.result
