@@ -22,7 +22,7 @@ from typing import Any
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import OURS, WITHOUT_LOOKAHEAD, Variant
 from sgl_kvtier.lab.experiment.comparison import Cell, over_cells
-from sgl_kvtier.lab.experiment.measures import arm_figures, sample_rows
+from sgl_kvtier.lab.experiment.measures import arm_figures, complete_rows, sample_rows
 from sgl_kvtier.lab.experiment.rounds import Outcome, RoundLog, Rounds, same_place
 from sgl_kvtier.lab.pages.ablation import BEST, CHAIN, PATCHED, SAME, WITHOUT, shares, without
 from sgl_kvtier.lab.pages.stats import summary
@@ -238,9 +238,7 @@ def load_result(
     for name, same in SAME.items():
         if same in figures:
             figures[name] = figures[same]
-    whole = [one for one in rounds if one.complete]
-    complete = {(one.arm, one.number) for one in whole}
-    known = [row for row in rows if (row["arm"], row["round"]) in complete and not row["error"]]
+    known = [row for row in complete_rows(rounds, rows) if not row["error"]]
     return {
         **cell.axes,
         "name": cell.name or "load",

@@ -112,6 +112,14 @@ def sample_rows(rounds: Sequence[Round], computed: Reference | None = None) -> l
     return rows
 
 
+def complete_rows(
+    rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Those of `rows` that are of complete rounds: all of them have the same requests."""
+    whole = {(one.arm, one.number) for one in rounds if one.complete}
+    return [row for row in rows if (row["arm"], row["round"]) in whole]
+
+
 def arm_figures(
     arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -170,7 +178,8 @@ def sustained(
 ) -> list[dict[str, Any]]:
     """For each bound the largest load that an arm sustains: at it, and at every smaller one, no
     request failed and the 95th percentile of the time to first token is within the bound. None
-    where that is not so at the smallest. `loads` has each load with its rows, rising.
+    where that is not so at the smallest. `loads` has each load with its rows of complete rounds,
+    rising.
     """
     found = []
     for bound_ms in bounds_ms:

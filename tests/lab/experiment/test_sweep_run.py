@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Command, Done
 from fake_arms import ThreadServer
 
+from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment import rounds
 from sgl_kvtier.lab.experiment.scenarios import compare as scenario
 
@@ -105,6 +107,24 @@ def test_the_largest_load_within_a_bound_of_the_ttft_is_named(
         assert [one["load"] for one in arm["sustained"]] == [None, 2]
     assert "Sessions sustained" in done.out
     assert "TTFT p95 within 60000 ms" in done.out
+
+
+def test_a_load_is_sustained_only_where_a_round_of_it_was_completed(
+    sweep: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = rounds.Replaying.measure
+
+    async def torn(self: rounds.Replaying, *args: Any) -> None:
+        await measure(self, *args)
+        if self.options.concurrency == 2:
+            raise BenchError("the server ended")
+
+    monkeypatch.setattr(rounds.Replaying, "measure", torn)
+    monkeypatch.setattr(scenario, "SUSTAINED_MS", (60_000.0,))
+    result = sweep("--concurrency", "1,2", "--sessions", "2").result
+    assert {row["concurrency"] for row in result["samples"] if not row["error"]} == {1, 2}
+    for arm in result["arms"].values():
+        assert [one["load"] for one in arm["sustained"]] == [1]
 
 
 def test_as_many_sessions_are_replayed_as_are_at_a_time(sweep: Command) -> None:

@@ -82,6 +82,7 @@ from sgl_kvtier.lab.experiment.machine import made_with
 from sgl_kvtier.lab.experiment.measures import (
     Reference,
     arm_figures,
+    complete_rows,
     ratios,
     reference_outputs,
     sample_rows,
@@ -592,13 +593,18 @@ def rising_results(
     every = [row for found in rows for row in found]
     commands = {a: c for cell in cells for a, c in cell.outcome.commands.items()}
     values = [cell.axes[axis] for cell in cells]
+    whole = [complete_rows(c.outcome.rounds, found) for c, found in zip(cells, rows, strict=True)]
     settings = settings_of(plan.setup, replaying, commands)
     rounds = compared.rounds()
     arms: dict[str, Any] = {}
     for arm in plan.arms:
         figures = arm_figures(arm, rounds, every)
         own = {name: figures[name] for name in _OF_ARM if name in figures}
-        own["sustained"] = sustained(list(zip(values, rows, strict=True)), arm, SUSTAINED_MS)
+        loads = [
+            (value, [] if arm in cell.outcome.failures else found)
+            for value, cell, found in zip(values, cells, whole, strict=True)
+        ]
+        own["sustained"] = sustained(loads, arm, SUSTAINED_MS)
         arms[arm] = {**own, **over_cells(cells, arm)}
     return {
         **device_of(plan.setup.paced),
