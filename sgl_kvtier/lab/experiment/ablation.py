@@ -260,7 +260,8 @@ def _figures(
 ) -> dict[str, Any]:
     good = [row for row in rows if row["arm"] == arm and row["error"] is None]
     prompt = found["prompt_tokens"] or 0
-    cached = sum(found["cached_tokens"].values())
+    tiers = found["cached_tokens"].values()
+    cached = None if None in tiers else sum(tiers)
     waits = [row["ttft_ms"] for row in good if row["ttft_ms"] is not None]
 
     def per_million(name: str) -> float | None:
@@ -276,7 +277,7 @@ def _figures(
         "gap_ms": found["token_gap_ms"],
         "longest_wait_ms": max(waits, default=None),
         "tokens_per_s": found["throughput_tokens_per_s"],
-        "computed_fraction": 1 - cached / prompt if prompt else None,
+        "computed_fraction": 1 - cached / prompt if prompt and cached is not None else None,
         "ssd_read_gb_per_mtok": per_million("read"),
         "ssd_written_gb_per_mtok": per_million("written"),
         "restorations": restored.get("started"),

@@ -255,9 +255,12 @@ def _good(samples: Iterable[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.completion.error is None]
 
 
-def _tier_sums(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+def _tier_sums(rows: Iterable[Mapping[str, Any]]) -> dict[str, int | None]:
+    """Cached tokens by tier; None where no response says of which tier they are."""
     cached = [row["cached"] for row in rows if row["cached"] is not None]
-    return {tier: sum(one[tier] for one in cached) for tier in TIERS}
+    sums = {tier: sum(one[tier] for one in cached) for tier in TIERS}
+    untold = not any(sums.values()) and any(one["total"] for one in cached)
+    return dict.fromkeys(TIERS) if untold or not cached else {**sums}
 
 
 def _check_tiers(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -279,14 +282,15 @@ def _check_tiers(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]) -> 
 
 def _storage_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
     """Bytes written to storage and read from it: kvtier's own counts, or else SGLang's counts of
-    tokens times its own bytes per token. SGLang also counts tokens that storage had already.
+    tokens times its own bytes per token. SGLang also counts tokens that storage had already. None
+    where the server counts nothing at all.
     """
     own = {name: _total(rounds, f"kvtier:{name}_bytes_total") for name in ("read", "written")}
     if own["written"] is not None:
         return {name: round(nbytes or 0) for name, nbytes in own.items()}
     read = _total(rounds, "sglang:prefetched_tokens_total")
     written = _total(rounds, "sglang:backuped_tokens_total")
-    if read is None and written is None:
+    if read is None and written is None and any(one.after.to_json() for one in rounds):
         return {"read": 0, "written": 0}
     per_token = _bytes_per_token(rounds)
     if per_token is None:

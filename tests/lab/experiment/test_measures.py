@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sgl_kvtier.lab.experiment.machine import CpuWatch
@@ -57,12 +59,28 @@ def test_without_recompute_nothing_is_said_about_equality() -> None:
 
 
 def test_an_arm_without_storage_moved_no_bytes_and_one_that_cannot_tell_says_so() -> None:
-    assert figures("hicache", [make_round("hicache", 1, [0.1])])["bytes"] == {
-        "read": 0,
-        "written": 0,
-    }
-    unknown = make_round("kvtier", 1, [0.1], after="sglang:backuped_tokens_total 5\n")
-    assert figures("kvtier", [unknown])["bytes"] == {"read": None, "written": None}
+    for after, moved in (
+        ("sglang:num_requests_total 1\n", 0),
+        ("sglang:backuped_tokens_total 5\n", None),
+        ("vllm:num_requests_running 1\n", None),
+        ("", None),
+    ):
+        one = make_round("hicache", 1, [0.1], after=after)
+        assert figures("hicache", [one])["bytes"] == {"read": moved, "written": moved}
+
+
+@pytest.mark.parametrize(
+    ("cached", "tokens"), [(None, None), (Cached(total=40), None), (Cached(), 0)]
+)
+def test_tiers_that_no_response_names_are_not_known(
+    cached: Cached | None, tokens: int | None
+) -> None:
+    one = make_round("server", 1, [0.1])
+    done = replace(one.samples[0].completion, cached=cached)
+    one.samples = [replace(one.samples[0], completion=done)]
+    found = figures("server", [one])
+    for name in ("cached_tokens", "hit_tokens_at_schedule"):
+        assert found[name] == {"device": tokens, "host": tokens, "storage": tokens}
 
 
 RANKS = 'tp_rank="0",pp_rank="0",dp_rank="0"'

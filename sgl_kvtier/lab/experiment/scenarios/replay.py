@@ -26,6 +26,7 @@ from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, lo
 from sgl_kvtier.lab.experiment.machine import CpuWatch
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, sample_rows
 from sgl_kvtier.lab.experiment.options import Options
+from sgl_kvtier.lab.experiment.rounds import settled_metrics
 from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions, SampleLog, replay
 from sgl_kvtier.lab.paced.launching import Paced, of_server
@@ -142,7 +143,7 @@ async def _measure(args: ReplayedOptions, options: ReplayOptions, chosen: Load, 
                 one.complete = True
             finally:
                 one.wall_s = watch.stop().wall_s / one.dilation
-        one.after = await client.metrics()
+                one.after = await settled_metrics(client)
 
 
 def _log_path(path: Path | None) -> Path | None:
@@ -185,19 +186,28 @@ def _table(result: dict[str, Any]) -> Table:
         Column("p99", "p99"),
         Column("mean", "mean"),
     )
-    cached = figures["cached_tokens"]
     rate = figures["throughput_tokens_per_s"]
-    good = [row for row in result["samples"] if row["error"] is None and row["cached"]]
-    total = sum(row["cached"]["total"] for row in good)
-    untold = total - sum(cached.values())
     notes = [
         f"{figures['requests']:,} requests, {figures['errors']:,} of them failed"
         + (": " + "; ".join(figures["error_messages"]) if figures["errors"] else ""),
-        f"{figures['prompt_tokens']:,} prompt tokens: {cached['device']:,} from device, {cached['host']:,} from host, "
-        f"{cached['storage']:,} from storage"
-        + (f", {untold:,} from a cache that the server does not name" if untold > 0 else ""),
-        f"storage read {format_bytes(figures['bytes']['read'] or 0)}, written {format_bytes(figures['bytes']['written'] or 0)}",
+        f"{figures['prompt_tokens']:,} prompt tokens: {_sources(result)}",
+        "storage "
+        + ", ".join(
+            f"{name} {'not known' if nbytes is None else format_bytes(nbytes)}"
+            for name, nbytes in figures["bytes"].items()
+        ),
     ]
     if rate is not None:
         notes.append(f"{rate:,.1f} output tokens per second")
     return Table("Replay", columns, rows, notes)
+
+
+def _sources(result: dict[str, Any]) -> str:
+    """Where prompt tokens came from, in words."""
+    cached = result["figures"]["cached_tokens"]
+    good = [row for row in result["samples"] if row["error"] is None and row["cached"]]
+    untold = sum(row["cached"]["total"] - sum(row["cached"][t] for t in cached) for row in good)
+    named = [f"{tokens:,} from {tier}" for tier, tokens in cached.items() if tokens is not None]
+    if untold > 0:
+        named.append(f"{untold:,} from a cache that the server does not name")
+    return ", ".join(named) or "how many came from a cache is not known"
