@@ -123,7 +123,8 @@ cached_tokens: tiers; prompt tokens served from each tier, summed over the reque
 cached_tokens_check: object; whether the server's own counts agree
   requests_checked, requests_whose_tiers_do_not_sum: integer; requests
   server_counters: tiers; the server's counters
-bytes: bytes; bytes that the storage tier moved
+bytes: bytes; bytes that the storage tier moved; on an emulated H100 those moved here, where the
+    modelled machine moves bytes_scale times as many
 disk_bytes: bytes; bytes that the server's processes moved to and from disks
 pace: pace; only on an emulated H100: how well it kept its pace
 restore: restorations or null; growth of the server's counters of restorations (one rank); null

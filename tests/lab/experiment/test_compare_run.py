@@ -347,6 +347,9 @@ def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
     assert done.status == 1, "a device that wrote no step is not known to have kept pace"
     result = done.result
     assert "INVALID: kvtier: the paced device wrote no step." in result["notes"]
+    scale = result["device"]["paced"]["bytes_scale"]
+    moved = f"The modelled machine moves {scale:g} times as many."
+    assert any(note.endswith(moved) for note in result["notes"])
     device = result["device"]["paced"]
     assert (device["profile"], device["dilation"], device["bytes_scale"]) == (
         "h100-llama8b",

@@ -14,7 +14,7 @@ from sgl_kvtier.console.table import format_share
 from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.lab.pages.compare.page import compare_page
 from sgl_kvtier.lab.pages.compare.result import prompt_parts
-from sgl_kvtier.lab.pages.compare.tables import main_tables
+from sgl_kvtier.lab.pages.compare.tables import detail_tables, main_tables
 from sgl_kvtier.lab.pages.html import flatten
 from sgl_kvtier.sizes import format_bytes
 
@@ -75,6 +75,16 @@ def test_the_page_is_well_formed_and_every_entry_of_its_contents_leads_somewhere
     assert [link.removeprefix("#") for link in links if link] == [
         attrs["id"] for tag, attrs in page.tags if tag == "section"
     ]
+
+
+def test_bytes_of_an_emulated_gpu_are_those_of_the_model_as_in_the_plot(
+    compare_result: dict,
+) -> None:
+    compare_result["device"] = {"paced": {"profile": "h100-llama8b", "bytes_scale": 512.0}}
+    (table,) = [one for one in detail_tables(compare_result) if one.title.startswith("Where the")]
+    *_, ours = table.cells()
+    assert ours[-2:] == [format_bytes((412 << 20) * 512), format_bytes((777 << 20) * 512)]
+    assert "Bytes are those of the modelled machine." in table.notes
 
 
 def test_the_page_has_results_first_and_settings_last(compare_text: str) -> None:

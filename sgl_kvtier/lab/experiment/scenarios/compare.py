@@ -144,6 +144,8 @@ _BEHIND = (
 _KNOWN = "Answers follow from the tokens alone, so recompute is measured in the first round alone."
 """Of a paced device."""
 
+_MOVED_HERE = "bytes and disk_bytes are those moved here. The modelled machine moves"
+
 _RETURNING = (
     "Sessions return: their first prompts were served and stored before each round, then device and host were emptied. "
     "Their first turns are not measured."
@@ -154,8 +156,9 @@ STANDING = (
     "The configuration recompute has no host pool; the others have the same one.",
     "Without compared_with, equal_tokens_fraction of recompute compares its later rounds with its first: what repeating alone "
     "changes.",
-    "bytes: tokens that the server counts to and from storage, times its bytes per token. disk_bytes: block-device traffic "
-    "of the server's processes as the kernel counts it; reads served from the page cache are not in it.",
+    "bytes: what kvtier's store counts; with another storage backend the tokens that the server counts to and from storage, "
+    "times its bytes per token. disk_bytes: block-device traffic of the server's processes as the kernel counts it; reads "
+    "served from the page cache are not in it.",
 )
 
 
@@ -428,7 +431,9 @@ def _begin_further_on(places: int, arms: Sequence[str], number: int) -> list[str
 
 def standing(setup: Setup, chosen: Load, replaying: ReplayOptions) -> list[str]:
     """Notes that belong to every such result."""
-    paced = paced_notes(setup.paced, _KNOWN, scaled=False)
+    scale = 1.0 if setup.paced is None else setup.paced.bytes_scale
+    moved = f"{_MOVED_HERE} {scale:g} times as many."
+    paced = paced_notes(setup.paced, _KNOWN, moved, scaled=False)
     return [*paced, *chosen.notes, *replay_notes(replaying), *STANDING]
 
 

@@ -146,8 +146,14 @@ def _whole(share: float) -> str:
 
 
 def _sources(result: dict) -> Iterator[Row]:
+    scale = (paced(result) or {}).get("bytes_scale") or 1.0
     for row in arm_rows(result):
-        yield {**row, "computed": prompt_parts(result, str(row["arm"]))["computed"]}
+        moved = {
+            name: None if nbytes is None else nbytes * scale
+            for name, nbytes in (row.get("bytes") or {}).items()
+        }
+        computed = prompt_parts(result, str(row["arm"]))["computed"]
+        yield {**row, "computed": computed, "bytes": moved}
 
 
 def _restored(result: dict) -> list[Row]:
@@ -206,8 +212,9 @@ DETAILS = (
             Column("bytes.written", "Written", format=format_bytes),
         ),
         _sources,
-        [
-            "Device, host and storage are tokens served from cache (SGLang's L1, L2, L3); read and written are storage."
+        lambda result: [
+            "Device, host and storage are tokens served from cache (SGLang's L1, L2, L3); read and written are storage.",
+            *([] if paced(result) is None else ["Bytes are those of the modelled machine."]),
         ],
     ),
     Listing(
