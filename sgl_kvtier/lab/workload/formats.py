@@ -215,8 +215,10 @@ def records_of(
 
 def decoded(form: Format, record: Any) -> Any:
     """A record as its reader takes it. Raises BadRecord."""
-    if not isinstance(record, str):
+    if isinstance(record, (dict, tuple)):  # a tuple is one of `conversations_of`
         return record
+    if not isinstance(record, str):
+        raise BadRecord(f"a record must be an object, not {shown(record)}")
     if not form.columns:
         return parse_object(record)
     try:

@@ -486,6 +486,12 @@ def test_one_row_that_does_not_fit_among_those_that_do_is_a_bad_line(tmp_path: P
     assert (len(loaded.sessions), [bad.line for bad in loaded.bad_lines]) == (2, [2])
 
 
+def test_what_is_no_object_in_a_list_of_records_is_a_bad_line(tmp_path: Path) -> None:
+    loaded = load_sessions(written(tmp_path, document([None, {"conversations": TALK}, 3])))
+    assert (loaded.calls, [bad.line for bad in loaded.bad_lines]) == (2, [1, 3])
+    assert "a record must be an object, not null" in loaded.description
+
+
 def test_requests_without_hashes_share_nothing_and_are_counted(tmp_path: Path) -> None:
     row = {"timestamp": 0, "input_length": 1200, "output_length": 52}
     loaded = load_sessions(written(tmp_path, lines(row, row)))
