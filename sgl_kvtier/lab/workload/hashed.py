@@ -192,7 +192,7 @@ class LengthReader(Reader):
                 "a row of a session without hash_ids: what its prompts share is not known"
             )
         name = _name_of(record, "session_id")
-        self._put(name, row, None if name not in self._chain_of else name, block_tokens)
+        self._put(name, row, None if name not in self._chain_of else name)
         return []
 
     def bailian(self, line: int, record: dict[str, Any], /) -> list[Session]:
@@ -211,7 +211,7 @@ class LengthReader(Reader):
         if row.ids is None:
             return [self._alone(row, block_tokens)]
         self._says_whole_prompts = True
-        self._put(chat, row, parent if parent != -1 else None, block_tokens)
+        self._put(chat, row, parent if parent != -1 else None)
         return []
 
     def kept(self) -> Iterator[tuple[int, Callable[[], Session]]]:
@@ -252,14 +252,21 @@ class LengthReader(Reader):
         return _Row(line, tokens, count_of(record, "output_length"), ids)
 
     def _fit(self, line: int, tokens: int, ids: int, block_tokens: int, *, cut: bool) -> int:
-        """The tokens that the ids stand for. Raises BadRecord where they do not fit the prompt, and
-        TraceError where more rows do not than do: then the blocks are of another size.
+        """The tokens that the ids stand for. Raises BadRecord where they do not fit the prompt or
+        the rows before, and TraceError where more rows do not fit their prompts than do: then the
+        blocks are of another size.
         """
+        if block_tokens != (self._block or block_tokens):
+            raise BadRecord(
+                f"blocks of {block_tokens} tokens, and of {self._block} in the rows before"
+            )
         if ids == -(-tokens // block_tokens):
             self._fitting += 1
+            self._block = block_tokens
             return tokens
         if not cut and ids and ids == tokens // block_tokens:
             self._fitting += 1
+            self._block = block_tokens
             self.left_out["tokens behind a prompt's last whole block"] += tokens % block_tokens
             return ids * block_tokens
         self._misfits += 1
@@ -274,9 +281,8 @@ class LengthReader(Reader):
             )
         raise BadRecord(said)
 
-    def _put(self, key: Any, row: _Row, before: Any, block_tokens: int) -> None:
+    def _put(self, key: Any, row: _Row, before: Any) -> None:
         """Keeps a row behind the one of `before`, if that is the last one of its session."""
-        self._block = block_tokens
         place = self._chain_of.pop(before, None) if before is not None else None
         if place is None:
             place = len(self._chains)

@@ -486,6 +486,18 @@ def test_one_row_that_does_not_fit_among_those_that_do_is_a_bad_line(tmp_path: P
     assert (len(loaded.sessions), [bad.line for bad in loaded.bad_lines]) == (2, [2])
 
 
+@pytest.mark.parametrize(
+    "row", [mooncake_record, lambda *a, **b: of_session("s", *a, timestamp=0, **b)]
+)
+def test_a_row_whose_blocks_are_of_another_size_than_those_before_is_a_bad_line(
+    tmp_path: Path, row: Callable[..., dict[str, Any]]
+) -> None:
+    rows = [row(60, 0, block_size=64), row(9, 0), row(30, 0, 1, block_size=16)]
+    loaded = load_sessions(written(tmp_path, lines(*rows)))
+    assert (loaded.calls, [bad.line for bad in loaded.bad_lines]) == (1, [2, 3])
+    assert "blocks of 512 tokens, and of 64 in the rows before" in loaded.description
+
+
 def test_what_is_no_object_in_a_list_of_records_is_a_bad_line(tmp_path: Path) -> None:
     loaded = load_sessions(written(tmp_path, document([None, {"conversations": TALK}, 3])))
     assert (loaded.calls, [bad.line for bad in loaded.bad_lines]) == (2, [1, 3])
