@@ -63,7 +63,7 @@ _SPEAKERS = {
     "observation": "tool",
 }
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
-_LENGTHS = ("output_length", "max_completion_tokens", "max_tokens")
+_BOUNDS = ("max_completion_tokens", "max_tokens")
 
 
 def message_of(record: Any, left_out: Counter[str]) -> Message:
@@ -114,12 +114,20 @@ def tool_call_text(call: Any) -> str:
 
 
 class Request(NamedTuple):
-    """One request with its whole prompt. `output_tokens` None: the file gives no length."""
+    """One request with its whole prompt. `output_tokens` None: the file gives no length.
+    `most_tokens` is the bound that the client asked for: the length where nothing else says it.
+    """
 
     messages: list[Message]
     output_tokens: int | None
+    most_tokens: int | None
     gap_s: float = 0.0
     arrival_s: float | None = None
+
+
+def _first_of(body: dict[str, Any], *keys: str) -> int | None:
+    """The first count that a body has. Raises BadRecord."""
+    return next((count_of(body, key) for key in keys if body.get(key) is not None), None)
 
 
 def transcript(messages: Sequence[Message], left_out: Counter[str]) -> list[Event]:
@@ -162,6 +170,8 @@ def whole_prompts(requests: Sequence[Request], left_out: Counter[str]) -> list[E
         if answer is not None and answer.role != "assistant":
             answer = None
         tokens = request.output_tokens
+        if tokens is None and answer is None:
+            tokens = request.most_tokens
         if tokens is None and answer is None:
             tokens = UNKNOWN_OUTPUT_TOKENS
             left_out[NO_LENGTH] += 1
@@ -266,10 +276,8 @@ class ChatReader(Reader):
             first_s = at_s if first_s is None else first_s
             last_s = at_s
             arrival_s = None if at_s is None or first_s is None else max(0.0, at_s - first_s)
-            tokens = next(
-                (count_of(body, key) for key in _LENGTHS if body.get(key) is not None), None
-            )
-            requests.append(Request(self._messages(body), tokens, round(gap_s, 6), arrival_s))
+            tokens, most = _first_of(body, "output_length"), _first_of(body, *_BOUNDS)
+            requests.append(Request(self._messages(body), tokens, most, round(gap_s, 6), arrival_s))
         events = whole_prompts(requests, self.left_out)
         return self._session(line, record, events, bodies[0], start_s=first_s or 0.0)
 

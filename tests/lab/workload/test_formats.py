@@ -582,6 +582,13 @@ def test_an_answer_that_a_later_prompt_holds_is_the_output_of_the_call_before(
     assert prompts(session)[1] == [("user", "one"), ("assistant", "two"), ("user", "three")]
 
 
+def test_a_bound_is_the_length_only_where_the_answer_is_not_known(tmp_path: Path) -> None:
+    rows = [{"session_id": "s", "messages": m, "max_tokens": 4096} for m in (WHOLE[:1], WHOLE)]
+    first, second = calls(only(tmp_path, *rows))
+    assert (first.output and first.output.text, first.output_tokens) == ("two", None)
+    assert (second.output, second.output_tokens) == (None, 4096)
+
+
 def test_a_prompt_that_leaves_messages_away_is_an_edit(tmp_path: Path) -> None:
     rows = [{"session_id": "s", "messages": m} for m in (WHOLE, [WHOLE[0], WHOLE[2]])]
     session = only(tmp_path, *rows)
