@@ -396,6 +396,7 @@ class Rounds:
     def _start(self, arm: str) -> None:
         folder = self._plan.folder / arm
         shutil.rmtree(storage_folder(folder), ignore_errors=True)
+        (folder / launching.LOG).unlink(missing_ok=True)
         setup = self._plan.setup
         if storage_of(arm, setup) == "mooncake":
             setup = replace(setup, master=self._engine(arm))

@@ -340,6 +340,17 @@ def test_a_mistake_is_told_before_any_server_starts(
     assert not (tmp_path / "work" / "recompute").exists()
 
 
+def test_steps_that_an_earlier_run_left_in_the_folder_do_not_count(
+    paced: Command, tmp_path: Path
+) -> None:
+    left = tmp_path / "work" / "kvtier" / "pace.jsonl"
+    left.parent.mkdir(parents=True)
+    step = {"step": "prefill", "at": 1e12, "seconds": 1.0, "late_s": 0.0, "gap_s": 0.0}
+    left.write_text(json.dumps(step) + "\n")
+    result = paced("--rounds", "1", "--arms", "kvtier").result
+    assert "INVALID: kvtier: the paced device wrote no step." in result["notes"]
+
+
 def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
     paced: Command, tmp_path: Path, no_plots: None
 ) -> None:
