@@ -44,6 +44,16 @@ def asked(folder: Path, arm: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_a_result_on_standard_output_has_no_folder_of_the_clients_files(
+    compared: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = compared("--json", "-")
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["harness"]["name"] == "aiperf"
+    assert not list(tmp_path.glob("*-aiperf"))
+
+
 def test_the_figures_are_aiperfs_and_our_client_stands_beside_them(
     compared: Command, tmp_path: Path
 ) -> None:

@@ -343,7 +343,8 @@ def run(given: argparse.Namespace) -> int:
                     kept = folder / args.harness / "requests.jsonl"
                     where = args.harness
                 plan = replace(plan, place=partial(same_place, f"{args.harness} {where}"))
-                beside = args.json and Path(f"{Path(args.json).with_suffix('')}-{args.harness}")
+                name = "" if args.json in (None, "-") else str(args.json)
+                beside = name and Path(f"{Path(name).with_suffix('')}-{args.harness}")
                 files = beside / where.replace(" ", "-") if beside else None
                 load_of = (chosen, one, setup, kept, watch)
                 if program is None:
