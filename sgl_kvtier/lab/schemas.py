@@ -141,7 +141,6 @@ rounds: list of rounds; the rounds one by one
 server_start_s: number or null; seconds until the server answered
 failure: string or null; why the configuration was given up; exit status 1
 skipped: string or null; why it was not tried: something is not installed here
-commands: list of strings; command line of the server
 """,
     "reading": """
 t_s: number; seconds since the round began
@@ -183,6 +182,7 @@ settings: object; model, page size, pools and the rest, as used
   rate: number or list of numbers or null; sessions that arrive per second on average (open loop),
       or null; arrivals follow from seed
   route: "generate" or "openai"; SGLang's own route, or /v1/completions
+  commands.<name>: list of strings; command line of a configuration's server
   <setting>: any; other settings
 rounds: integer; rounds per configuration, and per cell where there are cells
 samples: list of samples; every request
@@ -444,7 +444,7 @@ cells: list of objects; one for each network speed. Figures are of moved turns
     cached_tokens: tiers; tokens that were not computed, by tier
     remote_bytes: number; bytes that kvtier read from the store
     lost_fraction: number or null; fraction of the TTFT that an emulated H100 was late, median
-    foreign_cores: number or null; most cores that others used
+    foreign_cores: number or null; cores that others used, median
     errors: integer; requests that failed
     error_messages: list of strings; why
   ratios.<arm>/kvtier-remote: ratio; TTFT over that of kvtier-remote, turn by turn; above 1 kvtier
