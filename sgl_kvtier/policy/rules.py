@@ -178,9 +178,10 @@ class Rules:
     less between them the order would change with every page that lands, and pages read for one
     would leave for another's.
     """
-    holding: float = 2.0
+    holding: float = 0.0
     """A request that would push pages out of host memory waits for a session that should return
-    within this many times the request's own work: that runs first, from memory. 0: none waits.
+    within this many times the request's own work: that runs first, from memory. 0: none waits, as
+    others ran sooner so in simulated loads (docs/results/simulator.md).
     """
     beside: float = 0.25
     """While requests with clearly less work wait, the chunk of a prompt that restores nothing has

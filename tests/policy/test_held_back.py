@@ -48,6 +48,7 @@ def server(
     """A planner that has seen two sessions return after this gap, all their pages in these tiers,
     and when their last turns ended.
     """
+    rules = {"overtaking": 1.0, "holding": 2.0, **rules}
     planner, now = make_planner(config, ENGINE, PROFILE, Rules(**rules)), 0.0
     for turn in range(8):
         now += gap_s

@@ -302,10 +302,10 @@ def test_who_waits_runs_before_a_session_that_comes_in_the_meantime():
 @pytest.mark.parametrize(
     ("rules", "config", "stays"),
     [
-        ({}, {}, True),
-        ({"holding": 0.0}, {}, False),
-        ({"overtaking": 0.0}, {}, False),
-        ({}, {"queue": "arrival"}, False),
+        ({"holding": 2.0}, {}, True),
+        ({}, {}, False),
+        ({"holding": 2.0, "overtaking": 0.0}, {}, False),
+        ({"holding": 2.0}, {"queue": "arrival"}, False),
     ],
 )
 def test_a_session_that_comes_in_a_moment_runs_before_who_waits(rules, config, stays):
