@@ -185,6 +185,7 @@ def test_ranks_become_proven_in_the_same_step(monkeypatch: pytest.MonkeyPatch) -
     told: list[State] = []
     for rank in ranks:
         rank.engine.proof = Proof(looks=True)
+        rank.engine.proof.note_pages("equal", 1)
         rank.engine.proof.changed = lambda proof: told.append(proof.state)
     ranks[0].mark()
     step(*ranks)
@@ -301,6 +302,7 @@ def proof_after(loads: int, nbytes: int) -> Proof:
     proof = Proof(looks=True)
     for _ in range(loads):
         proof.note_load(nbytes // loads)
+        proof.note_pages("equal", 1, nbytes // loads)
     return proof
 
 
@@ -364,6 +366,44 @@ def test_nothing_is_proven_after_a_difference_and_a_refuted_server_stays_so() ->
         proof.refute()
         proof.conclude()
     assert (proof.state, told) == (State.REFUTED, [State.REFUTED])
+
+
+@pytest.mark.parametrize(("equal", "skipped"), [(0, 16), (15, 1)])
+def test_pages_that_cannot_be_compared_prove_nothing(equal: int, skipped: int) -> None:
+    proof = Proof(looks=True)
+    proof.changed = lambda proof: pytest.fail("it would be kept for the next server")
+    for _ in range(16):
+        proof.note_load(GIB)
+    proof.note_pages("equal", equal, equal * GIB)
+    proof.note_pages("skipped", skipped)
+    proof.conclude()
+    assert proof.state is State.PROVING
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"attention_backend": "fa3"},
+        {"decode_attention_backend": "triton"},
+        {"disable_overlap_schedule": True},
+    ],
+)
+def test_other_kernels_or_scheduling_begin_with_no_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    args = {
+        "attention_backend": "flashinfer",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "disable_overlap_schedule": False,
+    }
+    controller = SimpleNamespace(device="cpu")
+    kept = memory.conditions(controller, "page", "way", SimpleNamespace(**args))
+    keep(tmp_path / NAME, Shown(kept, "proven", 16, GIB))
+    again = memory.conditions(controller, "page", "way", SimpleNamespace(**args))
+    assert find(tmp_path / NAME, again) is not None
+    now = memory.conditions(controller, "page", "way", SimpleNamespace(**{**args, **other}))
+    assert find(tmp_path / NAME, now) is None
 
 
 def test_where_nothing_is_compared_nothing_is_proven() -> None:

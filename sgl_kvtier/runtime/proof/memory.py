@@ -73,10 +73,13 @@ class Shown:
         return _STATES[self.state]
 
 
-def conditions(controller: Any, page: str, way: str) -> dict[str, str]:
+def conditions(controller: Any, page: str, way: str, args: Any) -> dict[str, str]:
     """What a proof depends on beside the model: of this process, for the device of a HiCache
-    controller. `page`: the shape of a page; `way`: how pages are copied.
+    controller. `page`: the shape of a page; `way`: how pages are copied; `args`: SGLang's, which
+    name the kernels that read attached pages, and say whether batches are planned beside a forward.
     """
+    backends = (f"{phase}attention_backend" for phase in ("", "prefill_", "decode_"))
+    attention = dict.fromkeys(str(name) for one in backends if (name := getattr(args, one)))
     return {
         "device": device_name(controller),
         "driver": driver(),
@@ -86,6 +89,8 @@ def conditions(controller: Any, page: str, way: str) -> dict[str, str]:
         "sgl_kvtier": __version__,
         "page": page,
         "way": way,
+        "attention": "+".join(attention),
+        "overlap": str(not args.disable_overlap_schedule),
     }
 
 
@@ -171,18 +176,18 @@ def keep(path: Path, shown: Shown) -> None:
 
 def begin(
     controller: Any, way: str, path: Path | None, agreement: Agreement, policy: PolicyConfig,
-    *, writes: bool,
+    args: Any, *, writes: bool,
 ) -> Proof:  # fmt: skip
     """The proof of a server that starts: it begins as an earlier one under the same conditions has
     ended, on all ranks as the first one remembers it. A refuted one stays so, which a line in the
     log says, unless every page is asked to be compared. `way`: how pages are copied. `path`: the
-    file, where there is one; this rank `writes` it. A collective.
+    file, where there is one; this rank `writes` it. `args`: SGLang's. A collective.
     """
     device = ", ".join(filter(None, (device_name(controller), driver())))
     proof = Proof(device, way)
     if policy.restore == "off":
         return proof
-    here = conditions(controller, page_of(controller), way)
+    here = conditions(controller, page_of(controller), way, args)
     shown = find(path, here)
     begun = State.PROVING if shown is None else shown.verdict
     state = State(int(agreement.first_says([float(begun)])[0]))

@@ -120,13 +120,15 @@ class Proof:
     def conclude(self) -> None:
         """Scheduler's thread, once in a step, after what ended in it was noted. The one place that
         says what makes a server proven: as many loads and bytes as are looked at in full, and as
-        many attaches where these are looked at, and no difference.
+        many attaches where these are looked at, and no difference. A rank that could not compare a
+        page that it was to compare has shown nothing.
         """
         shown = self.loads >= FIRST_LOADS and self.landed_bytes >= FIRST_BYTES
         if self.looks_at_attaches:
             shown = shown and self.attaches_are_shown
         self.has_shown_enough = self.has_shown_enough or shown
-        if self.looks and shown and self.state is State.PROVING and self.difference is None:
+        compared = self.looks and self.pages["equal"] > 0 and not self.pages["skipped"]
+        if compared and shown and self.state is State.PROVING and self.difference is None:
             logger.info(
                 "kvtier: restoration is proven on %s: %d pages (%.1f GiB) equal what they were "
                 "loaded from, copied by %s",

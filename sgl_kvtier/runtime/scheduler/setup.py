@@ -181,7 +181,7 @@ def build(tree: Tree, server_args: Any) -> Parts | str:
         return _told(config.policy, unreadable)
     proof = memory.begin(
         controller, copy_device.way_of(chosen.copies), _path(controller, memory.NAME), agreement,
-        policy, writes=first,
+        policy, args, writes=first,
     )  # fmt: skip
     if not at_once:
         refute_at_start(proof, chosen.wrong, agreement)
