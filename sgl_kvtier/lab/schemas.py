@@ -690,8 +690,10 @@ failed_opens, false_alarms, exceptions: integer; must be 0: opens refused after 
     not returned, exceptions
 over_cap_bytes: integer; must be 0: bytes above the cap and one segment of each owner
 canary_touched: integer; must be 0: writes after the deadline
-lost_pages, stats_raised, followers_stopped: integer; must be 0, of a shared folder: stored pages
-    not found, calls of stats that raised, processes that saw no change for 10 seconds
+lost_pages: integer; must be 0: synced pages not found after a power loss, stored pages not found in
+    a shared folder
+stats_raised, followers_stopped: integer; must be 0, of a shared folder: calls of stats that raised,
+    processes that saw no change for 10 seconds
 kills: integer; processes killed
 points.<call>: integer; kills at a system call
 deletes: integer; deletes answered before a kill, or in question after a fault

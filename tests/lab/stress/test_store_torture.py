@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.stress.store import command, faults
+from sgl_kvtier.lab.stress.store import command, faults, power
 from sgl_kvtier.lab.stress.store.command import PARTS, QUICK, bad, torture
 from sgl_kvtier.lab.stress.store.faults import POINTS, engines
 from sgl_kvtier.lab.stress.store.oracle import Oracle, content, open_at, page_key
@@ -80,6 +83,24 @@ def test_nothing_is_wrong_after(tmp_path: Path, part: str) -> None:
     result = torture(str(tmp_path), QUICK, seed=3, parts=(part,))
     assert bad(result) == 0, {name: value for name, value in result.items() if value}
     assert DONE[part](result)
+
+
+class UnsyncedPages(power.RecordingEnv):
+    """Records no sync of a segment: a store whose acknowledged pages a power loss may take."""
+
+    def around(self, call: str, act: Callable[..., Any], *args: Any) -> Any:
+        if call == "sync" and os.path.basename(self._paths[args[0]]).startswith("seg-"):
+            return act(*args)
+        return super().around(call, act, *args)
+
+
+def test_synced_pages_that_a_power_loss_takes_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(power, "RecordingEnv", UnsyncedPages)
+    few = dataclasses.replace(QUICK, power_states=20)
+    result = torture(str(tmp_path), few, seed=3, parts=("power",))
+    assert bad(result) == result["lost_pages"] > 0
 
 
 def test_a_point_that_every_opening_passes_is_met_with_pages_in_the_folder(tmp_path: Path) -> None:

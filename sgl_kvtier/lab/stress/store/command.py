@@ -262,7 +262,8 @@ def _power(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
     found = torture_power(root, seed, amounts.power_states, shown.advance)
     names = ("power_loss_states", "failed_opens", "deletes", "synced", "synced_found")
     counts = {name: getattr(found, name) for name in names}
-    return {"engine": found.engines, **counts, **_judged(found.verdict)}
+    lost = found.synced - found.synced_found
+    return {"engine": found.engines, "lost_pages": lost, **counts, **_judged(found.verdict)}
 
 
 def _damage(root: str, amounts: Amounts, seed: int, shown: Progress) -> Found:
