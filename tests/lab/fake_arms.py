@@ -6,7 +6,8 @@ request), flushed (ends at a flush after its 4th request), wrong (other tokens t
 SIGTERM), child (has a worker process that ignores SIGTERM). One that is started with an admin key
 restores prompts as it is told (fake_restore.py); there WHAT may be wrong, hang (at the 9th
 request), fail (at the 9th), leak (says so in its log at the 9th), forgetful (restores nothing from
-the 40th on), hoard (keeps host memory that it has no pages for).
+the 40th on), hoard (keeps host memory that it has no pages for), unmet (counts no
+restoration that met).
 """
 
 from __future__ import annotations
@@ -124,6 +125,9 @@ class Restoring(RestoringServer):
 
     async def metrics(self, request: web.Request) -> web.Response:
         answer = await super().metrics(request)
+        met = 0 if self.place.task == "unmet" else self.asked
+        name = 'kvtier:restore_ended_total{how="met",tp_rank="0",pp_rank="0"}'
+        answer.text = f"{answer.text}{name} {met}\n"
         differ = self.place.task == "altered" and self.asked > 9
         for result, pages in {"equal": 2 * self.asked, "differs": int(differ)}.items():
             name = f'kvtier:restore_audited_pages_total{{result="{result}"}}'

@@ -93,6 +93,17 @@ def test_a_run_that_ended_before_anything_was_compared_is_no_success(fuzz: Comma
     assert done.result["counts"]["compared"] == 0
 
 
+def test_a_run_in_which_kvtier_completed_no_restoration_is_no_success(fuzz: Command) -> None:
+    done = fuzz("--requests", "20", "--chaos", "flush", task="kvtier:unmet")
+    counts = done.result["counts"]
+    assert counts["compared"] > 0
+    assert [counts[name] for name in done.result["must_be_zero"]] == [0] * len(
+        done.result["must_be_zero"]
+    )
+    assert done.status == 1
+    assert "kvtier completed no restoration" in done.out
+
+
 def test_a_run_ends_after_so_many_restored_requests(fuzz: Command) -> None:
     result = fuzz("--restored", "5", "--chaos", "flush").result
     assert result["counts"]["restored"] >= 5

@@ -303,11 +303,11 @@ class Fuzzing:
         }
 
     def is_sound(self) -> bool:
-        """Whether everything that must be 0 is, and answers were compared at all. Scenes compare
-        what they find to compare.
+        """Whether everything that must be 0 is, and answers were compared at all, and restorations
+        completed. Scenes compare what they find to compare.
         """
         figures = counts(self.log)
-        shown = bool(self.scenes) or figures["compared"] > 0
+        shown = bool(self.scenes) or (figures["compared"] > 0 and self.log.ends["met"] > 0)
         shown = shown and (self.setup.paced is None or figures["checked_tokens"] > 0)
         audited = not audits(self.args, self.chaos) or figures["audited_pages"].get("equal", 0) > 0
         shown = shown and audited and (not self.args.remote or self.remote.get("pages_read", 0) > 0)
@@ -318,7 +318,8 @@ class Fuzzing:
         figures = counts(self.log)
         events = ", ".join(f"{count} {name}" for name, count in figures["events"].items())
         ahead = f"Looking ahead, by the servers' counters: {figures['ahead']}"
-        vain = "No answer was compared: the run showed nothing. Give it more time."
+        compared = "No answer was compared: the run showed nothing. Give it more time."
+        met = "kvtier completed no restoration: the run showed nothing. Give it more time."
         floor, audited = self.log.floor, figures["audited_pages"]
         paced = self.setup.paced is not None
         checked = f"Keys and values compared in place: {figures['checked_tokens']:,} tokens."
@@ -336,7 +337,8 @@ class Fuzzing:
             *([checked] if paced else []),
             *([f"SGLang's own answers with two chunk sizes: {floor}"] if floor else []),
             *([f"Loaded pages, bit for bit: {audited}"] if audited else []),
-            *([] if figures["compared"] or self.scenes else [vain]),
+            *([] if figures["compared"] or self.scenes else [compared]),
+            *([] if self.log.ends["met"] or self.scenes else [met]),
             *self.log.findings[:10],
             *figures["error_messages"],
         ]
