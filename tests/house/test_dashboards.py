@@ -1,5 +1,6 @@
 """examples/monitoring is what scripts/make-dashboards writes, and asks for metrics that there are."""
 
+import re
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -25,6 +26,12 @@ def test_the_files_are_those_of_the_tables(made):
 def test_every_expression_is_of_metrics_and_labels_that_are_published(made):
     assert len(list(made.expressions())) > 30
     assert made.unknown() == []
+
+
+def test_a_hit_rate_is_0_while_sglang_publishes_no_cached_tokens(made):
+    rates = [text for text in made.expressions() if re.search("/ .*prompt_tokens_total", text)]
+    assert len(rates) == 2
+    assert [text for text in rates if " or 0 * " not in text.rpartition(" / ")[0]] == []
 
 
 @pytest.mark.parametrize(
