@@ -53,6 +53,41 @@ def test_the_installation_counts_packages_while_pip_says_nothing(tmp_path: Path)
     assert ": installed 1 of 3 packages\n" in done.stdout
 
 
+NATIVE = "sgl_kvtier/store/native/module.h", "sgl_kvtier/store/_native.so"
+COMPILER = f"""#!/bin/sh
+case "$*" in
+  *build_ext*) echo >> compiled; cat {NATIVE[0]} > {NATIVE[1]} ;;
+  *pip*) cat {NATIVE[0]} > {NATIVE[1]} ;;
+esac
+"""
+
+
+def test_a_change_in_c_is_compiled_by_the_next_installation(tmp_path: Path) -> None:
+    for name in ("scripts/install", "setup.py", "setup.cfg", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / "venv" / "bin" / "python"
+    header, module = (tmp_path / name for name in NATIVE)
+    for path in (python, header):
+        path.parent.mkdir(parents=True)
+    python.write_text(COMPILER)
+    python.chmod(0o755)
+
+    def compiled() -> int:
+        """How often it was, after one more installation."""
+        words = ["--venv", "venv", "--extras", "dev", "--source"]
+        subprocess.run([tmp_path / "scripts" / "install", *words], check=True, capture_output=True)
+        noted = tmp_path / "compiled"
+        return len(noted.read_text().splitlines()) if noted.exists() else 0
+
+    header.write_text("// one\n")
+    assert [compiled(), compiled()] == [0, 0], "pip compiles it at first"
+    header.write_text("// two\n")
+    assert [compiled(), compiled()] == [1, 1]
+    module.unlink()
+    assert compiled() == 2
+
+
 @pytest.fixture
 def index_page(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], str]:
     """The function of setup.py, which builds nothing here."""

@@ -88,6 +88,9 @@ def install(venv: Path, names: str, wheels: Path) -> subprocess.CompletedProcess
     sums = "cat setup.cfg pyproject.toml | cksum | tr ' ' '-'"
     stamp = subprocess.check_output(["bash", "-c", sums], cwd=ROOT, text=True).strip()
     (venv / ".kvtier-installed").write_text(f"{stamp}-dev\n")
+    sums = """eval "$(grep '^native()' scripts/install)"; native"""
+    stamp = subprocess.check_output(["bash", "-c", sums], cwd=ROOT, text=True)
+    (venv / ".kvtier-native").write_text(stamp)
     words = ["--venv", str(venv), "--extras", "dev", "--source", "--with", names]
     return subprocess.run(
         [ROOT / "scripts" / "install", *words],
