@@ -150,6 +150,19 @@ def test_what_has_succeeded_is_not_run_again_unless_asked(tmp_path: Path) -> Non
     assert stub.names()[3:] == ["table"]
 
 
+def test_no_store_is_left_in_memory_after_a_measurement(tmp_path: Path) -> None:
+    stub, memory = Stub(tmp_path), tmp_path / "memory"
+    with stub.program.open("a") as program:
+        program.write(
+            'while [ "$1" != --folder ]; do shift; done\n'
+            'mkdir -p "$2/fuzzed/storage/pages" && echo >"$2/fuzzed/server.log"\n'
+        )
+    place = ["--out", str(stub.out), "--keep", str(stub.keep), "--stub", str(stub.program)]
+    run(*place, "fuzz", "swe", MEMORY=str(memory))
+    assert list(memory.rglob("storage")) == []
+    assert len(list(memory.glob("*/fuzzed/server.log"))) == 3
+
+
 def test_a_command_that_fails_ends_no_other_and_is_run_again(tmp_path: Path) -> None:
     stub = Stub(tmp_path, fails="fuzz-on")
     done = stub.run("fuzz", "table")
