@@ -88,6 +88,23 @@ def test_a_change_in_c_is_compiled_by_the_next_installation(tmp_path: Path) -> N
     assert compiled() == 2
 
 
+def test_the_disk_of_the_environment_is_the_one_that_has_to_have_room(tmp_path: Path) -> None:
+    df = tmp_path / "df"
+    df.write_text(
+        f"#!/bin/sh\nshift; echo $* > {tmp_path}/asked; printf 'a\\nb 9 9 1024 9%% /\\n'\n"
+    )
+    df.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "scripts" / "install", "--venv", tmp_path / "new" / "venv"],
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and f"needed in {tmp_path}, 0 are free" in done.stderr
+    assert (tmp_path / "asked").read_text() == f"{tmp_path}\n"
+
+
 @pytest.fixture
 def index_page(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], str]:
     """The function of setup.py, which builds nothing here."""
