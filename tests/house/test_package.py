@@ -105,6 +105,34 @@ def test_the_disk_of_the_environment_is_the_one_that_has_to_have_room(tmp_path: 
     assert (tmp_path / "asked").read_text() == f"{tmp_path}\n"
 
 
+FETCHER = """#!/bin/sh
+case "$*" in
+  *download*) for folder; do :; done; echo > "$folder/sglang.whl"; exit {pip} ;;
+  *zipfile*) for folder; do :; done; mkdir -p "$folder/sglang"; exit {unpacked} ;;
+esac
+"""
+
+
+def test_a_release_that_was_unpacked_in_part_is_unpacked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    script = runpy.run_path(str(ROOT / "scripts" / "check-release"), run_name="script")
+    python = tmp_path / "python"
+
+    def fetched(pip: int, unpacked: int) -> Path | None:
+        python.write_text(FETCHER.format(pip=pip, unpacked=unpacked))
+        python.chmod(0o755)
+        return script["wheel"]("1.2.3", str(python))
+
+    assert fetched(pip=1, unpacked=0) is None
+    with pytest.raises(subprocess.CalledProcessError):
+        fetched(pip=0, unpacked=1)
+    assert fetched(pip=1, unpacked=0) is None, "what was unpacked in part is not kept"
+    assert fetched(pip=0, unpacked=0) == tmp_path / "cache" / "kvtier-releases" / "1.2.3"
+    assert fetched(pip=1, unpacked=0) is not None
+
+
 @pytest.fixture
 def index_page(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], str]:
     """The function of setup.py, which builds nothing here."""
