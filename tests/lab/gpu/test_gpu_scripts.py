@@ -12,6 +12,7 @@ import subprocess
 import tarfile
 import time
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -59,11 +60,11 @@ class Stub:
         self.program = folder / "stub"
         self.program.write_text(
             "#!/usr/bin/env bash\n"
-            f'echo "$1" >>{self.seen}\n'
+            f'echo "$1" >>{quote(str(self.seen))}\n'
             'echo "said by $1"\n'
             f'if [ "$1" = {fails} ]; then echo "no such kernel"; exit 7; fi\n'
             f'if [ "$1" = {hangs} ]; then exec sleep 60; fi\n'
-            f'echo "{{}}" >{self.keep}/$1.json\n'
+            f'echo "{{}}" >{quote(str(self.keep))}/$1.json\n'
         )
         self.program.chmod(0o755)
 
@@ -138,6 +139,14 @@ def test_all_stages_run_and_their_results_are_in_one_folder(
     assert {"./stages.jsonl", "./grid.log.end", "./fuzz-off.log.end"} <= set(names)
     rows = [json.loads(line) for line in (stub.keep / "stages.jsonl").read_text().splitlines()]
     assert all(row["status"] == 0 for row in rows)
+
+
+def test_results_are_copied_from_a_folder_with_any_name(tmp_path: Path) -> None:
+    place = tmp_path / "it's mine"
+    place.mkdir()
+    stub = Stub(place)
+    assert stub.run("table").returncode == 0
+    assert (stub.out / "table.json").exists()
 
 
 def test_what_has_succeeded_is_not_run_again_unless_asked(tmp_path: Path) -> None:
