@@ -39,8 +39,8 @@ COMMANDS = {
     "compare": Command(
         "sgl_kvtier.lab.experiment.scenarios.compare",
         "replay agent sessions against SGLang's own HiCache and kvtier, side by side",
-        "kvtier compare --quick\n  kvtier compare --trace swe_mini_deepseek --json out.json --html "
-        "out.html",
+        "kvtier compare --quick\n  kvtier compare --trace generated:swe-mini --json out.json "
+        "--html out.html",
     ),
     "compare restore": Command(
         "sgl_kvtier.lab.experiment.scenarios.restore",
@@ -75,12 +75,12 @@ COMMANDS = {
         "sgl_kvtier.lab.workload.commands",
         "list, describe and export workloads",
         "kvtier trace list\n  kvtier trace describe generated:claude-code --sessions 10\n"
-        "  kvtier trace export swe_mini_deepseek --sessions 8 --out agents.json",
+        "  kvtier trace export generated:swe-mini --sessions 8 --out agents.json",
     ),
     "sim": Command(
         "sgl_kvtier.lab.sim_command",
         "simulate policies on traces in virtual time; the papers' tables; replay decision logs",
-        "kvtier sim run --trace swe_mini_deepseek --sessions 20 --start-every 2 --host-size 64GiB "
+        "kvtier sim run --trace generated:swe-mini --sessions 20 --start-every 2 --host-size 64GiB "
         "--policy kvtier,stock,oracle\n  kvtier sim paper cake --table 3",
     ),
     "bench copy-table": Command(

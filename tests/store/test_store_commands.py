@@ -155,7 +155,7 @@ def test_an_identity_is_found_by_its_name_and_by_nested_fields(root: Path) -> No
     for match in ("name=Big-8B", "model.dtype=float16", "ranks.tp_size=2"):
         _, data = result(STAT, root, "--match", match)
         assert [row["name"][:6] for row in data["namespaces"]] == ["Big-8B"]
-    with pytest.raises(StoreError, match=r"no identity has model=Big.*model\.dtype"):
+    with pytest.raises(StoreError, match=r"no fingerprint has model=Big.*model\.dtype"):
         run(commands.purge, str(root), "--match", "model=Big")
 
 

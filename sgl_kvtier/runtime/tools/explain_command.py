@@ -71,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="look at the next N seconds (default: all since the server was started)",
     )
     parser.add_argument(
-        "--api-key", metavar="KEY", help="the server's --api-key or --admin-api-key, if it has one"
+        "--api-key",
+        metavar="KEY",
+        help="the server's --api-key; for --requests its --admin-api-key, if it has one",
     )
     parser.add_argument(
         "--prompts",

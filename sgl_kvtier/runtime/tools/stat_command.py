@@ -13,7 +13,7 @@ from sgl_kvtier.store.tools.commands import Learned, Stat
 
 
 def learned(folder: str) -> Learned | None:
-    """The profile in an identity's folder; None where there is none, or none that can be read."""
+    """The profile in a fingerprint's folder; None where there is none, or none that can be read."""
     profile = cost_profile.read(Path(folder) / cost_profile.NAME)
     if profile is None:
         return None

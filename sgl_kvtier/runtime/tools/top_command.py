@@ -59,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lines", type=positive, metavar="N", help="end after N lines (default: at Ctrl-C)"
     )
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="the server's --api-key or --admin-api-key, if it has one"
-    )
+    parser.add_argument("--api-key", metavar="KEY", help="the server's --api-key, if it has one")
     parser.add_argument(
         "--json", metavar="FILE", help="write all lines to FILE at the end; - for stdout"
     )

@@ -43,7 +43,7 @@ SCHEMA_STAT_REMOTE = "kvtier.stat.remote/1"
 SCHEMA_FSCK = "kvtier.fsck/1"
 SCHEMA_PURGE = "kvtier.purge/1"
 _MOST_FIELDS = 4
-"""Of a difference between two identities, in words."""
+"""Of a difference between two fingerprints, in words."""
 
 
 class Learned(NamedTuple):
@@ -54,8 +54,8 @@ class Learned(NamedTuple):
 
 
 class Stat:
-    """`kvtier stat`: the identities in a store, their sizes, the processes that have them open, and
-    what `learned` finds in an identity's folder. Safe beside a running server.
+    """`kvtier stat`: the fingerprints in a store, their sizes, the processes that have them open,
+    and what `learned` finds in a fingerprint's folder. Safe beside a running server.
     """
 
     def __init__(self, learned: Callable[[str], Learned | None]) -> None:
@@ -71,7 +71,7 @@ class Stat:
         _add_salt(parser, "say the digest of this cache salt, for store.tenants and the table")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Prints one row per identity. Raises KVTierError."""
+        """Prints one row per fingerprint. Raises KVTierError."""
         if args.remote is not None:
             return _stat_remote(args)
         digest = None if args.salt is None else digest_of(_salt(args.salt))
@@ -142,7 +142,7 @@ class Fsck:
                 raise StoreBusyError(
                     f"{rank} is in use: its pages change while they are read. Stop that server "
                     "first, or name other "
-                    "identities with --match"
+                    "fingerprints with --match"
                 )
             if namespace.problem:
                 raise StoreError(namespace.problem)
@@ -173,22 +173,22 @@ class Fsck:
 
 
 class Purge:
-    """`kvtier purge`: removes the pages of whole identities that are not in use, or those of one
-    tenant.
+    """`kvtier purge`: removes the pages of whole fingerprints that are not in use, or those of
+    one tenant.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_common(parser)
-        parser.add_argument("--all", action="store_true", help="every identity in the store")
+        parser.add_argument("--all", action="store_true", help="every fingerprint in the store")
         _add_salt(
             parser,
             "only the pages of requests with this cache salt (or extra key, where they have no "
-            "salt), of every identity unless --match names some; also beside running servers",
+            "salt), of every fingerprint unless --match names some; also beside running servers",
         )
         parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Prints what was removed; 1 when an identity was in use. Raises KVTierError."""
+        """Prints what was removed; 1 when a fingerprint was in use. Raises KVTierError."""
         if not args.match and not args.all and args.salt is None:
             raise StoreError(
                 "say which pages: --match NAME=VALUE (see kvtier stat --json -), --salt -, or --all"
@@ -289,8 +289,8 @@ def _add_common(parser: argparse.ArgumentParser, *, needs_path: bool = True) -> 
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="only identities with this field, as kvtier stat --json shows it, dots for nesting "
-        "(model.dtype=bfloat16), or with this model's name (name=Qwen3-8B); repeatable",
+        help="only fingerprints with this field, as kvtier stat --json - shows it, dots for "
+        "nesting (model.dtype=bfloat16), or with this model's name (name=Qwen3-8B); repeatable",
     )
     parser.add_argument(
         "--json", metavar="FILE", help="write the result as JSON; - for standard output"
@@ -319,14 +319,15 @@ def _find(args: argparse.Namespace) -> tuple[Env, list[Namespace]]:
     if wanted and found and not matching:
         known = sorted({name for flat in described for name in flat})
         raise StoreError(
-            f"no identity has {' and '.join(args.match)}. The fields there are: {', '.join(known)}"
+            f"no fingerprint has {' and '.join(args.match)}. The fields there are: "
+            f"{', '.join(known)}"
         )
     return env, matching
 
 
 def _flat(namespace: Namespace) -> dict[str, str]:
-    """An identity's fields as texts, nested ones under dotted names; `name` is the readable part of
-    its folder.
+    """A fingerprint's fields as texts, nested ones under dotted names; `name` is the readable part
+    of its folder.
     """
     flat = {"name": os.path.basename(namespace.path).rsplit("-", 1)[0]}
     todo: list[tuple[str, Any]] = list(namespace.fields.items())
@@ -353,7 +354,7 @@ def _row(env: Env, namespace: Namespace) -> dict[str, Any]:
 
 
 def _differences(found: list[Namespace]) -> list[str]:
-    """For each identity of a model that has several, how it differs from the one opened last."""
+    """For each fingerprint of a model that has several, how it differs from the one opened last."""
     lines = []
     whole = sorted((n for n in found if not n.problem), key=lambda n: n.opened_ns, reverse=True)
     latest: dict[str, tuple[str, dict[str, str]]] = {}

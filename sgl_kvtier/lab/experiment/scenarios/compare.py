@@ -199,7 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         RUN,
         "quick rounds json html log minutes",
-        quick={"help": "a small load and fewer configurations: under 3 minutes"},
+        quick={"help": "a small load and fewer configurations: about 4 minutes"},
         rounds={"help": "rounds, each with every configuration (default %(default)s)"},
         json={"help": f"{RUN['json']['help']}; FOLDER/: there, named by the device and the time"},
         html={"help": f"{RUN['html']['help']}; FOLDER/: as --json"},

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kvtier bench torture`."""
     parser.epilog = (
         "example: kvtier bench torture --only together --seed 1 --json shared.json    "
-        "(1,000 kills and stops of processes that share a folder, about 25 minutes; exit status 1 "
+        "(1,000 kills and stops of processes that share a folder, about 20 minutes; exit status 1 "
         "when a page was wrong, lost or came back, an open failed, or a call raised)"
     )
     parser.add_argument(
