@@ -1,7 +1,7 @@
 """A conversation that survives a restart of the server, on a CPU: what is said, how long the first
 token took, and how many tokens of the prompt came back from disk.
 
-    kvtier model smollm2                # a small model with real weights, about 600 MB, once
+    kvtier model smollm2                # real weights: a download of 100 MB, 513 MiB on disk
     python examples/chat.py             # [MODEL [STORE]]
 
 The first question carries a document of some thousand tokens, which the server computes. Then the

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Replays real agent sessions against a server that is already running, and keeps every request.
+# Replays agent sessions against a server that is already running, and keeps every request.
 #
-#   kvtier serve lab-mha --store /var/tmp/kvtier &      # any SGLang server will do
-#   examples/replay_trace.sh http://127.0.0.1:30000 swe_mini_deepseek
+#   kvtier serve "$(kvtier model lab-mha)" --store /var/tmp/kvtier &      # any SGLang server will do
+#   examples/replay_trace.sh http://127.0.0.1:30000 generated:swe-mini
 #
 # The second argument is a trace file, a trace's short name (`kvtier trace list`) or generated:PRESET.
 set -eu
