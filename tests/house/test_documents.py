@@ -168,7 +168,6 @@ def test_readme_and_manual_have_one_each():
     assert {page.name for page in PAGES if flags_in(page.read_text("utf-8"))} >= {
         "README.md",
         "store.md",
-        "restore.md",
     }
 
 
