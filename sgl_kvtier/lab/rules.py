@@ -7,7 +7,7 @@ for servers that are started with them to measure what a rule is worth.
     Cake, CacheFlow, TierKV         as published; the first two say what of it they leave out
     LongestFirst, ShortestFirst     kvtier's, with another order of requests to load for
     ByArrival                       kvtier's, requests computed in the order they came
-    NeverRestores, Holds            every prefix left to the engine; and some wait for sessions
+    NeverRestores, NeverHolds       every prefix left to the engine; and none waits for sessions
     ByLayers                        lower layers of a whole prefix computed, upper ones loaded
     SmallestHeld, LeastBudget       orders of the queue: Bidaw's, and Cascade's
     Unbounded                       kvtier's order, without its bound on being overtaken
@@ -126,10 +126,10 @@ class NeverRestores(Rules):
         return "rule"
 
 
-class Holds(NeverRestores):
-    """The same, and requests wait for sessions that should return in a moment."""
+class NeverHolds(NeverRestores):
+    """The same, and no request waits for a session that should return in a moment."""
 
-    holding = 2.0
+    holding = 0.0
 
 
 class ByLayers(Rules):

@@ -178,10 +178,11 @@ class Rules:
     less between them the order would change with every page that lands, and pages read for one
     would leave for another's.
     """
-    holding: float = 0.0
+    holding: float = 0.25
     """A request that would push pages out of host memory waits for a session that should return
-    within this many times the request's own work: that runs first, from memory. 0: none waits, as
-    others ran sooner so in simulated loads (docs/results/simulator.md).
+    within this many times the request's own work: that runs first, from memory. 0: none waits. More
+    pays where sessions return in a moment, and costs where they pause for seconds
+    (docs/results/emulated-h100.md, docs/results/simulator.md).
     """
     beside: float = 0.25
     """While requests with clearly less work wait, the chunk of a prompt that restores nothing has

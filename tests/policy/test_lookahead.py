@@ -303,7 +303,7 @@ def test_who_waits_runs_before_a_session_that_comes_in_the_meantime():
     ("rules", "config", "stays"),
     [
         ({"holding": 2.0}, {}, True),
-        ({}, {}, False),
+        ({"holding": 0.0}, {}, False),
         ({"holding": 2.0, "overtaking": 0.0}, {}, False),
         ({"holding": 2.0}, {"queue": "arrival"}, False),
     ],

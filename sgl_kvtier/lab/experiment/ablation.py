@@ -24,16 +24,7 @@ from sgl_kvtier.lab.experiment.arms import OURS, WITHOUT_LOOKAHEAD, Variant
 from sgl_kvtier.lab.experiment.comparison import Cell, over_cells
 from sgl_kvtier.lab.experiment.measures import arm_figures, complete_rows, sample_rows
 from sgl_kvtier.lab.experiment.rounds import Outcome, RoundLog, Rounds, same_place
-from sgl_kvtier.lab.pages.ablation import (
-    BESIDE,
-    BEST,
-    CHAIN,
-    PATCHED,
-    SAME,
-    WITHOUT,
-    shares,
-    without,
-)
+from sgl_kvtier.lab.pages.ablation import BEST, CHAIN, PATCHED, SAME, WITHOUT, shares, without
 from sgl_kvtier.lab.pages.stats import summary
 from sgl_kvtier.page_hash import compile_page_hash
 
@@ -61,7 +52,7 @@ _RULES = "sgl_kvtier.lab.rules:"
 _AHEAD: Mapping[str, Any] = {"prefetch": "on", "eviction": "next-use"}
 
 IN_ORDER = "kvtier-sglang-order"
-ABLATION_ARMS = (BEST, PATCHED, *list(CHAIN.values())[1:], *BESIDE, *WITHOUT.values(), IN_ORDER)
+ABLATION_ARMS = (BEST, PATCHED, *list(CHAIN.values())[1:], *WITHOUT.values(), IN_ORDER)
 """The arms, in the order of results."""
 MEASURED_ARMS = tuple(arm for arm in ABLATION_ARMS if arm not in SAME)
 
@@ -93,12 +84,12 @@ def variants(best: Sequence[str] = (), patched: str = "") -> dict[str, Variant]:
         "queue": Variant(
             OURS,
             "and the queue is ordered by predicted time to first token",
-            {**WITHOUT_LOOKAHEAD, "rules": f"{_RULES}NeverRestores"},
+            {**WITHOUT_LOOKAHEAD, "rules": f"{_RULES}NeverHolds"},
         ),
         "hold": Variant(
             OURS,
-            "queue, and requests wait for sessions that should return in a moment",
-            {**WITHOUT_LOOKAHEAD, "rules": f"{_RULES}Holds"},
+            "and requests wait for sessions that should return in a moment",
+            {**WITHOUT_LOOKAHEAD, "rules": f"{_RULES}NeverRestores"},
         ),
         "restore": Variant(OURS, "and prefixes are restored from both ends", WITHOUT_LOOKAHEAD),
         WITHOUT["restore"]: Variant(

@@ -24,12 +24,11 @@ CHAIN: Mapping[str, str] = {
     "store": "store",
     "reads": "reads",
     "queue": "queue",
+    "hold": "hold",
     "restore": "restore",
     "lookahead": OURS,
 }
 """The arm that has a mechanism and all before it."""
-BESIDE: Mapping[str, str] = {"hold": "queue"}
-"""The arm of a mechanism that kvtier has off, and the arm that it is added to."""
 WITHOUT: Mapping[str, str] = {
     "restore": "kvtier-without-restore",
     "lookahead": "kvtier-without-lookahead",
@@ -47,8 +46,7 @@ _LOW, _HIGH = 2.5, 97.5
 def shares(rows: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
     """What each mechanism takes off the mean time to first token of all turns, in ms, and as a share
     of what all of them take off SGLang's where that is above 0, with intervals. `rows` are requests
-    of complete rounds; of mechanisms without an arm of their own the next one has the gain. Those
-    that kvtier has off come last, and are no part of it.
+    of complete rounds; of mechanisms without an arm of their own the next one has the gain.
     """
     rounds, names = _rounds_of_all(rows, arms), list(CHAIN)
     there = [(name, _means(rows, arm, rounds)) for name, arm in CHAIN.items() if arm in arms]
@@ -64,13 +62,6 @@ def shares(rows: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, 
         off = first - second
         key = " + ".join(names[names.index(before) + 1 : names.index(name) + 1])
         found[key] = {"ms": _interval(off), "share": _interval(off / whole)}
-    for arm, base in BESIDE.items():
-        means, before = _means(rows, arm, rounds), _means(rows, base, rounds)
-        if arm in arms and base in arms and means is not None and before is not None:
-            found[arm] = {
-                "ms": _interval(before - means),
-                "share": dict.fromkeys(("value", "low", "high")),
-            }
     return found
 
 

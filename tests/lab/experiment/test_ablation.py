@@ -54,7 +54,7 @@ def test_sglangs_flags_are_tried_first_and_the_best_ones_are_compared(
     for arm in load["arms"].values():
         assert (arm["requests"], arm["errors"], arm["equal_tokens_fraction"]) == (8, 0, 1.0)
     (gain,) = load["share"]
-    assert gain == "store + reads + queue + restore + lookahead"
+    assert gain == "store + reads + queue + hold + restore + lookahead"
     assert load["share"][gain]["share"]["value"] in (1.0, None)
     assert "What each mechanism is worth" in (tmp_path / "p").read_text()
     assert "Without one mechanism" in done.out
@@ -167,8 +167,8 @@ def test_every_arm_is_a_server_whose_settings_are_accepted(
     assert found == {
         "store": ("off", "", "shortest", *off, "lpm"),
         "reads": ("auto", "NeverRestores", "arrival", *off, "lpm"),
-        "queue": ("auto", "NeverRestores", "shortest", *off, None),
-        "hold": ("auto", "Holds", "shortest", *off, None),
+        "queue": ("auto", "NeverHolds", "shortest", *off, None),
+        "hold": ("auto", "NeverRestores", "shortest", *off, None),
         "restore": ("auto", "", "shortest", *off, None),
         "kvtier": ("auto", "", "shortest", "auto", "auto", None),
         "kvtier-without-restore": ("off", "", "shortest", "on", "next-use", None),
@@ -194,17 +194,12 @@ def test_shares_are_those_of_the_means_and_add_up() -> None:
         "kvtier": [[500.0, 500.0], [500.0, 500.0]],
     }
     found = shares(rows(times), list(times))
-    assert list(found) == ["store + reads", "queue + restore + lookahead"]
+    assert list(found) == ["store + reads", "queue + hold + restore + lookahead"]
     first, second = found.values()
     assert first["ms"] == {"value": 400.0, "low": 400.0, "high": 400.0}, "equal in every draw"
     assert second["ms"]["value"] == 100.0
     assert second["ms"]["low"] < 100.0 < second["ms"]["high"]
     assert first["share"]["value"] + second["share"]["value"] == pytest.approx(1.0)
-    times["queue"], times["hold"] = times["kvtier"], times["reads"]
-    beside = shares(rows(times), list(times))
-    assert list(beside) == ["store + reads", "queue", "restore + lookahead", "hold"]
-    assert beside["hold"]["ms"]["value"] == -100.0 and beside["hold"]["share"]["value"] is None
-    del times["queue"], times["hold"]
     times["restore"], times["kvtier-without-restore"] = times["reads"], times["sglang-best"]
     left = without(rows(times), list(times))
     assert {name: one["value"] for name, one in left.items()} == {
