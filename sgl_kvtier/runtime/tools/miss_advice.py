@@ -101,23 +101,27 @@ def _suspects(page: int, server: Server, figures: Figures) -> Iterator[_Suspect]
                 "or the disk fails: the server's log says once which, and what to do.",
             ),
         )
+    # Where first offers are not admitted, those are the new pages, and the written ones were
+    # computed before.
+    first, second = store.pages_written, 0
     if store.pages_not_admitted:
+        first, second = store.pages_not_admitted, store.pages_written
         yield _Suspect(
-            min(computed, store.pages_not_admitted * page),
+            min(computed, second * page),
             Advice(
                 "second-hit",
-                f"{_count(store.pages_not_admitted, 'page')} were not stored, since "
-                "store.admission = second-hit stores a page only when it is offered for the second "
-                "time: all stores it the first time, and writes more.",
+                f"{_count(second, 'page')} were computed twice, since store.admission = second-hit "
+                "stores a page only when it is offered for the second time: all stores it the "
+                "first time, and writes more.",
             ),
         )
     # What was restored is in storage, and is written again.
     restored = figures.restored_computed + sum(figures.restored_loaded.values())
     known = min(computed, max(0, store.pages_kept * page - restored))
     yield _Suspect(known, _of_known(server, figures, known))
-    new = max(0, min(computed, store.pages_written * page))
+    new = max(0, min(computed, first * page))
     yield _Suspect(new, _of_new(figures, new))
-    unstored = max(0, computed - store.pages_written * page - known)
+    unstored = max(0, computed - (first + second) * page - known)
     yield _Suspect(unstored, _of_unstored(server, figures, unstored))
 
 
