@@ -56,8 +56,8 @@ def test_the_installation_counts_packages_while_pip_says_nothing(tmp_path: Path)
 NATIVE = "sgl_kvtier/store/native/module.h", "sgl_kvtier/store/_native.so"
 COMPILER = f"""#!/bin/sh
 case "$*" in
+  *EXT_SUFFIX*) echo .so ;;
   *build_ext*) echo >> compiled; cat {NATIVE[0]} > {NATIVE[1]} ;;
-  *pip*) cat {NATIVE[0]} > {NATIVE[1]} ;;
 esac
 """
 
@@ -81,11 +81,13 @@ def test_a_change_in_c_is_compiled_by_the_next_installation(tmp_path: Path) -> N
         return len(noted.read_text().splitlines()) if noted.exists() else 0
 
     header.write_text("// one\n")
-    assert [compiled(), compiled()] == [0, 0], "pip compiles it at first"
+    other = module.with_name("_native.of-another-python")
+    other.write_text("another interpreter's module")
+    assert [compiled(), compiled()] == [1, 1], "pip may have compiled nothing, and says nothing"
     header.write_text("// two\n")
-    assert [compiled(), compiled()] == [1, 1]
+    assert [compiled(), compiled()] == [2, 2]
     module.unlink()
-    assert compiled() == 2
+    assert compiled() == 3 and other.exists()
 
 
 def test_the_disk_of_the_environment_is_the_one_that_has_to_have_room(tmp_path: Path) -> None:
