@@ -161,11 +161,12 @@ def _address(manager: Any, asked: Asked) -> Sent:
         tokens = tuple(manager.tokenizer.encode(asked.text))
     page = int(manager.config_value("page_size"))
     pairs = _named_by_pairs(manager.config_value("speculative_algorithm"))
-    keys = PageNames(page, pairs=pairs).keys_of(array("q", tokens), asked)
+    names = PageNames(page, pairs=pairs)
+    keys = names.keys_of(array("q", tokens), asked)
     if not keys:
         raise HintError(
-            f"the prefix has {len(tokens)} tokens, less than one page of {page}: send more of "
-            "the prompt, or the session"
+            f"the prefix has {len(tokens)} tokens, less than one page, which "
+            f"{names.tokens_naming(1)} tokens name: send more of the prompt, or the session"
         )
     return Sent(asked.hint, now, page=keys[-1])
 
