@@ -149,13 +149,17 @@ def test_rounds_are_reported_when_a_server_dies(
     assert "the end" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("known", [True, False])
 def test_requests_are_reported_when_the_server_cannot_be_fuzzed_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], known: bool
 ) -> None:
+    """`known`: the server has said how its restorations ended, before it could not any more."""
+
     def fuzz(of: fuzz_command.Fuzzing, _folder: Path) -> None:
         log = of.log
         log.keep(Attempt("0", 0, "p", 100, "both", "answered", 1.0, tokens=(1,), complete=True))
-        log.add("ends", {"met": 3, "aborted": 1})
+        if known:
+            log.add("ends", {"met": 3, "aborted": 1})
         raise BenchError(DEATH)
 
     monkeypatch.setattr(fuzz_command, "_reference", lambda *_: None)
@@ -167,8 +171,10 @@ def test_requests_are_reported_when_the_server_cannot_be_fuzzed_on(
     assert (result["counts"]["requests"], result["notes"][-1]) == (1, NOTE)
     printed = capsys.readouterr()
     assert "the end" in printed.err
+    assert "completed no restoration" not in printed.out
+    met = "3" if known else "0"
     assert any(
-        line.split() == ["restored", "by", "kvtier", "3"] for line in printed.out.splitlines()
+        line.split() == ["restored", "by", "kvtier", met] for line in printed.out.splitlines()
     )
 
 

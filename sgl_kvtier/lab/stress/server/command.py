@@ -338,7 +338,7 @@ class Fuzzing:
             *([f"SGLang's own answers with two chunk sizes: {floor}"] if floor else []),
             *([f"Loaded pages, bit for bit: {audited}"] if audited else []),
             *([] if figures["compared"] or self.scenes else [compared]),
-            *([] if self.log.ends["met"] or self.scenes else [met]),
+            *([] if self.log.ends["met"] or self.scenes or not self.log.knows_ends else [met]),
             *self.log.findings[:10],
             *figures["error_messages"],
         ]

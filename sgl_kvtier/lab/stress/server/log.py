@@ -96,6 +96,9 @@ class FuzzLog(Log):
         self.events: Counter[str] = Counter()
         self.findings: list[str] = []
         self.ends: Counter[str] = Counter()
+        self.knows_ends = False
+        """Whether a server has said how restorations ended: it does when it is ended in order.
+        """
         """How restorations ended, by the servers' own counters."""
         self.ahead: Counter[str] = Counter()
         """Counts of servers that looked ahead."""
@@ -121,6 +124,7 @@ class FuzzLog(Log):
         elif kind == "floor":
             self.floor = record
         else:
+            self.knows_ends = self.knows_ends or kind == "ends"
             {"ends": self.ends, "ahead": self.ahead, "audited": self.audited}[kind].update(record)
 
     def keep(self, attempt: Attempt) -> None:
