@@ -256,7 +256,10 @@ class PolicyConfig:
         True, "learn when idle sessions return; keep or bring back their pages accordingly"
     )
     session_idle_s: float = setting(
-        900.0, "a session idle for longer is expected no more", low=0.001, high=1_000_000
+        900.0,
+        "a session idle for longer is expected no more, unless a client named a later time",
+        low=0.001,
+        high=1_000_000,
     )
     hint_limit_s: float = setting(
         3600.0, "longest delay or lifetime a client's hint may ask for", low=0, high=1_000_000

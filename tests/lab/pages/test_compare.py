@@ -84,7 +84,9 @@ def test_bytes_of_an_emulated_gpu_are_those_of_the_model_as_in_the_plot(
     (table,) = [one for one in detail_tables(compare_result) if one.title.startswith("Where the")]
     *_, ours = table.cells()
     assert ours[-2:] == [format_bytes((412 << 20) * 512), format_bytes((777 << 20) * 512)]
-    assert "Bytes are those of the modelled machine." in table.notes
+    assert (
+        "Bytes are those of the modelled machine; the result has those moved here." in table.notes
+    )
 
 
 def test_the_page_has_results_first_and_settings_last(compare_text: str) -> None:

@@ -214,7 +214,11 @@ DETAILS = (
         _sources,
         lambda result: [
             "Device, host and storage are tokens served from cache (SGLang's L1, L2, L3); read and written are storage.",
-            *([] if paced(result) is None else ["Bytes are those of the modelled machine."]),
+            *(
+                []
+                if paced(result) is None
+                else ["Bytes are those of the modelled machine; the result has those moved here."]
+            ),
         ],
     ),
     Listing(
