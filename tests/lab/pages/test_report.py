@@ -211,6 +211,7 @@ def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result()
         ("ablation, other bounds on being overtaken", "emulated-h100-overtaking"),
         ("ablation, waiting for sessions", "emulated-h100-holding"),
         ("ablation, all at once", "emulated-h100-ablation-short-3"),
+        ("ablation, long sessions", "emulated-h100-long-lpm"),
         ("ablation, 2 s pauses", "emulated-h100-ablation-pauses"),
     ],
 )
