@@ -342,12 +342,16 @@ def test_failed_calls_leak_neither_descriptors_nor_memory(store: DiskStore) -> N
         round_(number)
     gc.collect()
     descriptors, memory = len(os.listdir("/proc/self/fd")), resident_bytes()
+    later = []
     for number in range(20, 170):
         round_(number)
-    gc.collect()
+        if number >= 155:
+            gc.collect()
+            later.append(resident_bytes())
     assert len(os.listdir("/proc/self/fd")) <= descriptors
-    # A page leaked in each round would be 90 MB.
-    assert resident_bytes() - memory < 45e6
+    # A page leaked in each round would be 80 MB by then. Other threads of the process take memory
+    # for a moment.
+    assert min(later) - memory < 45e6
 
 
 @pytest.mark.parametrize("seed", range(3))
