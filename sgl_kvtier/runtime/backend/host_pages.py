@@ -191,7 +191,7 @@ def page_bytes(pool: Any) -> int:
         return sum(part.nbytes for part in page)
     try:
         return int(pool.get_dummy_flat_data_page().nbytes)
-    except NotImplementedError:
+    except NotImplementedError:  # SGLang's pools of some kinds have no page to copy into
         return 0
 
 

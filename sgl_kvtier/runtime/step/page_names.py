@@ -45,11 +45,11 @@ class PageNames:
         return pages * self._page + self._pairs
 
     def keys_of(
-        self, tokens: Any, req: Namespace, known: tuple[PageKey, ...] = ()
+        self, tokens: Any, of: Namespace, known: tuple[PageKey, ...] = ()
     ) -> tuple[PageKey, ...]:
         """Names of the pages that `tokens` (SGLang's array of ids) name in full, in the namespace
-        of a request, or as many of `known`, the names of their first pages. About 0.4 microseconds
-        per page that is not known.
+        `of` a request or a hint, or as many of `known`, the names of their first pages. About 0.4
+        microseconds per page that is not known.
         """
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -57,7 +57,7 @@ class PageNames:
         if pages <= len(known):
             return known[:pages]
         fresh = get_storage_hash_str(
-            self._radix_key(tokens, len(known), pages, req.extra_key, req.cache_salt),
+            self._radix_key(tokens, len(known), pages, of.extra_key, of.cache_salt),
             known[-1].hex() if known else None,
             page_size=self._page,
         )

@@ -96,10 +96,9 @@ class FuzzLog(Log):
         self.events: Counter[str] = Counter()
         self.findings: list[str] = []
         self.ends: Counter[str] = Counter()
-        self.knows_ends = False
-        """Whether a server has said how restorations ended: it does when it is ended in order.
-        """
         """How restorations ended, by the servers' own counters."""
+        self.knows_ends = False
+        """Whether a server has said how they ended: it does when it is ended in order."""
         self.ahead: Counter[str] = Counter()
         """Counts of servers that looked ahead."""
         self.audited: Counter[str] = Counter()
