@@ -64,11 +64,8 @@ class Fit:
     read_gb_per_s: float
     compute_s: float
     load_s: float
-
-    @property
-    def both_s(self) -> float:
-        """Computed from the front while it is loaded from the back, at both speeds' averages."""
-        return self.compute_s * self.load_s / (self.compute_s + self.load_s)
+    both_s: float
+    """Computed from the front while it is loaded from the back."""
 
     @property
     def saved(self) -> float:
@@ -132,9 +129,14 @@ def shape_of(name: str, config: Mapping[str, Any], number_bytes: int = 2) -> Sha
 
 def compute_seconds(shape: Shape, gpu: str, gpus: int, tokens: int) -> float:
     """Seconds to prefill a prompt on `gpus` of a kind. Raises KVTierError for an unknown kind."""
-    operations = 2 * shape.matrix_parameters * tokens
-    operations += shape.layers * shape.attention_width * tokens**2
-    return operations / _operations_per_s(shape, gpu, gpus)
+    per_token_s, per_pair_s = _costs(shape, gpu, gpus)
+    return per_token_s * tokens + per_pair_s * tokens**2
+
+
+def _costs(shape: Shape, gpu: str, gpus: int) -> tuple[float, float]:
+    """Seconds for each token of a prompt, and for each pair of its tokens in order (attention)."""
+    speed = _operations_per_s(shape, gpu, gpus)
+    return 2 * shape.matrix_parameters / speed, shape.layers * shape.attention_width / speed
 
 
 def _operations_per_s(shape: Shape, gpu: str, gpus: int) -> float:
@@ -165,12 +167,23 @@ def break_even_tokens(shape: Shape, gpu: str, gpus: int, bytes_per_s: float) -> 
 
 def fits(shape: Shape, gpu: str, gpus: int, bytes_per_s: float) -> list[Fit]:
     """Prompts of each length, with a disk that reads so fast."""
-    return [
-        Fit(
-            tokens,
-            bytes_per_s / 1e9,
-            compute_seconds(shape, gpu, gpus, tokens),
-            tokens * shape.kv_bytes / bytes_per_s,
-        )
-        for tokens in LENGTHS
-    ]
+    return [fit(shape, gpu, gpus, bytes_per_s, tokens) for tokens in LENGTHS]
+
+
+def fit(shape: Shape, gpu: str, gpus: int, bytes_per_s: float, tokens: int) -> Fit:
+    """A prompt of this length. From both ends, tokens are computed until the others are loaded: the
+    first ones, whose attention costs least.
+    """
+    per_token_s, per_pair_s = _costs(shape, gpu, gpus)
+    load_token_s = shape.kv_bytes / bytes_per_s
+    load_s = tokens * load_token_s
+    # Solved for the computed tokens: computing these takes as long as loading the others.
+    linear = per_token_s + load_token_s
+    computed = 2 * load_s / (linear + math.sqrt(linear**2 + 4 * per_pair_s * load_s))
+    return Fit(
+        tokens,
+        bytes_per_s / 1e9,
+        compute_seconds(shape, gpu, gpus, tokens),
+        load_s,
+        load_s - computed * load_token_s,
+    )

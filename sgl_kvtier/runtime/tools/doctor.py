@@ -176,7 +176,6 @@ def _rows(shape: Shape | None, args: argparse.Namespace, fits: Sequence[Fit]) ->
     return [
         {
             **asdict(f),
-            "both_s": f.both_s,
             "saved_fraction": f.saved,
             "break_even_tokens": _shortest(shape, args, f),
         }
@@ -221,7 +220,7 @@ def _print_fits(shape: Shape, args: argparse.Namespace, fits: Sequence[Fit]) -> 
         Column("both_s", "from both ends", unit="s", decimals=2),
         Column("saved", "saved by that", format=format_share),
     )
-    rows = [{**asdict(f), "both_s": f.both_s, "saved": f.saved} for f in fits]
+    rows = [{**asdict(f), "saved": f.saved} for f in fits]
     of = f"{args.gpus} x {args.gpu}" if args.gpus > 1 else args.gpu
     disk = "this disk" if args.read is None else f"a disk of {fits[0].read_gb_per_s:g} GB/s"
     print("", *_wrapped(f"Is {disk} fast enough for {shape.name} on {of}?"), sep="\n")
