@@ -1,16 +1,16 @@
-"""Every error this package raises on purpose.
+"""The errors that this package raises.
 
     KVTierError
     ├── ConfigError         a setting has a wrong name, type or range
-    ├── SeamError           SGLang is missing, is another version, or a used symbol has changed
+    ├── SeamError           SGLang is missing, has another version, or a used symbol has changed
     ├── StoreError          the page store cannot be opened or used
     │   ├── StoreBusyError      another process owns this directory
     │   └── StoreFormatError    something else, or a newer version, wrote the directory
     ├── TraceError          a trace file is missing or is not in the format named
     └── BenchError          a benchmark failed (server did not start, port taken, no model)
 
-None of these reaches SGLang's scheduler while a server is running: a failed read is a miss and a
-counter.
+None of these reaches SGLang's scheduler in a running server: a failed read counts as a miss, and in
+a metric.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ConfigError(KVTierError, ValueError):
 
 
 class SeamError(KVTierError):
-    """SGLang is missing, is another version, or a symbol we rely on has changed."""
+    """SGLang is missing, has another version, or a symbol that kvtier uses has changed."""
 
 
 class StoreError(KVTierError):
@@ -37,7 +37,7 @@ class StoreBusyError(StoreError):
 
 
 class StoreFormatError(StoreError):
-    """The directory holds something this version does not read."""
+    """The directory holds data that this version cannot read."""
 
 
 class TraceError(KVTierError):

@@ -1,8 +1,8 @@
-"""The command line of an SGLang server with the kvtier tier: its flags, and the device of this
+"""The command line of an SGLang server with kvtier: its flags, and the kind of device of this
 machine.
 
-Sources: SGLang 0.5.23 `--help`; on a CPU HiCache needs the direct copies and the page_first_direct
-layout.
+Sources: `--help` of SGLang 0.5.23. On a CPU, HiCache needs the direct I/O backend and the
+page_first_direct layout.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from sgl_kvtier.types import PACED
 
 HOST = "127.0.0.1"
 GPU_PAGE = 64
-"""Tokens of a page on a GPU. SGLang's default there is one, which restoring cannot follow."""
+"""Page size on a GPU, in tokens. SGLang's default there is 1, with which restoration does not work.
+"""
 CPU_TOKENS = 16384
-"""Tokens of the device pool on a CPU. SGLang sizes it by free memory and may refuse to start."""
+"""Size of the KV pool on a CPU, in tokens. SGLang sizes it by free memory and may refuse to start.
+"""
 
 
 def device_flags(device: str) -> list[str]:
-    """Flags for a kind of machine: none on a GPU, where SGLang chooses attention and sampling by
-    the model and the GPU. The CPU platform brings an attention backend of its own.
+    """Flags for a device type. None on a GPU, where SGLang chooses the attention and sampling
+    backends by model and GPU. On a CPU kvtier's platform has its own attention backend.
     """
     if device != "cpu":
         return []
@@ -45,7 +47,7 @@ def device_flags(device: str) -> list[str]:
 
 
 def cache_flags(device: str, host_ratio: float) -> list[str]:
-    """HiCache with a host pool of `host_ratio` device pools, in a page-contiguous layout."""
+    """Flags of HiCache: a host pool of `host_ratio` times the device pool, in contiguous pages."""
     copies, layout = (
         ("direct", "page_first_direct") if device == "cpu" else ("kernel", "page_first")
     )
@@ -54,7 +56,7 @@ def cache_flags(device: str, host_ratio: float) -> list[str]:
 
 
 def storage_flags(backend: str, settings: str) -> list[str]:
-    """Flags of the storage tier: its name and its settings, as JSON text or as @FILE."""
+    """Flags of the storage backend: its name, and its settings as JSON text or as @FILE."""
     return [
         "--hicache-storage-backend",
         backend,
@@ -64,10 +66,10 @@ def storage_flags(backend: str, settings: str) -> list[str]:
 
 
 def tier_flags(settings: str) -> list[str]:
-    """What this tier adds to a launch line of SGLang's on a GPU. README, the manual, the examples,
-    `kvtier serve` and `kvtier doctor` all have these flags in this order. The copies, the host
-    layout and the size of the host pool are SGLang's defaults there: it fits the pool to the
-    memory of the host only where no --hicache-ratio is named.
+    """The flags that kvtier adds to SGLang's launch line on a GPU. README, the manual, the
+    examples, `kvtier serve` and `kvtier doctor` all have these flags in this order. I/O backend,
+    host layout and host pool size are left at SGLang's defaults: it fits the pool to the host's
+    memory only if no --hicache-ratio is given.
     """
     flags = ["--page-size", str(GPU_PAGE), "--enable-hierarchical-cache"]
     return [*flags, *storage_flags("kvtier", settings)]
@@ -92,20 +94,20 @@ def serve_flags(model: str, device: str, settings: str, extra: Sequence[str] = (
 
 
 def host_of(device: str) -> str:
-    """The kind of machine that a server runs on: a paced device is on a CPU."""
+    """The device type on which a server runs: an emulated device runs on a CPU."""
     return "cpu" if device.startswith(PACED) else device
 
 
 def paced_device(device: str, dilation: float, words: Sequence[str] = ()) -> Any:
-    """What a server on a paced device is started with (sgl_kvtier/lab/paced/launching.py), or None
-    for another device. `words` are the server's further arguments. Raises BenchError where the
-    laboratory is not installed or has no such profile, and for another device's dilation.
+    """How a server with an emulated device is started (sgl_kvtier/lab/paced/launching.py), or None
+    for a real device. `words` are the server's other arguments. Raises BenchError if the laboratory
+    is not installed or has no such profile, and if a real device is given a dilation.
     """
     if not device.startswith(PACED):
         if dilation != 1.0:
             raise BenchError(f"--dilation: only a paced device has it (--device {PACED}PROFILE)")
         return None
-    # By its name: the product works without the laboratory.
+    # Imported by name, since the product works without the laboratory.
     try:
         launching = importlib.import_module("sgl_kvtier.lab.paced.launching")
     except ImportError as error:
@@ -116,8 +118,8 @@ def paced_device(device: str, dilation: float, words: Sequence[str] = ()) -> Any
 
 
 def detect_device() -> str:
-    """This machine's device: "cuda" where an NVIDIA driver shows one, else "cpu". Loads no torch,
-    so it takes milliseconds.
+    """This machine's device: "cuda" if an NVIDIA driver shows a GPU, else "cpu". Takes
+    milliseconds, since it does not import torch.
     """
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return "cuda"
@@ -134,16 +136,16 @@ def detect_device() -> str:
 
 
 def missing_packages(names: Sequence[str] = ("sglang",)) -> list[str]:
-    """The packages that the interpreter of the server does not have. Imports none of them."""
+    """The packages among `names` that this interpreter cannot import. Imports none of them."""
     return [name for name in names if find_spec(name) is None]
 
 
 def refuse_taken_port(port: int, host: str = HOST) -> None:
-    """Raises BenchError if a server cannot listen on `port` of `host`, an address or a name. Names
-    the process that listens there, where it can be seen.
+    """Raises BenchError if a server cannot listen on `port` of `host`, an address or a name. The
+    message names the process that listens there, if it is visible.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # As servers do: a connection still in TIME_WAIT does not make the port taken.
+        # Servers set this too: a connection in TIME_WAIT does not make the port taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -1,4 +1,4 @@
-"""The words every room shares. Standard library only."""
+"""Types that all packages of sgl_kvtier share. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from dataclasses import dataclass
 from typing import NewType
 
 PageKey = NewType("PageKey", bytes)
-"""SGLang's chained SHA-256 page hash, 32 bytes: it names all tokens up to the page's last."""
+"""SGLang's chained SHA-256 page hash, 32 bytes. It identifies the page and all tokens before it."""
 
 
 PACED = "paced:"
-"""Begins the name of a device that computes nothing and takes an accelerator's time."""
+"""Prefix of the names of emulated devices, which only take an accelerator's time."""
 
 
 class Lookup(enum.Enum):
-    """The answer to a look-up of a page."""
+    """The result of a page lookup."""
 
     HIT = "hit"
     PENDING = "pending"
-    """Being written at this moment: look it up again, or treat it as a miss."""
+    """The page is being written. Look it up again, or treat it as a miss."""
     MISS = "miss"
 
 
 class Tier(enum.IntEnum):
-    """Where a page can be; a smaller number is nearer to the compute. SGLang calls the first three
-    L1, L2, L3.
-    """
+    """Where a page can be; a smaller number is closer to the GPU. L1, L2, L3, and remote."""
 
     DEVICE = 0
     HOST = 1
@@ -35,8 +33,8 @@ class Tier(enum.IntEnum):
 
 
 class Link(enum.Enum):
-    """A path that bytes take. Each has its own bandwidth estimate; storage or remote to device is
-    both hops as one.
+    """A transfer path between two tiers. Each has its own bandwidth estimate. Storage or remote to
+    device is both hops as one path.
     """
 
     # Members are unique, and Enum's own hash is a Python call that would cost the planner a tenth
@@ -53,12 +51,12 @@ class Link(enum.Enum):
 
 
 PLACES = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.STORAGE: "storage", Tier.REMOTE: "remote"}
-"""Tiers in metrics and results, named in SGLang's words."""
+"""Names of the tiers in metrics and results, as SGLang names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A half-open range [start, stop) of pages or tokens; the place of use says of which."""
+    """A half-open range [start, stop) of pages or of tokens; the field that holds it says which."""
 
     start: int
     stop: int

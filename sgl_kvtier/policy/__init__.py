@@ -1,3 +1,3 @@
-"""The room that decides. Standard library only, one thread, no clock, no randomness, no I/O: the
-same facts give the same plans.
+"""The planner: it makes every decision of restoration and lookahead. Standard library only, one
+thread, no clock, no randomness, no I/O. The same facts give the same plans.
 """

@@ -1,25 +1,27 @@
-"""The protocol between a planner and its executor: facts in, a view in, a plan out, and questions
-between two steps.
+"""The protocol between a planner and its executor: the planner receives facts and a view of each
+scheduler step, and returns a plan; between two steps it answers questions.
 
-A planner takes facts (`observe(fact)`) and decides (`step(view) -> StepPlan`), both on one thread
-and once per scheduler step. Between two steps it answers questions (`query(question) -> answer`).
-The executor is `runtime/` (SGLang) or `lab/sim/` (virtual time); it carries out a plan and reports,
-and never chooses. Everything is a `message`, which is never changed once it is made. Seconds are
-floats of the executor's clock. With several ranks, only values all ranks agree on may be put into a
-fact or a view.
+A planner receives facts (`observe(fact)`) and decides (`step(view) -> StepPlan`), both on one
+thread and once per scheduler step. Between two steps it answers questions (`query(question) ->
+answer`). The executor is `runtime/` (SGLang) or `lab/sim/` (virtual time). It carries out the plan,
+reports what happened, and decides nothing itself. Everything that passes between them is a
+`message`, which is never changed after it is made. Seconds are floats of the executor's clock. With
+several ranks, facts and views may only hold values on which all ranks agree.
 
-A restoration covers pages [0, pages) of one request: [0, resident) are on the device already, the
-rest lies in lower tiers. Compute takes pages from the front, transfers take them from the back;
-every page is taken by one of them exactly once.
+A restoration covers pages [0, pages) of one request's prompt. Pages [0, resident) are on the device
+already, the others are in lower tiers. Compute takes pages from the start (the prefill cursor),
+transfers take them from the end (the load cursor). Each page is either computed or loaded, never
+both.
 
-Windows of attention, and states, do not follow the pages: to go on from the end an engine needs
-those that stand there. They are the anchor, and come with the last `anchor_pages` pages. Until the
-front is among these, landed pages can be attached up to the end only; so when a page is lost all
-pages from the front up to it are computed, loaded or not, by planner and executor alike.
+Sliding attention windows and the states of linear layers exist only at the end of a prefix. They
+are its anchor, without which prefill cannot continue after the prefix, and they are loaded with the
+last `anchor_pages` pages. Until the prefill cursor is inside those pages, loaded pages can be
+attached only if everything up to the end is loaded. So when a page is lost, planner and executor
+both compute all pages from the prefill cursor up to it, including pages that were loaded.
 
     RestoreOffered ─▶ RestoreStart ─▶ Load…  ─▶ TransferDone, PagesLost
                                    └▶ Compute… ─▶ ChunkStarted, ChunkDone
-                                      until the front has reached `pages`
+                                      until the prefill cursor has reached `pages`
 """
 
 from __future__ import annotations
@@ -42,26 +44,26 @@ if TYPE_CHECKING:
 else:
 
     def message(cls):
-        """A dataclass that is frozen for the type checker alone: a step makes many, and freezing
-        makes each four times as slow.
+        """A dataclass that is frozen for the type checker only. A step makes many messages, and
+        frozen dataclasses take four times as long to construct.
         """
         return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
 class Mode(enum.Enum):
-    """How a prefix is made resident."""
+    """How a prefix gets onto the device."""
 
     COMPUTE = "compute"
     LOAD = "load"
     BOTH = "both"
     LAYERS = "layers"
-    """Computed as with COMPUTE, while the executor loads upper layers: those that are there when
-    the forward gets to them are not computed. One that cannot computes all.
+    """As COMPUTE, while the executor loads upper layers; the forward pass skips the layers that are
+    loaded when it reaches them. An executor that cannot do this computes everything.
     """
 
     @property
     def restores(self) -> bool:
-        """Whether the planner has loads and chunks for it; otherwise it forgets the offer."""
+        """Whether the planner plans loads and chunks for it. If not, it drops the candidate."""
         return self in (Mode.LOAD, Mode.BOTH)
 
 
@@ -69,41 +71,39 @@ class Mode(enum.Enum):
 
 
 CANCELLED, NO_ROOM_YET = "cancelled", "no room yet"
-"""Reasons for pages that were not begun, and may be loaded or computed: a Cancel, or no memory at
-that moment. An executor gives the latter for a limited time only.
+"""Reasons of a PagesLost whose transfer never started, so that the pages can still be loaded or
+computed: a Cancel, or no free memory (an executor gives this for a limited time only).
 """
 
 
 @message
 class RequestArrived:
-    """A request is waiting."""
+    """A request entered the waiting queue."""
 
     rid: str
-    """The request's id, in all messages."""
+    """The request's id. All messages use this name for it."""
     now: float
-    """Seconds of the executor's clock, in all messages."""
+    """Time in seconds of the executor's clock. All messages use this name for it."""
     prompt_tokens: int
     keys: tuple[PageKey, ...] = ()
-    """Of its full prompt pages, in order."""
+    """Keys of the full pages of its prompt, in order."""
     session: str | None = None
-    """The session whose turn it is; None: of no session."""
+    """The session of which this request is a turn; None if it belongs to no session."""
 
 
 @message
 class RequestFinished:
-    """A request has left, finished or aborted. Its restoration, if any, is over; loads that have
-    begun may still end.
-    """
+    """A request finished or was aborted, which ends its restoration. Its loads may still end."""
 
     rid: str
     now: float
     aborted: bool = False
     keys: tuple[PageKey, ...] = ()
-    """Of the full pages of prompt and output, with which its session's next turn will begin; empty
-    where unknown.
+    """Keys of the full pages of prompt and output, with which its session's next turn will begin;
+    empty: unknown.
     """
     restoration_only: bool = False
-    """The request goes on, without its restoration."""
+    """Only its restoration is over; the request continues."""
 
 
 @message
@@ -114,21 +114,21 @@ class RestoreOffered:
     now: float
     prompt_tokens: int
     resident: int
-    """Pages below this one are on the device already."""
+    """Pages [0, resident) are on the device already."""
     pages: int
     """The end of the prefix, in pages."""
     sources: tuple[tuple[Span, Tier], ...]
-    """Disjoint ascending page spans with the tier of each. Pages of the prefix in none of them are
-    holes: no tier has them, so they can only be computed.
+    """Disjoint page spans in ascending order, each with the tier that holds it. Pages of the prefix
+    outside these spans are holes: no tier holds them, so they have to be computed.
     """
     anchor_pages: int = 0
-    """Number of the last pages with which the anchor comes; 0: the model needs none."""
+    """The anchor is loaded with this many of the last pages; 0 if the model needs no anchor."""
     anchor_bytes: int = 0
-    """Its bytes, besides those of these pages."""
+    """Bytes of the anchor, not including those of the pages."""
 
     @property
     def unbroken(self) -> int:
-        """The end of the pages before the first hole: as far as an engine loads by itself."""
+        """The end of the pages before the first hole. The engine's own loading stops here."""
         end = self.resident
         for span, _ in self.sources:
             end = span.stop if span.start == end else end
@@ -140,56 +140,53 @@ class TransferDone:
     """A transfer ended."""
 
     rid: str
-    """The request of the Load; empty for a Move."""
+    """The request that the Load named; empty if the transfer was a Move."""
     link: Link
     span: Span
-    """Pages of the request's prompt, named by a Load; empty for a Move, whose pages a PagesPlaced
-    names.
-    """
+    """Pages of the request's prompt; empty for a Move, whose pages a PagesPlaced names."""
     nbytes: int
     seconds: float
-    """For which the link was busy with it, without queueing."""
+    """Time for which the link was busy with this transfer, without queueing."""
     now: float
 
 
 @message
 class PagesLost:
-    """Pages of a Load will not come: missing, corrupt, failed, late or cancelled. The front must
-    compute them, unless they were not begun: then they are open again. Of a restoration with an
-    anchor it must compute the pages before them too, until it is among the anchor's.
+    """Pages of a Load will not arrive: they are missing, corrupt, failed, late or cancelled. They
+    have to be computed, unless their transfer never started (see `reason`): then they may be loaded
+    again. If the restoration has an anchor and the prefill cursor has not reached its pages, all
+    pages before the lost ones have to be computed too.
     """
 
     rid: str
     span: Span
     """Pages of the request's prompt."""
     reason: str
-    """In a word, for reports; CANCELLED and NO_ROOM_YET: they were not begun."""
+    """One word, for reports. CANCELLED and NO_ROOM_YET mean that the transfer never started."""
     now: float
 
 
 @message
 class ChunkStarted:
-    """A prefill chunk of a request was launched. It may be less than a Compute granted, never
-    more.
-    """
+    """A prefill chunk was launched, of at most as many tokens as the Compute command allowed."""
 
     rid: str
     tokens: Span
-    """Of its prompt."""
+    """The token positions of its prompt that the chunk computes."""
     now: float
 
 
 @message
 class ChunkDone:
-    """That chunk has ended."""
+    """A launched prefill chunk has ended."""
 
     rid: str
     tokens: Span
     seconds: float
-    """Of its forward."""
+    """Duration of its forward pass."""
     now: float
     shared_tokens: int = 0
-    """Other tokens in the same batch."""
+    """Number of tokens of other requests in the same batch."""
 
 
 @message
@@ -222,7 +219,7 @@ class PagesDropped:
 
 @message
 class PolicyChanged:
-    """Other settings hold from now on. Restorations that have begun keep their mode."""
+    """The policy settings were changed. Restorations that have begun keep their mode."""
 
     config: PolicyConfig
     now: float
@@ -230,8 +227,8 @@ class PolicyChanged:
 
 @message
 class LookaheadEnded:
-    """The executor looks ahead no more: it reports no requests, sessions and pages from now on, and
-    moves none. What is known of them counts no more.
+    """The executor ends lookahead: from now on it reports no requests, sessions or pages, and moves
+    no pages. The planner discards what it knows of them.
     """
 
     now: float
@@ -257,44 +254,42 @@ Fact: TypeAlias = (
 
 @message
 class StepView:
-    """The state of the engine at the moment of decision. In a question about one request the token
-    counts are of the requests before it in the queue.
+    """The state of the engine when a step is decided. In a question about one request, the token
+    counts include only the requests before it in the queue.
     """
 
     now: float
     waiting: tuple[str, ...] = ()
-    """Ids of waiting requests in the order they will run."""
+    """Ids of waiting requests in the order in which they will run."""
     slot: str | None = None
-    """The restoring request that holds the engine's one slot for chunked prefill; None: none."""
+    """The restoring request in the engine's only slot for chunked prefill; None if none is."""
     slot_open: bool = True
     """Whether a restoring request may take the slot in this step."""
     prefill_tokens: int = 0
-    """The most tokens of prefill in this step."""
+    """Upper bound of prefill tokens in this step."""
     fresh_tokens: int = 0
-    """Tokens to compute of waiting requests that restore nothing: those neither in memory nor
-    loaded by the engine.
+    """Tokens that waiting requests without a restoration have to compute: tokens that are neither
+    in memory nor loaded by the engine. Called fresh prefill in this package.
     """
     decoding: int = 0
-    """Number of running requests, which stand still during a step with prefill."""
+    """Number of decoding requests. They produce no token during a step with prefill."""
     free_pages: dict[Tier, int] = field(default_factory=dict)
-    """Pages that may be claimed, evictable ones included, by tier: of the device, and of host
-    memory where the executor stages loads there. Loads into a tier that is not in it have no limit.
+    """Pages that can be allocated, evictable pages included, by tier: of the device, and of host
+    memory if the executor stages loads there. Loads into a tier that is not listed have no limit.
     """
     empty_pages: dict[Tier, int] = field(default_factory=dict)
-    """Those of them that hold nothing. For a tier that is not in it: `free_pages` less the
-    evictable pages of the map.
+    """The pages among `free_pages` that hold no data. Default for a tier that is not listed:
+    `free_pages` minus the evictable pages that the planner's map knows.
     """
     owed_pages: int = 0
-    """Device pages, besides `free_pages`, that the rest of running prompts will claim but has not
-    yet; pages may have to be evicted for them.
+    """Device pages that prompts already being prefilled will still allocate. `free_pages` does not
+    include them, and pages may have to be evicted for them.
     """
     wanted_tokens: int = 0
-    """Tokens of waiting requests that restore nothing which will be on the device, and are not
-    yet.
-    """
+    """Tokens for which waiting requests without a restoration still need device memory."""
     fresh: tuple[int, ...] = ()
-    """The share of `fresh_tokens` of each request, in the order of `waiting`. The part of
-    `fresh_tokens` that is not in it, all where it is empty, runs before all waiting requests.
+    """How many of the `fresh_tokens` each request has, in the order of `waiting`. Fresh tokens
+    beyond this sum run before all waiting requests; if this is empty, that is all of them.
     """
 
 
@@ -303,22 +298,22 @@ class StepView:
 
 @message
 class RestoreStart:
-    """The answer to a RestoreOffered."""
+    """The planner's decision on a RestoreOffered."""
 
     rid: str
     mode: Mode
-    """COMPUTE: forget the offer. LOAD: keep the request waiting until its pages are in."""
+    """COMPUTE: rejected. LOAD: the request keeps waiting until its pages are loaded."""
     reason: str
-    """In a few words, for reports."""
+    """A few words, for reports."""
 
 
 @message
 class Load:
-    """Read pages of a request into the device, highest page first."""
+    """Load pages of a request to the device, the highest page first."""
 
     rid: str
     span: Span
-    """Pages of its prompt."""
+    """Pages of the request's prompt."""
     source: Tier
     link: Link
     deadline_s: float
@@ -327,8 +322,8 @@ class Load:
 
 @message
 class Cancel:
-    """Cancel loads of these pages where they were not begun. Each page comes back as landed or as
-    PagesLost(CANCELLED).
+    """Cancel the loads of these pages that have not started. For each page the executor reports
+    either TransferDone or PagesLost(CANCELLED).
     """
 
     rid: str
@@ -338,40 +333,42 @@ class Cancel:
 
 @message
 class Compute:
-    """Attach landed pages to a request's prefix, then prefill a chunk of it."""
+    """Attach loaded pages to a request's prefix, then prefill a chunk of it."""
 
     rid: str
     splice: Span
-    """The landed pages to attach first; they begin at the request's front. Empty: none."""
+    """The loaded pages to attach first. They begin at the prefill cursor; empty if there are none.
+    """
     tokens: int | None
-    """Size of the chunk: a multiple of the page size that never reaches into a page which a
-    transfer has taken. 0: wait in this step. None: as the engine likes, nothing is left to restore.
+    """Size of the chunk: a multiple of the page size that never extends into a loaded or loading
+    page. 0: compute nothing in this step. None: the engine chooses, since nothing is left to
+    restore.
     """
 
 
 @message
 class Move:
-    """Copy pages one or two tiers up (prefetch) or down (demotion)."""
+    """Copy pages up by one or two tiers (prefetch) or down (demotion)."""
 
     keys: tuple[PageKey, ...]
     source: Tier
     target: Tier
     rid: str | None = None
-    """The request they are for, where that is known."""
+    """The request that needs them, if known."""
 
 
 @message
 class Evict:
-    """Evict these pages' copies from a tier, as far as memory is needed."""
+    """Evict the copies of these pages from a tier, as many as memory is needed for."""
 
     keys: tuple[PageKey, ...]
-    """The first one first."""
+    """In order of eviction."""
     tier: Tier
 
 
 @message
 class StepPlan:
-    """Commands of one step, each tuple in the order to carry out. An empty plan is always safe."""
+    """The commands of one step, each tuple in order of execution. An empty plan is always safe."""
 
     starts: tuple[RestoreStart, ...] = ()
     cancels: tuple[Cancel, ...] = ()
@@ -387,49 +384,49 @@ _A = TypeVar("_A")
 
 
 class Question(Generic[_A]):
-    """A question for `query`. The type in brackets is its answer's."""
+    """A question for `query`. The type parameter is the type of its answer."""
 
     __slots__ = ()
 
 
 @message
 class LeftToEngine(Question[str | None]):
-    """Why is this prefix better left to an engine that can load by itself? None: it is not. To be
-    asked before a restoration is offered, since the engine does not resume its own read of a prefix
-    that was dropped for a restoration, and again while the engine reads. Changes nothing.
+    """Why should the engine load this prefix itself, instead of a restoration? None: restore it.
+    The executor asks before it offers a candidate, because the engine does not resume a read of its
+    own that was dropped for a restoration, and again while the engine reads. Changes nothing.
     """
 
     offer: RestoreOffered
-    """What would be offered."""
+    """The restore candidate."""
     view: StepView
-    """The request is not among its fresh ones."""
+    """The state of the engine. Its fresh tokens do not include this request's."""
 
 
 @message
 class Queued:
-    """A waiting request whose prefix is left to the engine."""
+    """A waiting request whose prefix the engine loads itself."""
 
     rid: str
     pages: int
-    """Pages of host memory that it needs below the device: there, in flight, or stored."""
+    """Host pages that its prefix needs: pages in host memory, in flight to it, or stored."""
     unread: bool
-    """Whether some of them are stored, and neither in host memory nor in flight."""
+    """Whether some of these pages are only in storage, neither in host memory nor in flight."""
 
 
 @message
 class ReadsDue(Question[tuple[str, ...]]):
-    """Which waiting requests have their stored pages read now? Changes nothing."""
+    """Which waiting requests' stored pages should be read into host memory now? Changes nothing."""
 
     queue: tuple[Queued, ...]
-    """In the order they run; it may end at the first that does not fit."""
+    """In the order they run. It may end at the first request that does not fit."""
     room: int
-    """Pages of host memory for prefixes of waiting requests."""
+    """Host pages available for prefixes of waiting requests."""
 
 
 @message
 class Waiter:
-    """A waiting request, and where its prompt lies: first on the device, then in host memory, then
-    in storage.
+    """A waiting request, and where its prompt is: the first tokens on the device, the next ones in
+    host memory, the next ones in storage. The rest has to be computed.
     """
 
     rid: str
@@ -444,67 +441,67 @@ class Waiter:
 
 @message
 class RunOrder(Question[tuple[str, ...]]):
-    """In which order should these requests run? The planner takes note of who came and who went."""
+    """In which order should these requests run? The planner records arrivals and departures."""
 
     waiting: tuple[Waiter, ...]
-    """All waiting requests, in the order they came."""
+    """All waiting requests, in the order of arrival."""
     now: float
 
 
 @message
 class ChunkBeside(Question[int]):
-    """How many tokens does this step's chunk of a long prompt that restores nothing compute, so
-    that waiting requests with less work run in the same step? The answer is a multiple of the page,
-    or all tokens that are left. While the chunk is shortened, other requests may prefill at most as
-    many tokens as the chunk has, and one that would need the chunk's slot is passed over. Changes
-    nothing.
+    """How many tokens should this step's chunk of a long prompt without a restoration compute, so
+    that waiting requests with less work can run in the same step? The answer is a multiple of the
+    page size, or all remaining tokens. While the chunk is shortened, other requests together may
+    prefill at most as many tokens as the chunk has, and a request that would itself need the
+    chunked-prefill slot is skipped. Changes nothing.
     """
 
     done_tokens: int
-    """Tokens of the prompt that are computed."""
+    """Tokens of the prompt that are computed already."""
     left_tokens: int
-    """Tokens of it that are left to compute."""
+    """Tokens of the prompt that are still to be computed."""
     most: int
-    """The most tokens of this chunk."""
+    """Upper bound of the chunk, in tokens."""
     room: int
-    """Device tokens that waiting requests may claim."""
+    """Device tokens that waiting requests can allocate."""
     waiting: tuple[Waiter, ...]
     """The requests after it in the queue, in order."""
 
 
 @message
 class HeldBack(Question[bool]):
-    """Should a request wait for a session that is about to return? It could be admitted, but pages
-    would have to leave the device for it. The planner takes note of a request that waits.
+    """Should this request wait for a session that will return soon? The request could be admitted,
+    but pages would have to be evicted for it. The planner records that the request waits.
     """
 
     request: Waiter
     host_empty: int
-    """Pages of host memory that hold nothing."""
+    """Host pages that hold no data."""
     now: float
 
 
 @message
 class SessionsWith(Question[tuple[str, ...]]):
-    """Which sessions have this page in their prompts, abandoned ones included? Changes nothing."""
+    """Which sessions, abandoned ones included, have this page in their prompts? Changes nothing."""
 
     key: PageKey
 
 
 @message
 class Hint:
-    """A client's statement on its session. None: no statement on that."""
+    """What a client says about its session. None: it says nothing about that field."""
 
     expected_delay_s: float | None = None
-    """When it will come back, in seconds from now if the session is idle, else from the end of its
-    turn.
+    """When the session's next turn will arrive, in seconds: from now if the session is idle,
+    otherwise from the end of its current turn.
     """
     priority: int | None = None
-    """Above 0 keeps its pages longer, each step as if it came back twice as soon; below 0 the other
-    way round. It holds until the next one.
+    """Above 0: its pages are kept longer. Each step of 1 counts as if the session returned in half
+    the time, each step below 0 as if in twice the time. It holds until another hint changes it.
     """
     ttl_s: float | None = None
-    """After this many seconds from now it will not come back; 0: it will not at all."""
+    """It will not return later than this many seconds from now; 0: not at all."""
     tool: str | None = None
     """The tool that its last turn called."""
 
@@ -515,14 +512,15 @@ class HintAnswer:
 
     accepted: bool
     reason: str = ""
-    """Why it was refused or changed; empty when it was taken as it was."""
+    """Why the hint was refused or changed; empty if it was accepted unchanged."""
     returns_at: float | None = None
-    """When its session is expected, in seconds of the executor's clock; None: it is not."""
+    """When the session is expected, in seconds of the executor's clock; None if it is not expected.
+    """
 
 
 @message
 class Hinted(Question[HintAnswer]):
-    """A client's hint. The planner takes note of it and answers with its effect."""
+    """A client's hint. The planner applies it and answers with its effect."""
 
     session: str
     hint: Hint
@@ -531,9 +529,7 @@ class Hinted(Question[HintAnswer]):
 
 @message
 class RulesTuned(Question[str | None]):
-    """Another number for the rules in a running server. The planner takes it and answers None, or
-    why it is refused.
-    """
+    """Changes a number of the rules in a running server. Answer: None, or why it is refused."""
 
     name: str
     """An attribute of the rules, one of those in `tuned`."""
@@ -545,27 +541,25 @@ class Tally:
     """The results of lookahead so far."""
 
     wasted_pages: int
-    """Pages prefetched to the device that left it unused."""
+    """Pages that were prefetched to the device and evicted unused."""
     overlaps: dict[str, int]
-    """Number of tests of whether a read is hidden behind compute, by result (`Overlaps.counts`)."""
+    """Predictions whether a transfer is hidden behind compute, by outcome (`Overlaps.counts`)."""
 
 
 class Planner(Protocol):
-    """The interface of ours and of the baselines it is compared with. Never blocks, never raises on
-    facts about unknown ids.
+    """The interface of kvtier's planner and of the baselines it is compared with. It never blocks,
+    and never raises on facts about unknown ids.
     """
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of a fact."""
+        """Records a fact."""
 
     def step(self, view: StepView) -> StepPlan:
-        """Decides a step. Claims made here hold until a fact ends them."""
+        """Decides a step. Pages reserved here stay reserved until a fact ends the command."""
 
 
 class Consulted(Planner, Protocol):
     """A planner that also answers questions between two steps, as a server needs it."""
 
     def query(self, question: Question[_A]) -> _A:
-        """Answers a question. A Hinted, a RulesTuned, a RunOrder and a HeldBack are taken note
-        of; the others change nothing.
-        """
+        """Answers a question. Only Hinted, RulesTuned, RunOrder and HeldBack change state."""

@@ -1,8 +1,8 @@
-"""The deciding half as a whole: it takes facts, keeps what they imply, answers each view with a
-plan, and questions between two steps.
+"""The planner: it receives facts, updates its state from them, and returns a plan for each view and
+an answer to each question between two steps.
 
-Deterministic to the bit: the same facts and views give the same plans, whatever the hash seed. One
-thread, no clock.
+It is deterministic to the bit: the same facts and views give the same plans, whatever the hash
+seed. One thread, no clock.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ _A = TypeVar("_A")
 
 
 class Planner:
-    """Restoration (`restore/`) and lookahead (`ahead/`), which share the learned bandwidths of
-    links.
+    """Restoration (`restore/`) and lookahead (`ahead/`), which share the learned link bandwidths.
 
-    `profile` is what `profile()` gave at the end of an earlier run: plain data, or None. `rules`
-    are those that `config.rules` names, unless they are given. Raises ConfigError when a class that
-    the settings name cannot be had.
+    `profile` is the result of `profile()` at the end of an earlier run, as plain data, or None.
+    `rules`, if given, replace those that `config.rules` names. Raises ConfigError if a class that
+    the settings name cannot be loaded.
     """
 
     def __init__(
@@ -69,12 +68,12 @@ class Planner:
             RulesTuned: self._tune,
         }
         self._blind = False
-        """No more lookahead: an error occurred once, so its map may be wrong, or the executor does
-        not keep it up to date any more.
+        """Lookahead is over: an error occurred, after which the map may be wrong, or the executor
+        no longer reports what the map needs.
         """
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of a fact. Facts about unknown requests change nothing but estimates."""
+        """Records a fact. Facts about unknown requests change nothing but the learned estimates."""
         try:
             self._restore.observe(fact)
             self._blind = self._blind or isinstance(fact, LookaheadEnded)
@@ -85,11 +84,11 @@ class Planner:
             raise
 
     def step(self, view: StepView) -> StepPlan:
-        """Decides this step. Loads and moves in the plan are claimed at once, chunks when a
+        """Decides this step. Loads and moves in the plan are reserved at once, chunks when a
         ChunkStarted reports them.
 
-        When it raises, here or in `observe`, all restorations end, and the caller ends their loads.
-        Loads that the caller never saw do not count as in flight for ever.
+        If this or `observe` raises, all restorations end, and the caller has to end their loads.
+        Loads that the caller never received do not count as in flight.
         """
         try:
             return self._decide(view)
@@ -98,24 +97,21 @@ class Planner:
             raise
 
     def query(self, question: Question[_A]) -> _A:
-        """Answers a question between two steps. A Hinted, RulesTuned, RunOrder and HeldBack are
-        noted.
-        """
+        """Answers a question. Only Hinted, RulesTuned, RunOrder and HeldBack change state."""
         answer: _A = self._answers[type(question)](question)
         return answer
 
     def _claimable(self, view: StepView, pages: int, until: float) -> int:
-        """How many of this many device pages a restoration may claim: none that another request or
-        a session needs before `until`. Where nothing is known of that, all that are free.
+        """How many of these `pages` device pages a restoration may allocate without taking one that
+        another request or a session needs before `until`. Without lookahead nothing is known of
+        that, and all free pages may be allocated.
         """
         if not self._ahead.active or self._blind:
             return min(pages, view.free_pages[Tier.DEVICE])
         return self._ahead.claimable(view, pages, until)
 
     def _held_back(self, question: HeldBack) -> bool:
-        """Whether a request waits for a session to return. Nothing is known of those where it does
-        not look ahead.
-        """
+        """Whether a request waits for a session to return; never without lookahead."""
         if self._blind:
             return False
         within_s = self._restore.patience_s(question)
@@ -143,12 +139,12 @@ class Planner:
 
     @property
     def pages(self) -> PageView:
-        """The pages it knows, to be read between its calls."""
+        """The map of pages, which an executor may read between two calls."""
         return self._ahead.map
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it knows of a request or a session for which pages could be moved."""
+        """Whether lookahead knows a request or a session for which pages could be moved."""
         return self._ahead.active and not self._blind
 
     def tally(self) -> Tally:
@@ -156,14 +152,14 @@ class Planner:
         return self._ahead.tally()
 
     def promised_s(self, question: LeftToEngine) -> float:
-        """What the restoration asked about is predicted to take, for reports: seconds until its
-        prompt is computed. Changes nothing.
+        """Predicted seconds until the prompt of this candidate would be computed if it were
+        restored, for reports. Changes nothing.
         """
         return self._restore.promised_s(question)
 
     def known(self, rid: str) -> dict[str, str]:
-        """What each part knows of a request, in words, for a developer: `queue` and `restoration`
-        in `restore/`, `lookahead` in `ahead/`, where there is something. Changes nothing.
+        """The planner's record of a request as text, for debugging: `queue` and `restoration` from
+        `restore/`, `lookahead` from `ahead/`, each if there is one. Changes nothing.
         """
         ahead = self._ahead.known(rid)
         return self._restore.known(rid) | ({} if ahead is None else {"lookahead": ahead})
@@ -174,11 +170,11 @@ class Planner:
 
     @property
     def restoring(self) -> tuple[str, ...]:
-        """Requests being restored, in the order they were offered."""
+        """Ids of the requests being restored, in the order in which they were offered."""
         return tuple(self._restore.restoring)
 
     def _left(self, view: StepView, plan: StepPlan) -> StepView:
-        """The view after the plan's loads have taken their pages."""
+        """The view, less the pages that the plan's loads take."""
         if not plan.loads or not view.free_pages:
             return view
         taken = sum(len(load.span) for load in plan.loads)
@@ -193,7 +189,7 @@ def make_planner(
     profile: Mapping[str, Any] | None = None,
     rules: Rules | None = None,
 ) -> Planner:
-    """The planner a configuration asks for. `profile`: what `Planner.profile` gave at the end of an
-    earlier run. `rules`: others than those it names.
+    """The planner for a configuration. `profile`: what `Planner.profile` returned at the end of an
+    earlier run. `rules`: replace those that the configuration names.
     """
     return Planner(config, engine, profile, rules)

@@ -1,13 +1,13 @@
-"""The engine that a plan has to fit."""
+"""Sizes of the engine for which plans are made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 WHOLE_LOAD_BYTES = 128 << 20
-"""Of a load far from the meeting on an accelerator: planning, claiming and counting one takes the
-scheduler's thread about as long for a page as for many. Smaller where pages are those of a real
-device at scale.
+"""Bytes of a load whose pages are far from the meeting page, on an accelerator. Planning and
+tracking a load takes the scheduler thread about as long for one page as for many. The value is
+smaller on a scaled-down model of a device, whose pages are smaller.
 """
 
 
@@ -15,8 +15,8 @@ device at scale.
 class EngineShape:
     """Sizes of the engine that do not change while it runs.
 
-    `chunk_tokens` is the most tokens of one prefill step. `staged` says that loads from below host
-    memory need a host page each while they are in flight.
+    `chunk_tokens`: upper bound of tokens in one prefill step. `staged`: loads from tiers below host
+    memory occupy a host page for each page in flight.
     """
 
     page_tokens: int
@@ -25,6 +25,6 @@ class EngineShape:
     layers: int = 1
     staged: bool = False
     whole_load_pages: int = 1
-    """Pages of a load far from the meeting where `load_tokens` are fewer."""
+    """Lower bound, in pages, of a load far from the meeting page (see `load_tokens`)."""
     accelerator: bool = False
-    """Whether forwards and copies go on after the call that launches them."""
+    """Whether forward passes and copies run asynchronously, after the call that launches them."""
