@@ -1,23 +1,25 @@
-"""What a planner goes by where there is a choice: a class, and how to write your own.
+"""The rules by which a planner decides where there is a choice, as a class, and how to write your
+own.
 
-    # my_rules.py, somewhere Python finds it
+    # my_rules.py, in a folder on Python's module path
     from sgl_kvtier.policy.rules import Rules
 
     class ShortFirst(Rules):
-        min_chunk_tokens = 64                                # other numbers: name them
+        min_chunk_tokens = 64                                # another number: set the attribute
 
-        def load_order(self, waiting):                       # other decisions: override them
+        def load_order(self, waiting):                       # another decision: override a method
             return sorted(waiting, key=lambda one: one.compute_s)
 
     {"policy": {"rules": "my_rules:ShortFirst"}}             in kvtier.json
 
-A server makes objects of the class, without arguments, when it starts. It refuses numbers of
-another type and methods that take other arguments. All ranks must decide the same: no clock, no
-randomness, no state that facts of one rank alone would change. What a method raises ends restoring
-and prefetching until the server is started again, not the server. Numbers are attributes of the
-class; `Rules(split_margin=0.1)` has another for one object, as tests and simulations use it.
+When a server starts, it makes an object of the class, without arguments. It refuses attributes of
+another type and methods with other parameters. All ranks must decide the same: use no clock, no
+randomness, and no state that changes with facts of one rank only. An exception in a method ends
+restoration and prefetching until the server is restarted, but not the server. Numbers are
+attributes of the class. `Rules(split_margin=0.1)` changes one for a single object, as tests and
+simulations do.
 
-More to learn from: sgl_kvtier/lab/rules.py has the rules of Cake, CacheFlow and TierKV.
+More examples: sgl_kvtier/lab/rules.py has the rules of Cake, CacheFlow and TierKV.
 """
 
 from __future__ import annotations
@@ -33,33 +35,33 @@ from sgl_kvtier.types import Link, Span, Tier
 
 
 class Ways(Protocol):
-    """One prefix that could be restored, with what each way is predicted to take: seconds from now,
-    worked out when they are asked for.
+    """Predictions about one prefix that could be restored: how long each way takes, in seconds from
+    now. They are computed when they are read.
     """
 
     @property
     def known(self) -> bool:
-        """Whether the costs of computing and the links' bandwidths were measured."""
+        """Whether the cost of prefill and the bandwidth of the links were measured."""
 
     @property
     def learns(self) -> bool:
-        """Whether a load by the engine itself would measure what is not known."""
+        """Whether the engine, by loading it itself, would measure what is not known."""
 
     @property
     def in_host(self) -> bool:
-        """Whether all of it lies in host memory."""
+        """Whether all of it is in host memory."""
 
     @property
     def shared(self) -> bool:
-        """Whether some of it comes over a network that other servers use."""
+        """Whether some of it is loaded over a network that other servers use."""
 
     @property
     def crowded(self) -> bool:
-        """Whether free device memory is too small for this request and the fresh ones."""
+        """Whether free device memory is too small for this request and those before it."""
 
     @property
     def compute_s(self) -> float:
-        """Computing all of it, less what its last chunk saves by taking the rest of the prompt."""
+        """Seconds to compute all of it, minus what its last chunk saves by including the suffix."""
 
     @property
     def own_s(self) -> float:
@@ -67,19 +69,19 @@ class Ways(Protocol):
 
     @property
     def load_s(self) -> float:
-        """Loading all of it."""
+        """Seconds to load all of it."""
 
     @property
     def both_s(self) -> float:
-        """Computing its front while its back is loaded, up to the best meeting page."""
+        """Seconds until it is there with its first pages computed and the others loaded."""
 
     @property
     def stalls_s(self) -> float:
-        """Seconds that computing this front takes from requests that decode; 0 where none does."""
+        """Seconds for which computing those first pages stops decoding; 0 if nothing decodes."""
 
 
 class Waiting(Protocol):
-    """A request that is being restored and could be loaded for."""
+    """A request that is being restored and has pages to load."""
 
     @property
     def rid(self) -> str:
@@ -87,34 +89,34 @@ class Waiting(Protocol):
 
     @property
     def order(self) -> int:
-        """The place of its offer among all offers: lower came earlier."""
+        """Sequence number of its restore candidate: lower came earlier."""
 
     @property
     def compute_s(self) -> float:
-        """Seconds that computing the rest of its prefix would take."""
+        """Seconds to compute the rest of its prefix."""
 
 
 class ToCome(Protocol):
-    """A run to come: of a waiting request, or of a session that is expected back."""
+    """A future run: of a waiting request, or of a session that is expected to return."""
 
     @property
     def owner(self) -> str:
-        """Whose pages they are."""
+        """Name of the owner of the pages."""
 
     @property
     def steps(self) -> int:
-        """Iterations before it; 0: it runs in this one."""
+        """Number of iterations before it; 0: it runs in this one."""
 
     @property
     def window_s(self) -> float:
-        """Seconds those take."""
+        """Seconds that these iterations take."""
 
 
 class Desk(Protocol):
-    """One step of prefetching: what there is to know, and how to ask for pages."""
+    """One step of prefetching, as rules see it: its state, and the call that prefetches pages."""
 
     lookahead: int
-    """K, for reports."""
+    """K, for reports: how many iterations ahead pages are prefetched."""
 
     @property
     def now(self) -> float:
@@ -122,128 +124,125 @@ class Desk(Protocol):
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of one iteration, as of late."""
+        """Recent duration of one iteration, in seconds."""
 
     def lacks(self, turn: ToCome) -> Sequence[tuple[Span, Tier | None]]:
-        """Runs of its pages that are not in device memory, with each one's tier, if any."""
+        """Spans of its pages that are not on the device, each with the nearest tier that holds it;
+        None: in flight to host memory.
+        """
 
     def paused(self, turn: ToCome) -> bool:
-        """Whether nothing is moved for it because a move has failed a moment ago."""
+        """Whether nothing is moved for it at present because a recent move failed."""
 
     def page_s(self, link: Link) -> float:
         """Seconds that one page takes over an idle link."""
 
     def judge(self, turn: ToCome, pages: int, transfer_s: float, window_s: float) -> None:
-        """Notes a prediction: `pages` take `transfer_s` seconds, hidden within `window_s`."""
+        """Records a prediction: moving `pages` takes `transfer_s`, hidden if within `window_s`."""
 
     def bring(self, turn: ToCome, pages: Span, source: Tier) -> None:
-        """Moves as many of these pages to device memory as find room, from the first on."""
+        """Prefetches these pages to the device, from the first on, as many as fit."""
 
 
 class Rules:
-    """kvtier's own rules. A subclass overrides what it decides otherwise."""
+    """kvtier's rules. A subclass overrides what it decides differently."""
 
     # --- restoring: numbers -----------------------------------------------------------------------
 
     balanced_chunks: bool = True
-    """Chunks are cut so that compute and loads meet together, and loads that compute would reach
-    first are cancelled. False: whole chunks, until the next page is taken by a load.
+    """Chunks are cut so that compute and loads finish together, and loads that compute would reach
+    first are cancelled. False: chunks have full size, up to the next loaded or loading page.
     """
     split_margin: float = 0.02
-    """Computing and loading together must be predicted to save this share of the faster of the two:
-    less is within the predictions' error.
+    """Computing and loading together must be predicted to save at least this share of the faster of
+    the two. A smaller gain is within the error of the prediction.
     """
     split_gain_s: float = 0.005
-    """And at least this many seconds: the cost of splitting itself."""
+    """It must also save at least this many seconds, the cost of splitting itself."""
     queue_charge: float = 1.0
-    """Extra weight of computing per request that waits: computing delays them all, while loading
-    does not.
-    """
+    """Extra weight of a second of compute per waiting request: it delays them, loading does not."""
     decode_charge: float = 0.0
-    """Extra weight of computing per request that decodes: each stands still for a whole chunk. None
-    here: `policy.max_stall_ms` bounds their gaps (docs/results/restore.md has both).
+    """Extra weight of a second of compute per decoding request, which stops for a whole chunk. 0,
+    since `policy.max_stall_ms` bounds the gaps (docs/results/restore.md compares both).
     """
     stall_worth: float = 0.35
-    """While other requests decode, computing a front has to save this share of the seconds that it
-    takes from them, compared with loading all.
+    """While other requests decode, computing and loading together has to save at least this share
+    of the seconds for which it stops them, compared with loading everything.
     """
     overtaking: float = 2.0
-    """Shorter requests overtake one that waits for this many times the predicted work that stood
-    before it when it came, its own included. 0: requests run in the order of arrival. With less,
-    sessions that compete for memory soon run in turn and push each other's pages out
-    (docs/results/emulated-h100.md has 1, 2 and 3).
+    """How long shorter requests can overtake a waiting request, as a multiple of the predicted work
+    before it when it arrived, its own included. 0: requests run in the order of arrival. With a
+    smaller value, sessions that compete for memory soon run one after the other and evict each
+    other's pages (docs/results/emulated-h100.md compares 1, 2 and 3).
     """
     clearly: float = 0.8
-    """A request goes before an earlier one when its urgency is below this share of that one's. With
-    less between them the order would change with every page that lands, and pages read for one
-    would leave for another's.
+    """A request goes before an earlier one if its urgency is below this share of the earlier one's.
+    Without that margin the order would change with every page that is loaded, and pages read for
+    one request would be evicted for another.
     """
     holding: float = 0.25
-    """A request that would push pages out of host memory waits for a session that should return
-    within this many times the request's own work: that runs first, from memory. 0: none waits. More
-    pays where sessions return in a moment, and costs where they pause for seconds
-    (docs/results/emulated-h100.md, docs/results/simulator.md).
+    """A request that would evict pages from host memory waits for a session that is expected within
+    this many times the request's own work, so that the session runs first, from memory. 0: no
+    request waits. A larger value helps if sessions return at once, and costs if they pause for
+    seconds (docs/results/emulated-h100.md, docs/results/simulator.md).
     """
     beside: float = 0.25
-    """While requests with clearly less work wait, the chunk of a prompt that restores nothing has
-    this share of a step's tokens, and those requests have as much together. They wait for the whole
-    step, and a quarter costs hardly more time per token. 0: the chunk takes all tokens, as SGLang's
-    own.
+    """While requests with clearly less work wait, the chunk of a prompt without a restoration has
+    this share of a step's tokens, and those requests together get as many. All wait for the whole
+    step, and a quarter costs hardly more time per token. 0: the chunk uses all tokens.
     """
     min_chunk_tokens: int = 32
-    """The smallest chunk worth its fixed cost while loads are in flight."""
+    """The smallest chunk that is worth its fixed cost while loads are in flight."""
     load_horizon_s: float = 0.3
-    """Loads and prefetches cover this many seconds of a link's time: longer than most steps, and
-    short enough that later ones are decided with newer facts.
+    """Loads and prefetches cover this many seconds of a link's time: longer than most steps, but
+    short enough that later ones are decided on newer facts.
     """
     load_patience: float = 2.0
-    """A load may take this many times as long as its link is predicted to need for earlier loads
-    and for itself, before `policy.load_deadline_s` more.
+    """A load is late after this many times the predicted time of earlier loads on its link and of
+    its own, plus `policy.load_deadline_s`.
     """
     yields_to_fresh: bool = True
-    """Requests that restore nothing are prefilled before one that can go on loading (Cake, section
-    4), for `max_yields` steps in a row.
+    """Requests without a restoration are prefilled before a restoration that still has loads in
+    flight (Cake, section 4), for at most `max_yields` steps in a row.
     """
     max_yields: int = 4
-    """Steps in a row for which a restoration may yield so."""
+    """Number of steps in a row in which a restoration yields to them."""
 
     # --- prefetching: numbers ---------------------------------------------------------------------
 
     shares_links: bool = True
-    """Pages are charged to links one after the other, and nothing is prefetched from a device that
-    a restoration reads; False: as if each had the link to itself.
+    """Transfers share a link, one after the other, and nothing is prefetched from a device that a
+    restoration reads. False: each transfer is planned as if it had the link to itself.
     """
     prefetch_margin: float = 0.25
-    """Links are taken to be this share slower than measured, so that pages come in time."""
+    """Links are assumed to be slower than measured by this share, so that pages arrive in time."""
     scheduling_slack_s: float = 0.0001
-    """How late a prefetched page may come (TierKV's delta)."""
+    """Seconds by which a prefetched page may be late (TierKV's delta)."""
     lookahead: int = -1
-    """K: iterations ahead whose requests' pages are prefetched to device memory; 0 = none,
-    -1 = from measured speeds.
+    """K: pages of requests that run within this many iterations are prefetched to the device. 0:
+    none. -1: derived from measured speeds.
     """
     lookahead_ssd: int = -1
-    """Iterations ahead whose requests' pages are prefetched from storage to host memory; -1 = from
-    measured speeds.
-    """
+    """The same for prefetches from storage to host memory. -1: derived from measured speeds."""
     demote_after_s: float = 10.0
-    """Pages of sessions expected back later than this get a copy in a lower tier early, so that
-    they can leave at once.
+    """Pages of sessions that are expected after this many seconds are copied to a lower tier early,
+    so that they can be evicted at once.
     """
 
     tuned: tuple[str, ...] = ()
-    """Numbers that may be changed in a running server, by the name kvtier.rules.NAME in POST
-    /set_internal_state. `tune` is called with them.
+    """Numbers that can be changed in a running server, under the name kvtier.rules.NAME in POST
+    /set_internal_state, which calls `tune`.
     """
 
     def __init__(self, **numbers: object) -> None:
-        """`numbers`: attributes with another value than the class's."""
+        """`numbers`: attributes whose values differ from the class's."""
         for name, value in numbers.items():
             if not hasattr(self, name):
                 raise TypeError(f"{type(self).__name__} has no {name}")
             setattr(self, name, value)
 
     def tune(self, name: str, value: float) -> None:
-        """Changes one of `tuned` in a running server. Raises ValueError to refuse the value."""
+        """Changes a number of `tuned` in a running server. Raises ValueError to refuse a value."""
         old = getattr(self, name)
         if isinstance(old, int):
             if value != int(value):
@@ -254,11 +253,11 @@ class Rules:
     # --- restoring: decisions ---------------------------------------------------------------------
 
     def mode(self, ways: Ways) -> tuple[Mode, str]:
-        """How to restore a prefix where `policy.restore` is auto, and why, in a few words.
-        Computing it is no restoration, and has no fixed overhead.
+        """How to restore a prefix if `policy.restore` is auto, and why, in a few words. Computing
+        it is no restoration and has no fixed overhead.
         """
         if not ways.known:
-            return Mode.BOTH, "not measured yet"  # it adapts by itself
+            return Mode.BOTH, "not measured yet"  # the meeting page adapts to what is measured
         compute_s, load_s = ways.compute_s - ways.own_s, ways.load_s
         stalls_s = ways.stalls_s if load_s <= compute_s else 0.0
         if self.split_wins(ways.both_s, min(compute_s, load_s), stalls_s):
@@ -268,17 +267,19 @@ class Rules:
         return Mode.COMPUTE, "computing is faster"
 
     def why_declined(self, ways: Ways) -> str | None:
-        """Why a prefix is left to an engine that can load by itself, where `policy.restore` is
-        auto, or None.
+        """Why the engine should load a prefix itself if `policy.restore` is auto, or None: it stays
+        a restore candidate.
 
-        Such an engine copies pages from host memory in the step that admits the request, and reads
-        the rest ahead into host memory. So where all pages are to be loaded anyway, it needs no
-        device slots before the request's turn, and no step to splice pages in. Restoring has to
-        beat loading, with its fixed overhead; computing everything is no
-        alternative for pages that lie in host memory. Where the device is crowded, loads into it
-        would only evict pages that are about to be used. What comes over a network is not left, nor
-        where the device is crowded and computing is faster: other servers use it too, and an engine
-        that loads does not begin to compute when it becomes slow.
+        SGLang copies pages from host memory in the step that admits the request, and before that it
+        reads stored pages into host memory. If all pages are to be loaded anyway, SGLang therefore
+        needs no device slots before the request's turn and no step to attach pages. Restoring has
+        to be faster than loading by more than its fixed overhead. For pages in host memory,
+        computing everything is no alternative. If the device is crowded, loading into it would only
+        evict pages that are about to be used.
+
+        A prefix that is loaded over a network, which other servers use too, stays a candidate,
+        since SGLang would not switch to computing if the network became slow. On a crowded device
+        it does so only if computing is faster.
         """
         if ways.crowded and not (ways.shared and ways.known and ways.compute_s < ways.load_s):
             return "no room"
@@ -294,52 +295,50 @@ class Rules:
         return "host memory" if ways.in_host else "loading is faster"
 
     def split_wins(self, both_s: float, single_s: float, stalls_s: float = 0.0) -> bool:
-        """Whether computing and loading together saves enough of what one resource alone takes.
-        `stalls_s`: seconds of computing for which others stand still, and would not otherwise.
+        """Whether computing and loading together saves enough compared with one of them alone.
+        `stalls_s`: additional seconds for which decoding requests would stop.
         """
         least_s = max(self.split_margin * single_s, self.split_gain_s, self.stall_worth * stalls_s)
         return both_s <= single_s - least_s
 
     def load_order(self, waiting: Sequence[Waiting]) -> Sequence[Waiting]:
-        """Whom links load for first. Given in the order they run; who is left out gets no loads in
-        this step.
+        """The order in which links load for requests, given in the order in which these run. A
+        request that is omitted gets no loads in this step.
         """
         return waiting
 
     def urgency(self, request: Waiter, work_s: float, waited_s: float) -> float:
-        """What waiting requests are ordered by, the least first: a number above 0, by default the
-        seconds until its prompt is there with links and compute to itself (`work_s`). `waited_s`:
-        seconds since it came. Which requests may be overtaken, and for how long, is `overtaking`.
+        """The key by which waiting requests are ordered, smallest first: a number above 0. By
+        default it is `work_s`, the seconds until the prompt is computed if it has links and compute
+        to itself. `waited_s`: seconds since its arrival. `overtaking` bounds the effect.
         """
         del request, waited_s
         return work_s
 
     def computed_share(self) -> float | None:
-        """The share of a prefix that is computed, whatever happens, of an offer taken now; None: it
-        is decided on the way. Asked where `policy.restore` is both.
+        """The share of a prefix that is always computed, for a candidate that is restored now;
+        None: each step decides. Used if `policy.restore` is both.
         """
         return None
 
     # --- prefetching: decisions -------------------------------------------------------------------
 
     def prefetch(self, desk: Desk, turns: Sequence[ToCome]) -> bool:
-        """Brings pages of the next turns, which are in the order of their windows; False: the
-        planner does, by deadline.
+        """Prefetches pages for the next runs, given in order of their windows. False: the planner
+        does it instead, by deadline.
         """
         del desk, turns
         return False
 
 
 def rules_of(name: str) -> Rules:
-    """The rules that `policy.rules` asks for. Raises ConfigError for a class that does not fit."""
+    """The rules that `policy.rules` names. Raises ConfigError if the class does not fit."""
     made: Rules = load_class("policy.rules", name, _unfit)() if name else Rules()
     return made
 
 
 def tune(rules: Rules, name: str, value: float) -> str | None:
-    """Changes a number of these rules in a running server. Why not, or None: they have none that
-    may be changed so, or refuse the value.
-    """
+    """Changes a number of these rules in a running server. Returns None, or why it is refused."""
     if name not in rules.tuned:
         return (
             f"{type(rules).__name__} has no {shown(name)} that can be changed in a running server"
@@ -356,7 +355,7 @@ _ASKED = {
     for name, method in vars(Rules).items()
     if isfunction(method) and not name.startswith("_")
 }
-"""The methods, with how many arguments each is given."""
+"""The methods of Rules, each with its number of arguments."""
 
 
 def _unfit(made: object) -> str | None:
@@ -373,7 +372,7 @@ def _unfit(made: object) -> str | None:
 
 
 def _wrong_kind(own: object, value: object) -> str | None:
-    """What an attribute must be that is another kind of thing than kvtier's own, or None."""
+    """What kind of value an attribute needs instead, or None if it fits."""
     if isinstance(own, bool):
         return None if isinstance(value, bool) else "True or False"
     if isinstance(own, int):

@@ -1,3 +1,3 @@
-"""Restoring a request: whether it pays, where both ends meet, and which request gets the prefill
-slot.
+"""Restoration of requests: whether it pays, where the prefill and load cursors meet, and which
+request gets the chunked-prefill slot.
 """

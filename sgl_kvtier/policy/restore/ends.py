@@ -1,6 +1,6 @@
-"""The two ends of restorations in one step. Compute: which request gets the engine's slot, how long
-the next chunk is, which loads are cancelled. Loads: which pages are loaded next, so that every link
-has enough to do until well after the next step.
+"""The decisions of one step about the two ends of all restorations. Compute: which request gets the
+chunked-prefill slot, how long its next chunk is, which loads are cancelled. Loads: which pages are
+loaded next, so that every link has enough work until well after the next step.
 """
 
 from __future__ import annotations
@@ -18,64 +18,60 @@ from sgl_kvtier.types import Link, Span, Tier
 
 _STEP_COVER: Final = 1.5
 _STEP_COVER_ALONE: Final = 3.0
-"""Loads cover this many times the predicted time until the next step, so that no link waits for a
-plan. A restoration that is alone gets as many as a link that has become this much faster needs:
-those that compute reaches first are cancelled.
+"""Loads cover this many times the predicted time until the next step, so that no link becomes idle
+before it. A single restoration gets more, enough for a link that turns out this much faster; loads
+that compute reaches first are cancelled.
 """
 _LONGEST_STUCK_S: Final = 2.0
-"""A waiting request whose loads find no free memory for this many seconds computes its pages."""
+"""A waiting request whose loads have found no free memory for this many seconds is computed."""
 _FIXED_SHARE: Final = 0.1
-"""Bounded chunks are long enough that their fixed cost is at most this share of their time."""
+"""The fixed cost of a chunk cut by `policy.max_stall_ms` is at most this share of its time."""
 _WORTH_ASKING: Final = 2
-"""Cancelling loads has to gain this many of the shortest chunks; otherwise compute waits for
-them.
-"""
+"""Loads are cancelled only if that gives compute this many chunks of minimum size."""
 _LOAD_S: Final = 0.02
-"""Seconds that the last loads before the meeting take at most, unless they are one page: the front
-may have to wait for all of one.
+"""The last loads before the meeting page take at most this many seconds each, or are a single page,
+since compute may have to wait for a whole load.
 """
 _NEAR: Final = 4
-"""A load is at most this fraction of the pages left to the meeting: far from it loads are whole, so
-that their latency is rarely paid.
+"""A load is at most 1/_NEAR of the pages left to the meeting page. Loads far from it have full
+size, so that their latency is rarely paid.
 """
 _PROBES: Final = 2
-"""Transfers begun on a link that was never measured."""
+"""Transfers in flight on a link that was never measured."""
 _UNBOUNDED: Final = 1 << 40
-"""Pages of a tier that the view does not count."""
+"""Free pages of a tier that the view does not list."""
 
 
 class Floor(NamedTuple):
-    """Down to which page a stage should be loaded."""
+    """The page down to which a stage should be loaded."""
 
     first: int
     """The first page of the stage."""
     lowest: int
-    """The lowest page of it that should be loaded."""
+    """The lowest page of the stage that should be loaded."""
 
 
 class LoadBounds(NamedTuple):
     """Which pages of a restoration may be loaded in this step."""
 
     lowest: int
-    """The lowest page that may be loaded: compute takes those below."""
+    """The lowest page that may be loaded; pages below are computed."""
     floors: tuple[Floor, ...]
-    """The lowest that should be, of each stage, the lowest stage first."""
+    """The lowest page that should be loaded of each stage, the lowest stage first."""
     split: Split
-    """Where its ends meet."""
+    """The predicted meeting page."""
 
 
 class Chunks:
-    """Decides the front of each restoration. Chunks are claimed when a ChunkStarted reports
-    them.
-    """
+    """Decides the chunks of restorations. A chunk is reserved when a ChunkStarted reports it."""
 
     def __init__(self, state: Restorations, outlook: Outlook) -> None:
         self._state = state
         self._outlook = outlook
 
     def decide(self, view: StepView) -> tuple[list[Compute], tuple[Cancel, ...]]:
-        """The commands for the slot's holder, or for the request that could get the slot, and for
-        complete requests, which need no slot.
+        """The commands for the request in the slot, or for the one that could get it, and for
+        requests that are completely loaded and need no slot.
         """
         items, complete = self._state.items, self._state.complete
         computes = list(complete.values())
@@ -93,9 +89,7 @@ class Chunks:
         return computes, tuple(cancels)
 
     def unstuck(self, compute: Compute, view: StepView) -> Compute:
-        """Waiting makes sense only while loads of the request are in flight; otherwise the front
-        goes on.
-        """
+        """Replaces a wait by a chunk if no load of the request is in flight for which to wait."""
         item, engine = self._state.items[compute.rid], self._state.engine
         if compute.tokens != 0 or item.pointer.loading or view.prefill_tokens < engine.page_tokens:
             return compute
@@ -107,9 +101,9 @@ class Chunks:
         return Compute(compute.rid, compute.splice, min(barrier, whole, budget))
 
     def within_stall_bound(self, compute: Compute, view: StepView) -> Compute:
-        """Keeps the gap that chunks of restorations are predicted to make between two tokens of
-        running requests below `policy.max_stall_ms`. A chunk takes no longer, and a step without
-        one comes before it where the last ones leave no time for it.
+        """Keeps the gap that restorations' chunks are predicted to cause between two output tokens
+        of running requests below `policy.max_stall_ms`. It cuts the chunk, or defers it by one step
+        if earlier chunks have used up the time.
         """
         state, page = self._state, self._state.engine.page_tokens
         item, start = state.items[compute.rid], compute.splice.stop * page
@@ -136,9 +130,8 @@ class Chunks:
         return self._state.cost.cost.chunk_seconds(start, _piece(tokens, pieces, page))
 
     def waited_long(self, compute: Compute, view: StepView) -> bool:
-        """Whether a request without a slot has waited long with no load in flight; notes when that
-        began. Memory for its loads is usually free a moment later, but other requests may claim it
-        again and again.
+        """Whether a request without a slot has waited long with no load in flight; records when
+        that began. Memory for its loads is usually free soon, but others may take it each time.
         """
         item = self._state.items[compute.rid]
         if compute.tokens != 0 or item.pointer.loading:
@@ -148,9 +141,7 @@ class Chunks:
         return 0 <= item.stuck_since <= view.now - _LONGEST_STUCK_S
 
     def _wants_slot(self, item: Restoration, view: StepView) -> bool:
-        """A request that was to be loaded only starts computing as well when that has become
-        faster.
-        """
+        """Whether a request should compute. Changes LOAD to BOTH once that has become faster."""
         state = self._state
         if item.mode is Mode.LOAD and state.config.restore != "load":
             forecast = self._outlook.forecast(view, self._outlook.compute_at_s(view, item))
@@ -170,7 +161,7 @@ class Chunks:
         if item.fixed_meet >= 0:
             return Compute(item.rid, run, self._up_to_fixed(item, view, run.stop, barrier)), []
         if not barrier:
-            # The page at the front is being loaded: the only decision is whether to cancel that
+            # The page at the prefill cursor is loading. The only decision is whether to cancel that
             # load.
             if not rules.balanced_chunks or run.stop < item.copied:
                 return Compute(item.rid, run, 0), []
@@ -183,8 +174,8 @@ class Chunks:
             and barrier == (item.pointer.units - run.stop) * page
             and not self._yields(view)
         ):
-            # Nothing loads and nothing will: the engine's own chunks, which include the suffix, are
-            # the best.
+            # Nothing is loading or will be loaded. The engine's own chunks are best, since they
+            # include the rest of the prompt.
             return Compute(item.rid, run, None), []
         tokens = chunk_tokens(split, barrier, engine, rules)
         cancels = (
@@ -203,8 +194,8 @@ class Chunks:
     def _up_to_fixed(
         self, item: Restoration, view: StepView, start: int, barrier: int
     ) -> int | None:
-        """Tokens of the next chunk of a request whose meeting page is fixed: after that page only
-        pages that failed to load are computed.
+        """Tokens of the next chunk of a request with a fixed meeting page. Above that page only
+        pages whose load failed are computed.
         """
         page = self._state.engine.page_tokens
         whole = self._state.engine.chunk_tokens // page * page
@@ -218,8 +209,8 @@ class Chunks:
         return self._within_budget(item, view, min(-(-mine // chunks) * page, barrier))
 
     def _within_budget(self, item: Restoration, view: StepView, tokens: int) -> int:
-        """Fresh prefill goes first while the restoration can go on loading, for a bounded number of
-        steps in a row (Cake 4).
+        """Limits a chunk to the step's budget. Fresh prefill goes first while the restoration has
+        loads in flight, for a limited number of steps in a row (Cake, section 4).
         """
         state, page = self._state, self._state.engine.page_tokens
         tokens = min(tokens, view.prefill_tokens // page * page)
@@ -239,9 +230,7 @@ class Chunks:
     def _cancel_slow_loads(
         self, item: Restoration, view: StepView, tokens: int, barrier: int, front: int
     ) -> list[Cancel]:
-        """Cancels loads that compute would reach before the link does, as far as they were not
-        begun.
-        """
+        """Cancels loads that have not started and that compute would overtake."""
         engine = self._state.engine
         least = _WORTH_ASKING * self._state.rules.min_chunk_tokens
         reach = front + barrier // engine.page_tokens
@@ -259,8 +248,8 @@ class Chunks:
             taken_back=True,
         ).meet
         if tokens and not any(rid != item.rid for rid in view.waiting):
-            # While this chunk runs no load can begin. So a link that becomes faster meanwhile must
-            # not run out of work where no other request needs loads.
+            # No load can begin while this chunk runs. So if no other request needs loads, leave the
+            # link enough work even if it becomes faster meanwhile.
             meet = min(meet, reach + self._spare_pages(item, reach, front, tokens))
         if (meet - reach) * engine.page_tokens < least:
             return []
@@ -272,9 +261,9 @@ class Chunks:
         return [Cancel(item.rid, Span(reach, stop))]
 
     def _spare_pages(self, item: Restoration, reach: int, front: int, tokens: int) -> int:
-        """Number of the request's pages in flight that could be cancelled without leaving the link
-        idle. The link is the one that brings page `reach`. While a chunk of `tokens` at page
-        `front` runs, it is given work for `step_cover` times the chunk's duration.
+        """Number of the request's pages in flight that can be cancelled without idling the link
+        that loads page `reach`. The link keeps work for `step_cover` times the duration of a chunk
+        of `tokens` tokens at page `front`.
         """
         state = self._state
         link = next(LINK_OF[tier] for source, tier in item.sources if reach in source)
@@ -285,18 +274,18 @@ class Chunks:
 
 
 def _piece(tokens: int, pieces: int, page: int) -> int:
-    """Tokens of one of equal pieces, in whole pages."""
+    """Size in tokens of one of `pieces` equal pieces, rounded up to whole pages."""
     return tokens if pieces == 1 else max(page, math.ceil(tokens / pieces / page) * page)
 
 
 def step_cover(state: Restorations) -> float:
-    """A link should have work for this many times the time until the next step."""
+    """The multiple of the time until the next step for which a link should have work."""
     alone = state.rules.balanced_chunks and len(state.items) == 1
     return _STEP_COVER_ALONE if alone else _STEP_COVER
 
 
 class Loads:
-    """Decides the back of each restoration. Loads it returns are claimed at once."""
+    """Decides the loads of restorations. Loads that it returns are reserved at once."""
 
     def __init__(self, state: Restorations, outlook: Outlook, chunks: Chunks) -> None:
         self._state = state
@@ -305,7 +294,7 @@ class Loads:
         self._reorders = type(state.rules).load_order is not Rules.load_order
 
     def decide(self, view: StepView, computes: list[Compute]) -> tuple[Load, ...]:
-        """Loads until every link has enough to do, in the rules' order."""
+        """Loads in the order of the rules, until every link has enough work."""
         state, outlook, now = self._state, self._outlook, view.now
         busy_s = outlook.busy_s(view)
         horizon_s = max(
@@ -318,8 +307,8 @@ class Loads:
             return ()
         free = dict(view.free_pages)
         if Tier.DEVICE in free:
-            # The pages of a chunk that the slot's holder may yet be granted are kept for it: loads
-            # of other requests must not take them.
+            # Keep the pages of the chunk that the request in the slot may be granted: loads of
+            # other requests must not take them.
             granted = [
                 self._chunks.unstuck(compute, view) if compute.rid == view.slot else compute
                 for compute in computes
@@ -329,7 +318,7 @@ class Loads:
             )
         loads: list[Load] = []
         ending = {compute.rid: compute for compute in computes}
-        # Compute reaches a request after those before it in the queue: the later its turn, the more
+        # Compute reaches a request after those before it in the queue. The later its turn, the more
         # of it is loaded.
         ahead_s, fresh_s = busy_s, 0.0
         for item in self._in_io_order(view):
@@ -346,9 +335,7 @@ class Loads:
         return tuple(loads)
 
     def _step_seconds(self, view: StepView, computes: list[Compute]) -> float:
-        """Seconds of prefill in the step being decided: chunks of restorations, and fresh prefill
-        as far as it fits in.
-        """
+        """Seconds of prefill in this step: restorations' chunks, and fresh prefill that fits."""
         cost, engine = self._state.cost.cost, self._state.engine
         left, seconds = view.prefill_tokens, 0.0
         for compute in computes:
@@ -368,9 +355,7 @@ class Loads:
         return compute.splice.stop + compute.tokens // self._state.engine.page_tokens
 
     def _full(self, link: Link, now: float, horizon_s: float) -> bool:
-        """Whether a link has enough to do. A link that was never measured gets a few transfers to
-        measure it.
-        """
+        """Whether a link has enough work; a link that was never measured gets a few transfers."""
         if not self._state.bandwidth.known(link):
             return self._state.links.transfers(link) >= _PROBES
         return self._state.links.backlog_seconds(link, now) >= horizon_s
@@ -378,8 +363,8 @@ class Loads:
     def _bounds(
         self, item: Restoration, view: StepView, proposed: Compute | None, ahead_s: float
     ) -> LoadBounds:
-        """Pages that compute is predicted to reach first should not be loaded, except copies from
-        host memory that compute waits for.
+        """The pages of this restoration that may and that should be loaded. Those that compute is
+        predicted to reach first should not be, except copies from host memory that compute awaits.
         """
         rules, outlook = self._state.rules, self._outlook
         split = outlook.held(item) or outlook.meeting(item, view, ahead_s, item.pointer.front)
@@ -399,7 +384,8 @@ class Loads:
         if charge > 1 and any(stage.meet > lowest for stage in stages):
             charged = outlook.meeting(item, view, ahead_s, item.pointer.front, charge=charge)
             stages = charged.stages or (Meeting(0, charged.meet, least),)
-        # What was loaded may be attached up to the end only: then all after it is loaded too.
+        # If loaded pages can be attached only up to the end, all pages above a loaded one are
+        # loaded too.
         most = item.pointer.barrier() if item.pointer.whole else item.pointer.units
         floors = (
             Floor(first, max(lowest, min(meet, most) if tokens >= least else first))
@@ -416,9 +402,7 @@ class Loads:
         free: dict[Tier, int],
         loads: list[Load],
     ) -> None:
-        """Adds loads of this request, from the end of every stage down to its floor, until its
-        links have enough to do.
-        """
+        """Adds loads from the end of each stage down to its floor, while its links have time."""
         config, engine, readers = self._state.config, self._state.engine, self._state.readers
         links, rid, take_back = self._state.links, item.rid, item.pointer.take_back
         device, host = free.get(Tier.DEVICE, _UNBOUNDED), free.get(Tier.HOST, _UNBOUNDED)
@@ -457,8 +441,8 @@ class Loads:
             readers[link] -= 1
 
     def _group(self, link: Link) -> int:
-        """Pages per load: as many as configured, fewer on a slow link. The papers' rules have no
-        such limit, and where nothing is computed no end waits at a meeting.
+        """Pages per load: as many as configured, fewer on a slow link. Not reduced for the rules of
+        the papers, and if nothing is computed, since then no compute waits for a load.
         """
         state = self._state
         most = max(1, state.config.load_tokens // state.engine.page_tokens)
@@ -481,8 +465,8 @@ class Loads:
 
 
 def _parts(span: Span, floor: int, least: int, most: int) -> list[Span]:
-    """Splits a span into loads, the last pages first: `most` pages each far above the meeting at
-    `floor`, `least` near it.
+    """Splits a span into loads, the last pages first. Far above the meeting page `floor` they have
+    `most` pages each, near it `least`.
     """
     parts, lowest, stop = [], span.start, span.stop
     while stop > lowest:

@@ -1,10 +1,10 @@
-"""Predictions: what each way to restore a request takes, when compute can reach it, and where the
-two ends of each restoration should meet.
+"""Predictions: how long each way to restore a request takes, when compute can reach it, and where
+the prefill and load cursors of each restoration should meet.
 
 All predictions are seconds from now. Compute of a request can begin `compute_at_s` from now, and
-each link has a backlog. The best meeting page is where both ends are predicted to finish together.
-That is CacheFlow Eq. 1 with a cost curve instead of a constant rate, so that it reaches T_opt and
-not only T* = Tc Tl / (Tc + Tl).
+each link has a backlog. The best meeting page is the one at which compute and loads are predicted
+to finish together. That is CacheFlow Eq. 1 with a cost curve instead of a constant rate, so that it
+reaches T_opt and not only T* = Tc Tl / (Tc + Tl).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span, Tier
 
 _MOST_CHARGED: Final = 8
-"""At most this many waiting requests are charged for, and as many that decode."""
+"""Compute is weighted for at most this many waiting requests, and as many decoding ones."""
 
 
 class Forecast:
-    """Predicted finish times of one restoration, from the learned costs and the state of links and
-    compute.
+    """Predicted finish times of a restoration, given the learned costs, the backlog of each link,
+    and the time until compute is free.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Forecast:
         )
 
     def one_chunk_less(self, item: Restoration) -> float:
-        """Seconds that computing all saves where its last chunk takes the rest of the prompt along;
-        after loaded pages that is a chunk of its own.
+        """Seconds that computing everything saves because its last chunk includes the rest of the
+        prompt. After loaded pages, that rest needs a chunk of its own.
         """
         span, chunk, page = (
             item.remaining_span(),
@@ -79,8 +79,8 @@ class Forecast:
         return (apart - math.ceil((prefix + rest) / chunk)) * self._cost.fixed_s
 
     def load_only(self, item: Restoration) -> float:
-        """Seconds until all open pages are loaded, after the work that their links have already.
-        After a hole nothing is loaded: an engine computes all from there on.
+        """Seconds until all open pages are loaded, after the work that their links already have. An
+        engine stops loading at the first hole and computes everything from there on.
         """
         span = item.remaining_span()
         hole = item.pointer.first_lost(span.start)
@@ -98,21 +98,21 @@ class Forecast:
         return end
 
     def both(self, item: Restoration) -> Split:
-        """The best meeting page."""
+        """The best meeting page, and when it is done."""
         front, copied_s = item.after_copies(item.pointer.front, self._bandwidth, self._engine)
         left = item.open_pages(self._pace, front)
         split = best_split(self._pace, self._compute_at_s + copied_s, left, front)
         return split._replace(seconds=max(split.seconds, copied_s))
 
     def front_seconds(self, item: Restoration) -> float:
-        """Seconds of computing up to the best meeting page, without any wait."""
+        """Seconds of computing up to the best meeting page, without waiting."""
         tokens = self.both(item).compute_tokens
         start = item.pointer.front * self._engine.page_tokens
         return self._cost.range_seconds(start, tokens, self._engine.chunk_tokens)
 
     def copies_first(self, item: Restoration) -> int:
-        """The end of the pages that lie in host memory at the front and are copied faster than
-        computed; the front where there are none.
+        """The end of the pages at the prefill cursor that are in host memory and copied faster than
+        computed; the cursor if there are none.
         """
         source, tier = item.sources[0] if item.sources else (Span(0, 0), Tier.STORAGE)
         start = item.pointer.front
@@ -129,9 +129,9 @@ class Forecast:
 
 
 class Ways:
-    """What each way to restore one prefix is predicted to take, for the rules (`rules.Ways`).
-    `learns`: an engine that loads it would measure what is not `known`; `crowded`: device memory is
-    short. `own_s`: the fixed overhead of a restoration. `decoding`: requests that decode.
+    """The predictions about one prefix that rules decide on (`rules.Ways`). `learns`: the engine,
+    by loading it, would measure what is not `known`. `crowded`: device memory is short. `own_s`:
+    fixed overhead of a restoration. `decoding`: number of decoding requests.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Ways:
 
 
 class Queueing:
-    """A restoration that links could load for, for the rules (`rules.Waiting`)."""
+    """A restoration that has pages to load, as rules see it (`rules.Waiting`)."""
 
     def __init__(self, item: Restoration, forecast: Forecast) -> None:
         self.item = item
@@ -218,25 +218,20 @@ class Queueing:
 
 
 def choose_mode(rules: Rules, ways: Ways, config: PolicyConfig) -> tuple[Mode, str]:
-    """One resource or both, with the reason: as configured, or as the rules say."""
+    """The mode and the reason for it: as configured, or decided by the rules."""
     if config.restore in ("both", "load", "compute"):
         return Mode(config.restore), "configured"
     return rules.mode(ways)
 
 
 def why_declined(rules: Rules, ways: Ways, config: PolicyConfig) -> str | None:
-    """Why this prefix is not to be restored but left to an engine that can load by itself, or
-    None.
-    """
+    """Why the engine should load this prefix itself, or None: restore it."""
     return rules.why_declined(ways) if config.restore in ("auto", "fastest") else None
 
 
 def chunk_tokens(split: Split, barrier_tokens: int, engine: EngineShape, rules: Rules) -> int:
     """Tokens of the next chunk: a multiple of the page, at most one engine chunk, up to the first
-    page a load has taken.
-
-    Balanced: the tokens left for compute are cut into equal chunks, so that the last ends at the
-    meeting.
+    loaded or loading page. Balanced: equal chunks, of which the last ends at the meeting page.
     """
     page = engine.page_tokens
     whole = max(page, engine.chunk_tokens // page * page)
@@ -254,34 +249,33 @@ class Outlook:
     def __init__(self, state: Restorations) -> None:
         self._state = state
         self._pace: Speeds | None = None
-        """Costs and links as known in this step, until loads begin."""
+        """Costs and link backlogs in this step; None until they are looked up again."""
         self._left_of: Restoration | None = None
         self._left = OpenPages([], 0, [], [], 0)
-        """The open pages of the request whose meeting was searched last, with that speeds. A search
-        with a charge follows at once, from the same front or from before pages that have landed
-        there.
+        """The open pages of the request of the last search, at these speeds. A search with a charge
+        follows directly. It has the same prefill cursor, or one after pages that were loaded there.
         """
         self._holder: str | None = None
-        """The request whose meeting `hold` noted in this step."""
+        """The request for which `hold` recorded a meeting in this step."""
         self._held = Split(0, 0, 0.0)
 
     def begin(self) -> None:
-        """Another step begins: nothing of the last one holds."""
+        """A new step begins. Discards the predictions of the last one."""
         self._holder = self._pace = None
 
     def loads_begun(self) -> None:
-        """Links have more to do than before."""
+        """Loads were added to links, so their backlogs have to be looked up again."""
         self._pace = None
 
     def busy_s(self, view: StepView) -> float:
-        """Seconds until the present computation is done."""
+        """Seconds until the running chunks are done."""
         return max(0.0, self._state.busy_until - view.now)
 
     def forecast(
         self, view: StepView, compute_at_s: float, left_s: Mapping[Link, float] | None = None
     ) -> Forecast:
-        """Predicts each way to restore a request. `left_s` are seconds of work that links have
-        before it, besides the loads in flight.
+        """Predictions for one request. `left_s`: seconds of work that links do before it, in
+        addition to the loads in flight.
         """
         state = self._state
         backlog_s = state.links.backlogs(view.now)
@@ -290,7 +284,7 @@ class Outlook:
         return Forecast(state.engine, state.cost.cost, state.bandwidth, compute_at_s, backlog_s)
 
     def forecast_in_queue(self, view: StepView, rid: str) -> Forecast:
-        """The same for a waiting request that is not being restored yet: compute and links come to
+        """Predictions for a waiting request that is not being restored yet. Compute and links reach
         it when they are done with the restorations before it in the queue.
         """
         state = self._state
@@ -319,10 +313,9 @@ class Outlook:
         charge: float = 1.0,
         taken_back: bool = False,
     ) -> Split:
-        """Where a request's two ends should meet, with its front at page `front` and compute from
-        `compute_at_s` on, like Forecast.both. Links have all loads begun up to now to do. Each
-        second of compute counts as `charge` seconds. `taken_back`: as if its loads in flight could
-        be cancelled.
+        """The meeting page of a request, with its prefill cursor at page `front` and compute from
+        `compute_at_s` on. Links first do all loads begun until now. `charge`: weight of a second of
+        compute. `taken_back`: as if its loads in flight could be cancelled.
         """
         speeds = self._pace or self._look(view)
         charged = charge != 1 or taken_back
@@ -342,20 +335,16 @@ class Outlook:
         return split
 
     def hold(self, item: Restoration, view: StepView, compute_at_s: float, front: int) -> Split:
-        """The meeting of the request that has the slot, or could get it, as things are now. It
-        holds for the rest of the step (`held`).
-        """
+        """The meeting of the request that has or could get the slot, kept for the step (`held`)."""
         self._holder, self._held = item.rid, self.meeting(item, view, compute_at_s, front)
         return self._held
 
     def held(self, item: Restoration) -> Split | None:
-        """What `hold` returned for this request in this step; None for any other request."""
+        """The result of `hold` for this request in this step; None for other requests."""
         return self._held if self._holder == item.rid else None
 
     def charge(self, view: StepView) -> float:
-        """The factor for a second of compute: it delays all that wait or decode, while a link's
-        work does not.
-        """
+        """The weight of a second of compute, which delays all that wait or decode; loads do not."""
         rules = self._state.rules
         waiting = min(max(0, len(view.waiting) - 1), _MOST_CHARGED)
         decoding = min(view.decoding, _MOST_CHARGED)
@@ -375,8 +364,7 @@ class Outlook:
         return self._pace
 
     def compute_at_s(self, view: StepView, item: Restoration) -> float:
-        """Seconds until compute can begin for this request: the running chunk, the slot's holder,
-        and fresh prefill.
+        """Seconds until compute can begin: after running chunks, the slot's request, fresh prefill.
         """
         ahead_s = self.busy_s(view)
         if view.slot == item.rid:
@@ -389,7 +377,7 @@ class Outlook:
         return ahead_s
 
     def fresh_s(self, view: StepView, rid: str) -> float:
-        """Seconds of prefill of requests before this one in the queue that restore nothing."""
+        """Seconds of fresh prefill before this request in the queue."""
         state, tokens = self._state, view.fresh_tokens
         if rid == view.slot:
             tokens -= sum(view.fresh)
@@ -398,7 +386,7 @@ class Outlook:
         return state.cost.cost.range_seconds(0, tokens, state.engine.chunk_tokens)
 
     def suffix_s(self, item: Restoration) -> float:
-        """Seconds to compute the rest of its prompt, once its prefix is there."""
+        """Seconds to compute the rest of its prompt after its prefix."""
         state = self._state
         end = item.pointer.units * state.engine.page_tokens
         return state.cost.cost.range_seconds(

@@ -1,8 +1,6 @@
-"""The meeting page of one restoration's two ends: the search that every step of a planner makes for
-every request it loads for.
-
-Values that do not depend on the meeting page are looked up once; then each page tried costs a few
-additions.
+"""The search for the meeting page of one restoration, where the prefill cursor and the load cursor
+meet. Each step of a planner makes this search for each request for which it loads, so values that
+do not depend on the meeting page are looked up once.
 """
 
 from __future__ import annotations
@@ -17,38 +15,36 @@ from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.types import Link, Span
 
 Runs: TypeAlias = list[tuple[int, int]]
-"""Pages as (first, one past the last), ascending."""
+"""Page ranges as (first, one past the last), in ascending order."""
 Ends: TypeAlias = Callable[[int], tuple[float, float]]
-"""Given a meeting page: when compute ends and when loads end, in seconds from now."""
+"""meeting page -> (when compute ends, when loads end), in seconds from now."""
 
 
 class Meeting(NamedTuple):
-    """Where the two ends of one stage meet (`OpenPages.later`)."""
+    """The meeting page of one stage (`OpenPages.later`)."""
 
     first: int
     """The first page of the stage."""
     meet: int
-    """Compute takes the open pages below this one, loads take the others."""
+    """Open pages below this one are computed, the others are loaded."""
     tokens: int
-    """Number of tokens that compute takes."""
+    """Number of tokens to compute."""
 
 
 class Split(NamedTuple):
-    """Where the two ends of a restoration meet. With several stages `meet` is that of the first
-    stage with pages to load.
-    """
+    """The meeting page of a restoration: with several stages, that of the first one with loads."""
 
     meet: int
-    """Compute takes the open pages below this one, loads take the others."""
+    """Open pages below this one are computed, the others are loaded."""
     compute_tokens: int
-    """Number of tokens that compute takes, up to the stage of `meet`."""
+    """Number of tokens to compute, up to the stage of `meet`."""
     seconds: float
-    """When both ends are done, in seconds from now."""
+    """When both compute and loads are done, in seconds from now."""
     stages: tuple[Meeting, ...] = ()
-    """The meeting of each stage, the lowest first; empty where there is one stage only."""
+    """The meeting of each stage, the lowest first; empty if there is only one stage."""
 
     def loaded(self, units: int) -> list[Span]:
-        """The pages below `units` that loads take, where they are open."""
+        """The pages below `units` that are loaded, as far as they are open."""
         if not self.stages:
             return [Span(self.meet, units)]
         stops = [*(stage.first for stage in self.stages[1:]), units]
@@ -57,7 +53,7 @@ class Split(NamedTuple):
 
 @dataclass(slots=True)
 class Speeds:
-    """The speed of both ends."""
+    """What determines how fast pages are computed and loaded."""
 
     page_tokens: int
     page_bytes: int
@@ -68,27 +64,27 @@ class Speeds:
     bandwidth: Bandwidth
     """Bytes per second of each link."""
     backlog_s: Mapping[Link, float]
-    """Seconds of work that each link has already."""
+    """Seconds of work that each link already has queued."""
 
 
 class LinkWork(NamedTuple):
-    """What one link could bring of a restoration."""
+    """What one link could load of a restoration."""
 
     runs: Runs
-    """The open pages that it could bring."""
+    """The open pages that it could load."""
     backlog_s: float
-    """Seconds until the link is free for them."""
+    """Seconds until the link can start on them."""
     latency_s: float
-    """Seconds that a transfer takes besides its bytes."""
+    """Seconds that a transfer takes in addition to its bytes."""
     bytes_per_s: float
     in_flight_s: float
-    """Seconds until this request's own pages in flight have come; 0 without any, since it does not
-    wait for loads of other requests.
+    """Seconds until this request's own loads in flight complete; 0 if it has none, since it does
+    not wait for loads of other requests.
     """
 
 
 class Hole(NamedTuple):
-    """Pages after the front that can only be computed, once all pages before them are there."""
+    """A hole after the prefill cursor; it is computed once all pages before it are there."""
 
     first: int
     """The first page of the hole."""
@@ -97,30 +93,29 @@ class Hole(NamedTuple):
 
 
 class OpenPages(NamedTuple):
-    """The pages of a restoration that compute and loads have yet to share, whatever compute costs
-    and wherever they meet.
+    """The open pages of a restoration: those that are neither computed, loaded nor in flight.
+    Nothing here depends on the cost of compute or on the meeting page.
     """
 
     runs: Runs
-    """The pages that either end may take."""
+    """The pages that may be computed or loaded."""
     compute_only: int
     """Number of pages that can only be computed."""
     holes: list[Hole]
-    """Those of them that lie after the front, the last one first."""
+    """The holes after the prefill cursor, the last one first."""
     links: list[LinkWork]
     top: int
-    """Above this page nothing changes with the meeting page."""
+    """The highest possible meeting page."""
     later: tuple[tuple[int, OpenPages], ...] = ()
-    """Where pages further up come over links of their own, the above are the lowest ones only, and
-    each further stage has its first page and its open pages here. Each stage has its own meeting:
-    all links work at once, and compute comes to a stage when the one before it is there.
+    """Further stages, each as its first page and its open pages. A new stage begins where the pages
+    further up are loaded over links that load no page below; the fields above then describe the
+    lowest stage only. Each stage has its own meeting page: all links work at the same time, and
+    compute reaches a stage when the one before it is done.
     """
 
 
 def stages_of(sources: Sequence[tuple[Link, Sequence[Span]]]) -> tuple[int, ...]:
-    """The pages at which a stage begins, without the lowest one: no link brings pages both above
-    and below.
-    """
+    """The first page of each stage but the lowest. No link loads pages on both sides of one."""
     ends = sorted((spans[0].start, spans[-1].stop) for _, spans in sources if spans)
     found, reach = list[int](), 0
     for place, (start, stop) in enumerate(ends):
@@ -140,10 +135,10 @@ def open_of(
     stages: Sequence[int] = (),
     anchor_bytes: int = 0,
 ) -> OpenPages:
-    """The open pages of a restoration whose front is at page `front`. `sources` are disjoint page
-    spans by the link they come over, `in_flight` its pages in flight by link. `taken_back` counts
-    those as open again, as if their loads could be cancelled. `stages` as of `stages_of`. With the
-    last pages `anchor_bytes` more are to be loaded.
+    """The open pages of a restoration whose prefill cursor is at page `front`. `sources`: disjoint
+    page spans by the link they are loaded over. `in_flight`: its number of pages in flight by link.
+    `taken_back`: pages in flight count as open, as if their loads could be cancelled. `stages`:
+    result of `stages_of`. `anchor_bytes`: loaded in addition to the last pages.
     """
     firsts = [first for first in stages if first > front]
     if not firsts:
@@ -176,7 +171,7 @@ def _stage(
     for link, spans in sources:
         backlog_s, own = backlogs_s.get(link, 0.0), in_flight.get(link, 0)
         if own and taken_back:
-            # These are counted among the pages already.
+            # `runs` includes these pages already.
             backlog_s, own = (
                 max(0.0, backlog_s - bandwidth.seconds(link, own * speeds.page_bytes)),
                 0,
@@ -224,13 +219,13 @@ def best_split(
     guess: int = -1,
     charge: float = 1.0,
 ) -> Split:
-    """The page at which both ends of a restoration are predicted to finish together, or the sooner
-    of its two neighbours.
+    """The meeting page at which compute and loads are predicted to finish together, or the one of
+    its two neighbours that finishes sooner. The higher it is, the later compute ends and the sooner
+    loads do.
 
-    Compute begins `compute_at_s` seconds from now at page `front`. `guess` is the meeting page of a
-    step ago. It changes the duration of the search, not the result: the higher the ends meet, the
-    later compute ends and the sooner loads do. `charge`: each second of compute counts as this
-    many.
+    Compute begins `compute_at_s` seconds from now at page `front`. `guess` is the meeting page of
+    the last step; it changes the duration of the search, not its result. `charge` is the weight of
+    a second of compute.
     """
     if left.later:
         return _in_stages(speeds, compute_at_s, left, front, guess, charge)
@@ -243,8 +238,8 @@ def best_split(
 def _in_stages(
     speeds: Speeds, compute_at_s: float, left: OpenPages, front: int, guess: int, charge: float
 ) -> Split:
-    """The best meeting of every stage, the lowest first: the sooner compute is through with one,
-    the sooner it helps the next.
+    """The best meeting of each stage, the lowest first: the sooner compute finishes one stage, the
+    sooner it can help with the next.
     """
     meet, tokens, loads = front, 0, False
     found = []
@@ -261,7 +256,7 @@ def _in_stages(
 
 
 def _computed_pages(runs: Runs, compute_only: int, meet: int) -> int:
-    """Number of open pages below the meeting page, and of those that can only be computed."""
+    """Number of pages to compute: open ones below `meet`, and those that can only be computed."""
     pages = compute_only
     for low, high in runs:
         if low < meet:
@@ -289,7 +284,7 @@ def _ends(speeds: Speeds, charge: float, compute_at_s: float, front: int, left: 
         pages = _computed_pages(runs, compute_only, meet)
         computed_s = 0.0
         if pages:
-            # PrefillCost.range_seconds, written out: a search evaluates it in every step.
+            # PrefillCost.range_seconds, inlined because each step's search evaluates it many times.
             tokens = pages * page_tokens
             work_s = tokens * (per_token_s + per_position_s * (start + tokens / 2))
             computed_s = compute_at_s + ((breaks - (-tokens // chunk_tokens)) * fixed_s + work_s)
@@ -314,8 +309,8 @@ def _ends(speeds: Speeds, charge: float, compute_at_s: float, front: int, left: 
 
 
 def _loaded_between(meet: int, first: int, links: list[LinkWork], page_bytes: int) -> float:
-    """Seconds until the open pages from `meet` on up to page `first` are there, where links bring
-    them before all others; 0 where there are none.
+    """Seconds until the open pages from `meet` up to page `first` are loaded, if links load them
+    before all others; 0 if there are none.
     """
     loaded_s = 0.0
     for pieces, backlog_s, latency_s, bytes_per_s, _ in links:
@@ -328,14 +323,15 @@ def _loaded_between(meet: int, first: int, links: list[LinkWork], page_bytes: in
 
 
 def _crossing(ends: Ends, low: int, high: int, guess: int) -> tuple[int, float]:
-    """The page in [low, high] at which the later of both ends is soonest, and the seconds until
-    then. The higher they meet, the later compute ends and the sooner loads do. So the page is next
-    to the one from which compute is the later one.
+    """The page in [low, high] at which the later of compute and loads finishes soonest, and the
+    seconds until then. The higher the page, the later compute ends and the sooner loads do. So it
+    is the first page at which compute ends last, or the page before it.
     """
     at_low: tuple[float, float] | None = None
     at_high: tuple[float, float] | None = None
     if low < guess < high:
-        # From here on compute ends first at low, loads at high, as far as either was evaluated.
+        # Invariant from here on, for ends evaluated so far: at `low` compute ends first, at `high`
+        # loads do.
         at_guess = ends(guess)
         by = 1 if at_guess[0] < at_guess[1] else -1
         if by > 0:
@@ -358,8 +354,8 @@ def _crossing(ends: Ends, low: int, high: int, guess: int) -> tuple[int, float]:
         low, at_low = high, at_high
     straight = True
     while high - low > 1:
-        # Both ends are nearly straight lines, so interpolation lands close; halving in between
-        # bounds the number of steps.
+        # Both ends are nearly linear in the page, so interpolation lands close. Bisection in every
+        # other step bounds the number of steps.
         slack, lead = at_low[1] - at_low[0], at_high[0] - at_high[1]
         middle = (
             low + round((high - low) * slack / (slack + lead)) if straight else (low + high) // 2

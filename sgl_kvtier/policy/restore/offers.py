@@ -1,4 +1,4 @@
-"""Offers of a restoration: whether it is taken, and in which mode."""
+"""Restore candidates: whether each is restored, and in which mode."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.types import Link, Span, Tier
 
 _LOOK_AGAIN: Final = 16
-"""Once in this many requests that are computed because a link is slow, one is restored with at
-least its last page loaded: the link may have become faster.
+"""Of the requests that are computed because a link is slow, one in this many is restored with at
+least its last page loaded, to measure whether the link has become faster.
 """
 
 Claimable: TypeAlias = Callable[[StepView, int, float], int]
-"""How many of this many device pages may be claimed now without evicting any that is needed before
-a time, in seconds of the planner's clock.
+"""(view, pages, until) -> how many of these device pages can be allocated now without evicting a
+page that is needed before `until`, in seconds of the planner's clock.
 """
 
 
 class Offers:
-    """Offers without an answer yet, and the answers to them."""
+    """The restore candidates without a decision yet, and the decisions on them."""
 
     def __init__(self, state: Restorations, outlook: Outlook, claimable: Claimable) -> None:
         self._claimable = claimable
@@ -38,25 +38,25 @@ class Offers:
         self._open: list[RestoreOffered] = []
         self._order = 0
         self._computed = 0
-        """Number of offers answered by computing, because links are slow."""
+        """Number of candidates that are computed because links are slow."""
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def add(self, offer: RestoreOffered) -> None:
-        """Adds an offer, which is answered in the next step."""
+        """Adds a candidate, to be decided in the next step."""
         self._open.append(offer)
 
     def withdraw(self, rid: str) -> None:
-        """Removes the offer of a request that has gone."""
+        """Removes the candidate of a request that left the queue."""
         self._open = [offer for offer in self._open if offer.rid != rid]
 
     def give_up(self) -> None:
-        """Drops all offers: none is answered any more."""
+        """Drops all candidates without a decision."""
         self._open = []
 
     def answer(self, view: StepView) -> tuple[RestoreStart, ...]:
-        """Answers all offers in the order of the queue: begins the restorations that pay."""
+        """Decides on all candidates in queue order, and begins the restorations that pay."""
         starts = []
         places = {rid: place for place, rid in enumerate(view.waiting)}
         for offer in sorted(self._open, key=lambda offer: places.get(offer.rid, len(places))):
@@ -84,9 +84,7 @@ class Offers:
         return tuple(starts)
 
     def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
-        """Why this prefix is not worth offering to an engine that can load by itself, or None.
-        Changes nothing.
-        """
+        """Why the engine should load this prefix itself, or None (`LeftToEngine`). No effect."""
         item = self._item(offer)
         forecast = self._outlook.forecast_in_queue(view, offer.rid)
         self._copy_first(item, forecast)
@@ -101,8 +99,8 @@ class Offers:
         return why if reads or why != "loading is faster" else "computing is faster"
 
     def promised_s(self, offer: RestoreOffered, view: StepView) -> float:
-        """Seconds until this request's prompt would be computed if its prefix were restored from
-        now on, as `left_to_engine` predicts it. Changes nothing.
+        """Seconds until this request's prompt would be computed if its restoration began now, by
+        the same prediction as `left_to_engine`. Changes nothing.
         """
         item = self._item(offer)
         forecast = self._outlook.forecast_in_queue(view, offer.rid)
@@ -110,8 +108,8 @@ class Offers:
         return forecast.both(item).seconds + self._outlook.suffix_s(item)
 
     def _engine_learns(self, offer: RestoreOffered) -> bool:
-        """Whether something is unknown that an engine would measure by loading this prefix. What it
-        reads over several links at once says nothing of any of them.
+        """Whether the engine, by loading this prefix, would measure a cost or a link that is not
+        known. A read over several links at once measures none of them.
         """
         state = self._state
         below = {LINK_OF[tier]: None for _, tier in offer.sources if tier > Tier.HOST}
@@ -120,8 +118,8 @@ class Offers:
         return not state.costs_known or alone
 
     def _crowded(self, offer: RestoreOffered, view: StepView, seconds: float) -> bool:
-        """Whether the device has no room for this request, those before it, and what is being
-        restored, without pages that are needed before it would be restored, in `seconds` seconds.
+        """Whether the device lacks memory for this request, those before it and the restorations in
+        progress, if pages that are needed within the predicted `seconds` of this restoration stay.
         """
         if Tier.DEVICE not in view.free_pages:
             return False
@@ -136,21 +134,21 @@ class Offers:
         return self._claimable(view, pages, view.now + seconds) < pages
 
     def _copy_first(self, item: Restoration, forecast: Forecast) -> None:
-        """A prefix that begins in host memory and continues in lower tiers is computed only after
-        the pages copied from host memory, where these can be attached alone. One that lies in host
-        memory as a whole may have both ends.
+        """If a prefix begins in host memory and continues in lower tiers, its host pages are copied
+        first and prefill starts after them, provided that they can be attached by themselves. A
+        prefix that is entirely in host memory may be computed and loaded at once.
         """
         alone = not item.pointer.whole
         if self._state.rules.balanced_chunks and len(item.sources) > 1 and alone:
             item.copied = forecast.copies_first(item)
 
     def _item(self, offer: RestoreOffered, fixed_meet: int = -1) -> Restoration:
-        """The restoration that this offer would be. Pages in no tier are computed, and so are those
-        between and after them that are not worth a chunk of their own.
+        """The restoration of this candidate. Pages that no tier has are computed. So are stored
+        pages between and after them that are not worth a prefill chunk of their own.
         """
         pointer = TwoPointer(offer.resident, offer.pages, offer.anchor_pages)
         found, runs = list[Source](), islands(offer.sources)
-        if pointer.whole:  # what lies before a hole cannot be attached, nor what ends too early
+        if pointer.whole:  # only a run up to the end can be attached
             runs = [run for run in runs if run[-1][0].stop == offer.pages]
         end = offer.resident
         for island in runs:
@@ -178,8 +176,8 @@ class Offers:
         )
 
     def _is_worth_a_chunk(self, span: Span) -> bool:
-        """Whether computing these pages takes longer than a chunk of no tokens. Loaded, they make
-        one chunk more of what is computed before and after them.
+        """Whether computing these pages takes longer than the fixed cost of a chunk. Loading them
+        splits the computed pages before and after them into one chunk more.
         """
         cost, engine = self._state.cost.cost, self._state.engine
         start, tokens = span.start * engine.page_tokens, len(span) * engine.page_tokens
@@ -187,9 +185,7 @@ class Offers:
         return cost.work_seconds(start, tokens) + chunks_s >= cost.fixed_s
 
     def _fixed_meet(self, offer: RestoreOffered) -> int:
-        """Where the rules fix the meeting of what is computed and loaded at once; -1 where they do
-        not.
-        """
+        """The meeting page, if the rules fix it in advance; otherwise -1."""
         state = self._state
         share = state.rules.computed_share() if state.config.restore == "both" else None
         if share is None:
@@ -198,7 +194,9 @@ class Offers:
         return offer.resident + round(share * (offer.pages - offer.resident))
 
     def _knows(self, offer: RestoreOffered) -> bool:
-        """Whether everything an answer depends on was measured, here or in an earlier run."""
+        """Whether the cost of prefill and this candidate's links were measured, now or in an
+        earlier run.
+        """
         state = self._state
         return state.costs_known and all(
             state.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources

@@ -1,7 +1,5 @@
-"""All restorations: how each request is restored, which chunk is computed next, and which pages are
-loaded in which order.
-
-One of the two halves of a planner (`planner.py`); the other is `ahead/`. One thread, no clock.
+"""The restoration half of a planner (`policy/planner.py`): how each request is restored, which
+chunk is computed next, and which pages are loaded in which order. One thread, no clock.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ from sgl_kvtier.types import Tier
 
 
 class RestorePlanner:
-    """Restores waiting requests: mode, meeting point, chunk sizes, order of loads. `profile` is
-    what `profile()` gave at the end of an earlier run, or parts of it.
+    """Plans the restorations of waiting requests: mode, meeting page, chunk sizes, order of loads.
+    `profile` is the result of `profile()` at the end of an earlier run, or parts of it.
     """
 
     def __init__(
@@ -46,9 +44,7 @@ class RestorePlanner:
         rules: Rules | None = None,
         claimable: Claimable | None = None,
     ) -> None:
-        """`claimable`: how many device pages may be claimed, where more is known of them than the
-        view says.
-        """
+        """`claimable` knows how many device pages can be allocated; default: all that are free."""
         self._state = Restorations(
             config, engine, profile or {}, Rules() if rules is None else rules
         )
@@ -61,7 +57,7 @@ class RestorePlanner:
         self.links = self._state.links
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of a fact. Facts about unknown requests change nothing but estimates."""
+        """Records a fact. Facts about unknown requests change nothing but the learned estimates."""
         self._state.observe(fact)
         if isinstance(fact, RestoreOffered):
             self._offers.add(fact)
@@ -69,9 +65,7 @@ class RestorePlanner:
             self._offers.withdraw(fact.rid)
 
     def step(self, view: StepView) -> StepPlan:
-        """Decides this step. Loads in the plan are claimed at once, chunks when a ChunkStarted
-        reports them.
-        """
+        """Decides this step. Reserves loads at once, chunks when a ChunkStarted reports them."""
         self._state.next_step(view)
         if not self._state.items and not self._offers:
             return StepPlan()
@@ -89,37 +83,30 @@ class RestorePlanner:
         return StepPlan(starts=starts, cancels=cancels, loads=loads, computes=tuple(computes))
 
     def _unstuck(self, compute: Compute, view: StepView, loads: Sequence[Load]) -> Compute:
-        """Lets the slot's holder go on where it has no load in flight. A request that waits for a
-        slot goes on only after a while, and not into room that these loads were to have.
+        """Lets the request in the slot compute if it has no load in flight. A request that still
+        waits for the slot may do so only after some time, and if no load of this step needs the
+        memory.
         """
         if compute.rid == view.slot or (self._chunks.waited_long(compute, view) and not loads):
             return self._chunks.unstuck(compute, view)
         return compute
 
     def give_up(self) -> None:
-        """Ends all restorations after an error: nothing is restored or in flight from now on.
-        Learned costs stay.
-        """
+        """Ends all restorations after an error, with their loads and chunks. Learned costs stay."""
         self._state.give_up()
         self._offers.give_up()
         self._outlook.begin()
 
     def left_to_engine(self, question: LeftToEngine) -> str | None:
-        """Why this prefix is not worth offering to an engine that can load by itself, or None.
-        Changes nothing.
-        """
+        """Why the engine should load this prefix itself, or None. Changes nothing."""
         return self._offers.left_to_engine(question.offer, question.view)
 
     def promised_s(self, question: LeftToEngine) -> float:
-        """What a restoration in its place is predicted to take, the rest of the prompt included.
-        Changes nothing.
-        """
+        """Predicted seconds of a restoration instead, including the rest of the prompt."""
         return self._offers.promised_s(question.offer, question.view)
 
     def known(self, rid: str) -> dict[str, str]:
-        """What its parts know of a request, in words: `queue` and `restoration`, where there is
-        something.
-        """
+        """The records of a request as text: `queue` and `restoration`, each if there is one."""
         item = self._state.items.get(rid)
         found = {
             "queue": self._queue.known(rid),
@@ -132,15 +119,15 @@ class RestorePlanner:
         return self._queue.order(question)
 
     def chunk_beside(self, question: ChunkBeside) -> int:
-        """The tokens of a chunk that leaves tokens of the step to waiting requests."""
+        """Size in tokens of a chunk that leaves part of the step to waiting requests."""
         return self._queue.chunk_beside(question)
 
     def patience_s(self, question: HeldBack) -> float:
-        """For how long a request waits for a session that runs before it. Changes nothing."""
+        """For how many seconds a request should wait for a session that runs before it."""
         return self._queue.patience_s(question)
 
     def hold(self, question: HeldBack) -> None:
-        """The request waits for one that comes later: it is overtaken from now on."""
+        """The request waits for one that arrives later, so it counts as overtaken from now on."""
         self._queue.hold(question)
 
     def profile(self) -> dict[str, Any]:
@@ -153,11 +140,11 @@ class RestorePlanner:
 
     @property
     def restoring(self) -> Collection[str]:
-        """Requests being restored, in the order they were offered; quick to search."""
+        """Ids of the requests being restored, in the order they were offered. Lookup takes O(1)."""
         return self._state.items.keys()
 
 
 def free(view: StepView, pages: int, until: float) -> int:
-    """Nothing is known of when pages are needed: all that the view calls free."""
+    """The default for `claimable`: all pages that the view calls free can be allocated."""
     del until
     return min(pages, view.free_pages[Tier.DEVICE])

@@ -1,16 +1,16 @@
-"""The order in which waiting requests run: the shortest predicted remaining restoration first, with
-a bound on how long that keeps a request waiting.
+"""The order in which waiting requests run: the request with the shortest predicted time to its
+first token goes first, with a bound on how long a request can be overtaken.
 
-Later requests overtake one for at most `Rules.overtaking` times the predicted work that stood
-before it when it came, its own included. The time counts from the first that overtakes it, by the
-clock, since work is predicted for compute and links alone: memory may be short as well. Then it and
-those that came before it run in the order of arrival.
+A request can be overtaken for at most `Rules.overtaking` times the predicted work before it when it
+arrived, its own included. The time starts when the first later request overtakes it. It is wall
+time, because work is predicted from compute and links alone and memory may be short as well. After
+that, this request and all that arrived before it run in order of arrival.
 
-A session that returns in a moment overtakes as well, where it finds its pages in memory. So where
-that is short, a request waits for the session, within the same bound.
+A session that returns soon and finds its pages in memory can overtake as well. So if memory is
+short, a request waits for the session, within the same bound.
 
-A long prompt that is computed in chunks takes all tokens of every step, and all after it wait for
-its end, however little there is to compute for them. So its chunk leaves room for such requests.
+A long prompt that is computed in chunks uses all tokens of every step, and all requests after it
+wait for its end. So its chunk leaves part of the step to requests with little to compute.
 """
 
 from __future__ import annotations
@@ -24,44 +24,43 @@ from sgl_kvtier.policy.restore.restorations import Restorations
 from sgl_kvtier.types import Link
 
 ASK_AGAIN_S: Final = 0.05
-"""An executor asks again after this many seconds while the same requests wait: pages may have come.
-"""
+"""An executor asks again after this many seconds, since pages may have arrived."""
 
 _SHORT: Final = 0.25
-"""A request waits for a session only as long as that could then overtake it with this share of its
-work.
+"""A request waits for a session only as long as the session could still overtake it afterwards with
+this share of the request's work.
 """
 
 
 @dataclass(slots=True)
 class _Place:
-    """The place of a waiting request in the order they came."""
+    """The record of a waiting request."""
 
     credit_s: float
-    """Seconds for which it may be overtaken."""
+    """Seconds for which it can be overtaken."""
     since: float
-    """When it came, in seconds of the executor's clock."""
+    """Time of arrival, in seconds of the executor's clock."""
     overtaken_at: float = -1.0
-    """Since when it is, in seconds of the executor's clock; -1: it is not."""
+    """When it was first overtaken, in seconds of the executor's clock; -1: it was not."""
 
     def __str__(self) -> str:
         overtaken = f"since {self.overtaken_at:.3f} s" if self.overtaken_at >= 0 else "by none"
         return f"may be overtaken for {self.credit_s:.3f} s, is overtaken {overtaken}"
 
     def slack_s(self, now: float) -> float:
-        """Seconds that are left of it."""
+        """Seconds for which it can still be overtaken."""
         return self.credit_s - (now - self.overtaken_at if self.overtaken_at >= 0 else 0.0)
 
 
 class QueueOrder:
-    """The places of waiting requests in the order they came. One thread, no clock."""
+    """The waiting requests, and the order in which they run. One thread, no clock."""
 
     def __init__(self, state: Restorations) -> None:
         self._state = state
         self._places: dict[str, _Place] = {}
 
     def order(self, question: RunOrder) -> tuple[str, ...]:
-        """The requests in the order they should run. Takes note of those that came and went."""
+        """The requests in the order they should run. Records which arrived and which left."""
         state, now = self._state, question.now
         waiting = [one.rid for one in question.waiting]
         if state.config.queue != "shortest" or state.rules.overtaking <= 0:
@@ -79,13 +78,14 @@ class QueueOrder:
         return _least_first(waiting, keys, works, slacks, state.rules.clearly)
 
     def known(self, rid: str) -> str | None:
-        """What it knows of a request, in words; None: nothing."""
+        """The record of a request as text, or None."""
         place = self._places.get(rid)
         return None if place is None else str(place)
 
     def chunk_beside(self, question: ChunkBeside) -> int:
-        """The tokens of a chunk in the slot: it leaves room for waiting requests with clearly less
-        work than what is left of its prompt, but has at least half of what is computed.
+        """Size in tokens of the chunk in the slot. If waiting requests have clearly less work than
+        what is left of its prompt, it is the `beside` share of the step's tokens, and they get as
+        many.
         """
         state, page = self._state, self._state.engine.page_tokens
         most = min(question.most, question.left_tokens)
@@ -107,7 +107,7 @@ class QueueOrder:
         return most if not taken or most <= share else share // page * page
 
     def patience_s(self, question: HeldBack) -> float:
-        """Seconds that a request waits for a session that will then overtake it."""
+        """For how many seconds a request should wait for a session that will then overtake it."""
         rules, work_s = self._state.rules, self._work_s(question.request)
         if self._state.config.queue != "shortest" or rules.overtaking <= 0:
             return 0.0
@@ -117,13 +117,13 @@ class QueueOrder:
         return min(rules.holding * work_s, place.slack_s(question.now) - _SHORT * work_s)
 
     def hold(self, question: HeldBack) -> None:
-        """It waits for a session: its time of being overtaken begins."""
+        """The request waits for a session, so it counts as overtaken from now on."""
         place = self._place(question.request.rid, self._work_s(question.request), question.now)
         if place.overtaken_at < 0:
             place.overtaken_at = question.now
 
     def _place(self, rid: str, before_s: float, now: float) -> _Place:
-        """The place of a waiting request; one that is new has this much work before it, its own
+        """The record of a request; a new one has `before_s` seconds of work before it, its own
         included.
         """
         place = self._places.get(rid)
@@ -132,7 +132,7 @@ class QueueOrder:
         return place
 
     def _note_gone(self, waiting: frozenset[str], now: float) -> None:
-        """Those that wait no more run, and have overtaken all that came earlier and wait."""
+        """Requests that left the queue have overtaken all that arrived earlier and still wait."""
         overtaken = False
         for rid in reversed(list(self._places)):
             place = self._places[rid]
@@ -143,7 +143,7 @@ class QueueOrder:
                 place.overtaken_at = now
 
     def _work_s(self, one: Waiter) -> float:
-        """Seconds until its prompt is there, with links and compute to itself."""
+        """Seconds until its prompt is computed if it had links and compute to itself."""
         state = self._state
         cost, bandwidth, engine = state.cost.cost, state.bandwidth, state.engine
         item = state.items.get(one.rid)
@@ -164,8 +164,8 @@ class QueueOrder:
 def _least_first(
     left: list[str], keys: list[float], works: list[float], slacks: list[float], clearly: float
 ) -> tuple[str, ...]:
-    """Requests by their keys, where these differ clearly. One that came earlier is overtaken for no
-    longer than its slack, in seconds of others' work.
+    """Sorts requests by key. A request goes before an earlier one only if its key is clearly
+    smaller, and if its work, in seconds, fits in the slack of every request it overtakes.
     """
     found = []
     while left:

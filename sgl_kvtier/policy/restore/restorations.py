@@ -1,8 +1,6 @@
-"""The restorations in progress, as facts report them: their requests, the landed pages, running
-chunks, and transfers on each link.
-
-Written by facts and by the commands of a step; the other modules of a RestorePlanner read it. One
-thread, no clock.
+"""The state of all restorations in progress: requests, loaded pages, running chunks, and transfers
+on each link. Facts and the commands of a step change it; the other modules of a RestorePlanner read
+it. One thread, no clock.
 """
 
 from __future__ import annotations
@@ -39,13 +37,13 @@ LINK_OF: Final[Mapping[Tier, Link]] = {
     Tier.STORAGE: Link.STORAGE_TO_DEVICE,
     Tier.REMOTE: Link.REMOTE_TO_DEVICE,
 }
-"""The link a restoration loads over, by the page's tier."""
+"""The link over which a restoration loads a page, by the page's tier."""
 
 Source: TypeAlias = tuple[Span, Tier]
 
 
 def islands(sources: Sequence[Source]) -> list[list[Source]]:
-    """The sources as runs without a hole between them."""
+    """The sources, grouped into runs without a hole between them."""
     runs: list[list[Source]] = []
     for source in sources:
         if runs and runs[-1][-1][0].stop == source[0].start:
@@ -57,53 +55,52 @@ def islands(sources: Sequence[Source]) -> list[list[Source]]:
 
 @dataclass(slots=True)
 class Restoration:
-    """One request's restoration as the planner sees it."""
+    """The planner's record of one request's restoration."""
 
     rid: str
     order: int
-    """The place of its offer among all offers."""
+    """Sequence number of its candidate among all candidates."""
     prompt_tokens: int
     pointer: TwoPointer
-    """Which end has delivered or taken each page."""
+    """The state of each page."""
     sources: tuple[Source, ...]
-    """Disjoint ascending page spans that can be loaded, with the tier of each."""
+    """Disjoint page spans that can be loaded, in ascending order, with the tier of each."""
     mode: Mode = Mode.BOTH
     yields: int = 0
-    """Steps in a row for which it has yielded to fresh prefill."""
+    """Number of steps in a row in which it has yielded to fresh prefill."""
     cancelled: int = 0
-    """Loads below this page were cancelled, and it is not known yet which of them had not begun."""
+    """Loads below this page were cancelled; which of them had started is not reported yet."""
     in_flight: dict[Link, int] = field(default_factory=dict)
     """Number of pages in flight, by link."""
     unread: dict[Link, None] = field(default_factory=dict)
-    """Links that could still bring pages of it."""
+    """Links over which pages of it could still be loaded."""
     load_order: tuple[Source, ...] = ()
-    """The sources in the order they are loaded: pages before a hole are needed to compute it."""
+    """The sources in loading order: pages before a hole first, as it is computed after them."""
     by_link: tuple[tuple[Link, tuple[Span, ...]], ...] = ()
-    """The sources again, by link."""
+    """The sources by link."""
     stages: tuple[int, ...] = ()
-    """Pages at which links begin that bring none of the pages below (`meeting.stages_of`)."""
+    """First pages of its stages but the lowest (`meeting.stages_of`)."""
     meet: int = -1
     """The meeting page of the last search; -1: none."""
     charged_meet: int = -1
-    """The same with compute charged for the requests that wait after it."""
+    """The same for the search in which compute is weighted for the requests that wait or decode."""
     copied: int = 0
-    """Pages below this one are copied from host memory, which is faster than computing them; those
-    that fail to come are computed.
+    """Pages below this one are copied from host memory, which is faster than computing them. They
+    are computed only if their load fails.
     """
     stuck_since: float = -1.0
-    """When it first waited for a slot with no load in flight and none since; -1: it does not."""
+    """Since when it has waited for a slot with no load in flight; -1: it does not."""
     predicted_end: float = -1.0
-    """When it is predicted to end by compute and links alone, in seconds of the executor's clock;
-    -1: not known, or it had to share them.
+    """Predicted end in seconds of the executor's clock, from the speed of compute and links alone;
+    -1: unknown, or it shared them with other requests.
     """
     holes: bool = False
-    """Pages of it were in no tier when it was offered."""
+    """Whether pages of it were in no tier when it was offered."""
     fixed_meet: int = -1
-    """Compute takes all pages below this one and loads take all others, in every case; -1: as
-    predicted best on the way.
+    """The meeting page, if the rules fix it: pages below are computed, all others loaded; else -1.
     """
     anchor_bytes: int = 0
-    """Bytes that come with the pages of the anchor, besides theirs; 0 without one."""
+    """Bytes of the anchor, in addition to those of its pages; 0 without an anchor."""
 
     def __post_init__(self) -> None:
         self.load_order = tuple(
@@ -114,11 +111,12 @@ class Restoration:
             (link, tuple(span for span, tier in self.sources if LINK_OF[tier] is link))
             for link in self.unread
         )
-        # Pages of a lower stage could not be attached before those of a higher one.
+        # Without stages if it has an anchor: loaded pages of a lower stage could not be attached
+        # before those of a higher one.
         self.stages = () if self.pointer.whole else stages_of(self.by_link)
 
     def __str__(self) -> str:
-        """All of it that a developer asks for, in one line."""
+        """One line for debugging."""
         loads = ", ".join(
             f"{pages} pages over {link.value}" for link, pages in self.in_flight.items()
         )
@@ -141,14 +139,14 @@ class Restoration:
         )
 
     def anchor_left(self) -> int:
-        """Bytes of the anchor whose pages neither end has taken."""
+        """Bytes of the anchor that are still to be loaded: those of its untouched pages."""
         if not self.anchor_bytes:
             return 0
         span = self.pointer.anchor
         return self.anchor_bytes * self.pointer.free_in(span) // len(span)
 
     def read_out(self, link: Link) -> bool:
-        """Notes a link as used up when it has no page left to bring; True when it was noted now."""
+        """Records if a link has no page left to load. True if so."""
         for other, spans in self.by_link:
             if other is link and any(map(self.pointer.free_in, spans)):
                 return False
@@ -156,9 +154,7 @@ class Restoration:
         return True
 
     def opened(self, span: Span) -> list[Link]:
-        """Notes that pages can be loaded again; returns the links that had been used up until
-        now.
-        """
+        """Records that pages can be loaded again. Returns the links that had none left before."""
         links = [
             LINK_OF[tier]
             for source, tier in self.sources
@@ -171,8 +167,8 @@ class Restoration:
     def after_copies(
         self, front: int, bandwidth: Bandwidth, engine: EngineShape
     ) -> tuple[int, float]:
-        """The first page from `front` on that is not copied from host memory anyway, and the
-        seconds until the copies are there.
+        """The first page from `front` on that is not copied from host memory in any case, and the
+        seconds until the copies before it are done.
         """
         if front >= self.copied:
             return front, 0.0
@@ -181,12 +177,12 @@ class Restoration:
         return self.copied, bandwidth.seconds(Link.HOST_TO_DEVICE, pages * engine.page_bytes)
 
     def last_link(self) -> Link | None:
-        """The link that brings the last page, and with it the anchor; None where none does."""
+        """The link that loads the last page and the anchor; None if the last page is in no tier."""
         last = self.pointer.units - 1
         return next((LINK_OF[tier] for source, tier in self.sources if last in source), None)
 
     def remaining_span(self) -> Span:
-        """From the front to the end."""
+        """The pages from the prefill cursor to the end."""
         return Span(self.pointer.front, self.pointer.units)
 
     def link_pages(self, span: Span) -> dict[Link, int]:
@@ -202,9 +198,9 @@ class Restoration:
 
 
 class Restorations:
-    """Every restoration between its offer's answer and its end, and the learned costs. `profile` is
-    from an earlier run: `links`, bytes per second by link name; `prefill`, the coefficients of a
-    PrefillCost; `restore`, an FixedOverhead's `own_s`. Each may be missing.
+    """All restorations from their start to their end, and the learned costs. `profile` is from an
+    earlier run, and each part may be missing: `links`, bytes per second by link name; `prefill`,
+    the coefficients of a PrefillCost; `restore`, the `own_s` of a FixedOverhead.
     """
 
     def __init__(
@@ -228,19 +224,15 @@ class Restorations:
         )
         self.links = LinkQueues(self.bandwidth, engine.page_bytes)
         self.items: dict[str, Restoration] = {}
-        """By request, in the order they were offered."""
+        """By request id, in the order they were offered."""
         self.complete: dict[str, Compute] = {}
-        """Restorations that have landed whole and only have to be attached, with their Compute
-        command.
-        """
+        """Restorations that only have to attach loaded pages, with their Compute command."""
         self.readers: dict[Link, int] = {}
         """Number of restorations that could load pages over each link."""
         self.busy_until = 0.0
-        """When the present computation should be done."""
+        """When the running chunks should be done, in seconds of the executor's clock."""
         self.stalled_s = 0.0
-        """Seconds of chunks of restorations since the last step without one: so long running
-        requests stood still.
-        """
+        """Seconds of restorations' chunks since running requests last decoded."""
         self._chunked = False
         self._running: list[tuple[str, int]] = []
         self._observers: dict[type, Callable[[Any], None]] = {
@@ -253,13 +245,13 @@ class Restorations:
         }
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of a fact. Facts about unknown requests change nothing but estimates."""
+        """Records a fact. Facts about unknown requests change nothing but the learned estimates."""
         observer = self._observers.get(type(fact))
         if observer is not None:
             observer(fact)
 
     def next_step(self, view: StepView) -> None:
-        """A step is decided: running requests decode in one without a chunk."""
+        """A new step is decided. If the last one had no chunk, running requests decoded in it."""
         if not self._chunked:
             self.stalled_s = 0.0
         self._chunked = False
@@ -268,7 +260,7 @@ class Restorations:
                 item.predicted_end = -1.0
 
     def begin(self, item: Restoration) -> None:
-        """A request is being restored from now on."""
+        """Begins a restoration."""
         if self.items:
             for other in (item, *self.items.values()):
                 other.predicted_end = -1.0
@@ -341,7 +333,7 @@ class Restorations:
         page = self.engine.page_tokens
         pointer = item.pointer
         start = min(fact.tokens.start // page, pointer.units)
-        # A page that has begun belongs to compute, even where a chunk ends inside it.
+        # A page in which a chunk ends is computed as a whole.
         stop = min(-(-fact.tokens.stop // page), pointer.units)
         if start > pointer.front:
             pointer.attach(Span(pointer.front, start))
@@ -360,7 +352,8 @@ class Restorations:
             self.complete[fact.rid] = Compute(fact.rid, pointer.landed_run(), None)
 
     def _chunk_done(self, fact: ChunkDone) -> None:
-        # A few tokens reach few experts: they say nothing of the fixed cost of more.
+        # Less than a page activates few experts, so its time says nothing of the fixed cost of a
+        # chunk.
         if not fact.shared_tokens and len(fact.tokens) >= self.engine.page_tokens:
             self.cost.saw(fact.tokens.start, len(fact.tokens), fact.seconds)
         if (fact.rid, fact.tokens.stop) in self._running:
@@ -384,7 +377,7 @@ class Restorations:
 
 
 def _alone(item: Restoration, view: StepView) -> bool:
-    """Whether nothing else runs, waits or holds the slot."""
+    """Whether nothing else runs, waits or is in the slot."""
     return (
         not view.decoding
         and all(rid == item.rid for rid in view.waiting)
@@ -393,8 +386,8 @@ def _alone(item: Restoration, view: StepView) -> bool:
 
 
 def in_run_order(state: Restorations, view: StepView) -> Iterator[Restoration]:
-    """The slot's holder, then waiting requests in the order they will run, then all others in the
-    order of their offers.
+    """The restoration in the slot, then those of waiting requests in queue order, then all others
+    in the order they were offered.
     """
     seen = {}
     for rid in (view.slot, *view.waiting):

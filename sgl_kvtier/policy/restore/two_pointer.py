@@ -1,10 +1,9 @@
-"""One restoration on any axis: the front is computed, the back is loaded, and every unit is
-delivered exactly once.
+"""The state of one restoration, unit by unit: units are computed from the start and loaded from the
+end, and each is delivered exactly once. A unit is a page or a layer.
 
-Cake (section 4, appendix A) and CacheFlow (section 3.1) run one pointer from either end. Here a
-unit (a page, or a layer) has a state of its own. So a unit that is stored nowhere, or fails to
-load, goes to the front, and landed units after a hole are still useful: the front computes the hole
-and attaches the landed units after it.
+Cake (section 4, appendix A) and CacheFlow (section 3.1) keep one pointer at either end. Here each
+unit has a state of its own. So a unit that is stored nowhere, or whose load fails, is computed, and
+loaded units after such a hole remain useful: they are attached once the hole is computed.
 """
 
 from __future__ import annotations
@@ -27,15 +26,13 @@ _UNLANDED_RUN: Final = re.compile(b"[" + _FREE + _LOADING + b"]+")
 
 
 class TwoPointer:
-    """Which end delivers each unit of [start, units). Units below `front` belong to the front:
-    computed, being computed, or attached after landing. Raises ValueError when a caller would
-    deliver a unit twice; O(units) bytes of memory.
+    """How each unit of [start, units) is delivered. `front` is the prefill cursor: units below it
+    are computed, being computed, or attached after loading. Raises ValueError if a call would
+    deliver a unit twice. Takes O(units) bytes of memory.
     """
 
     def __init__(self, start: int, units: int, anchor: int = 0) -> None:
-        """`anchor`: so many of the last units bring what is needed to go on from the end
-        (`messages`); 0: nothing is.
-        """
+        """`anchor`: number of the last units with which the anchor (see `messages`) is loaded."""
         if not 0 <= start <= units:
             raise ValueError(f"a restoration cannot start at {start} of {units} units")
         self._units = units
@@ -45,27 +42,27 @@ class TwoPointer:
 
     @property
     def units(self) -> int:
-        """The end of the restoration."""
+        """Number of units; the restoration ends there."""
         return self._units
 
     @property
     def front(self) -> int:
-        """All units below this one are delivered or being computed."""
+        """The prefill cursor: all units below it are delivered or being computed."""
         return self._front
 
     @property
     def met(self) -> bool:
-        """The front has reached the end: nothing is left to compute or load."""
+        """Whether the prefill cursor has reached the end: nothing is left to compute or load."""
         return self._front == self._units
 
     @property
     def whole(self) -> bool:
-        """Whether landed units can be attached up to the end only."""
+        """Whether loaded units can be attached only together with all units up to the end."""
         return self._front < self._anchor
 
     @property
     def anchor(self) -> Span:
-        """The last units, which bring the anchor; from the first one where there is none."""
+        """The last units, with which the anchor is loaded; all units if there is none."""
         return Span(self._anchor, self._units)
 
     @property
@@ -85,17 +82,17 @@ class TwoPointer:
             return []
         stop = state.rfind(_FREE, first) + 1
         if state.count(_FREE, first, stop) == stop - first:
-            # The usual case: loads take units from the back, compute from the front.
+            # The usual case: loads take units from the end, compute from the start.
             return [(first, stop)]
         return [run.span() for run in _FREE_RUN.finditer(state, first)]
 
     def unlanded_runs(self, start: int) -> list[tuple[int, int]]:
-        """The same of units untouched or in flight."""
+        """The same for units that are untouched or in flight."""
         return [run.span() for run in _UNLANDED_RUN.finditer(self._state, start)]
 
     def lost_in(self, span: Span) -> int:
-        """Number of units of `span` that failed to load, or are stored nowhere, and were not
-        computed yet.
+        """Number of units of `span` that failed to load or are stored nowhere, and must be
+        computed.
         """
         return self._state.count(_LOST, span.start, span.stop)
 
@@ -104,13 +101,13 @@ class TwoPointer:
         return self._state.count(_LOST, start)
 
     def first_lost(self, start: int) -> int:
-        """The first such unit from `start` on; `units` where there is none."""
+        """The first such unit from `start` on; `units` if there is none."""
         lost = self._state.find(_LOST, start)
         return lost if lost >= 0 else self._units
 
     def lost_runs(self, start: int) -> list[tuple[int, int]]:
-        """Runs of such units after `start`, like `free_runs`. One that begins there, or after
-        units that have landed there, is not among them: the front is at it.
+        """Runs of such units after `start`, like `free_runs`. Omits a run that begins at `start`,
+        or after loaded units that begin there, since prefill computes it next.
         """
         landed = _LANDED_RUN.match(self._state, start)
         first = landed.end() if landed else start
@@ -122,8 +119,8 @@ class TwoPointer:
         return len(ahead) - len(ahead.lstrip(_LOST))
 
     def barrier(self, start: int | None = None) -> int:
-        """The first unit from `start` (the front) on that a transfer has taken: compute may go up
-        to it.
+        """The first loaded or loading unit from `start` (default: the prefill cursor) on. Compute
+        may proceed up to it.
         """
         start = self._front if start is None else start
         loading = self._state.find(_LOADING, start)
@@ -131,9 +128,7 @@ class TwoPointer:
         return landed if landed >= 0 else loading if loading >= 0 else self._units
 
     def landed_run(self) -> Span:
-        """The landed units that begin at the front and can be attached; empty when the unit at the
-        front has not landed.
-        """
+        """The loaded units that can be attached at the prefill cursor; empty if there are none."""
         front, state = self._front, self._state
         if front == self._units or state[front] != _LANDED[0]:
             return Span(front, front)
@@ -144,9 +139,7 @@ class TwoPointer:
         return Span(front, stop)
 
     def last_loading(self) -> Span:
-        """The lowest run of units in flight: the last to begin when loads go from the back. Empty
-        if there is none.
-        """
+        """The lowest run of units in flight, which starts last; empty if there is none."""
         start = self._state.find(_LOADING)
         if start < 0:
             return Span(self._units, self._units)
@@ -154,22 +147,18 @@ class TwoPointer:
         return Span(start, start + len(ahead) - len(ahead.lstrip(_LOADING)))
 
     def take_front(self, count: int) -> Span:
-        """Claims up to `count` units from the front for computing, never one that a transfer has
-        taken.
-        """
+        """Takes up to `count` units at the prefill cursor for computing, up to the barrier."""
         stop = min(self._front + count, self.barrier())
         return self._advance(Span(self._front, stop), _COMPUTED)
 
     def lack(self, span: Span) -> None:
-        """Untouched units of `span` cannot be loaded: they belong to the front."""
+        """The untouched units of `span` cannot be loaded: they have to be computed."""
         piece = self._state[span.start : span.stop]
         self._state[span.start : span.stop] = piece.replace(_FREE, _LOST)
 
     def take_back(self, count: int, within: Span | None = None, floor: int = 0) -> Span:
-        """Claims the highest run of at most `count` untouched units for loading, inside `within`
-        and at or above `floor`.
-
-        Units that failed once belong to the front and are skipped. Empty when there is none.
+        """Takes the highest run of at most `count` untouched units for loading, inside `within` and
+        at or above `floor`; empty if there is none. Skips units whose load failed.
         """
         low = max(self._front, floor, within.start if within is not None else 0)
         stop = self._state.rfind(_FREE, low, within.stop if within is not None else self._units) + 1
@@ -182,15 +171,13 @@ class TwoPointer:
         return Span(start, stop)
 
     def land(self, span: Span) -> int:
-        """Units of `span` in flight have landed. Others stay as they are; returns how many
-        landed.
-        """
+        """Units of `span` that are in flight are loaded now. Returns how many."""
         return self._settle(span, _LANDED)
 
     def lose(self, span: Span) -> int:
-        """Units of `span` in flight will not come: they belong to the front. Returns how many there
-        were. Where landed units can be attached up to the end only, all units before the last of
-        these belong to it too.
+        """Units of `span` that are in flight will not arrive and have to be computed. Returns how
+        many there were. If loaded units can be attached only up to the end, all units before the
+        last lost one have to be computed too.
         """
         lost = self._settle(span, _LOST)
         if lost and self._front < self._anchor:
@@ -199,13 +186,11 @@ class TwoPointer:
         return lost
 
     def give_back(self, span: Span) -> int:
-        """Units of `span` in flight were not begun and will not be: either end may take them.
-        Returns how many.
-        """
+        """Loads of `span` never started: these units are untouched again. Returns how many."""
         return self._settle(span, _FREE)
 
     def attach(self, span: Span) -> None:
-        """The landed units `span`, which begin at the front, are now part of the prefix."""
+        """Attaches the loaded units `span`, which begin at the prefill cursor, to the prefix."""
         run = self.landed_run()
         early = self.whole and bool(span) and span.stop != self._units
         if span.start != self._front or span.stop > run.stop or early:
