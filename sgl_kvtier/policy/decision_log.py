@@ -1,5 +1,5 @@
-"""A run as lines of JSON: the facts and views a planner was given and the plans it made, to be
-replayed and compared.
+"""A run as lines of JSON: the facts and views that a planner received and the plans that it made,
+to be replayed and compared.
 
     {"log": "kvtier.decisions", "version": 4, "config": {...}, "engine": {...}, "profile": null}
     {"type": "RequestArrived", "rid": "r0", "now": 0.0, ...}     facts, in the order observed
@@ -8,16 +8,16 @@ replayed and compared.
     {"type": "Query", "question": {"type": "LeftToEngine", ...}, "answer": "..."}
                                                                  a question between two steps
     {"type": "PlannerFailed", "error": "..."}                    it raised on the line before
-    {"type": "LinesDropped", "count": 12}                        a hole: no replay after it
+    {"type": "LinesDropped", "count": 12}                        a gap: no replay after it
 
-Spans are [start, stop], tiers their names, links and modes their values. Page keys are hexadecimal
-in version 3 (simulated runs). In version 4 (servers) only their first mention is, which numbers
-them from 0 on; after it they are their number, or [first, last] of numbers that follow one another,
-up or down. Where there are `MOST_NUMBERED` numbers, the next mention first forgets all. So a log is
-read from its beginning.
+Spans are [start, stop], tiers are their names, links and modes are their values. In version 3
+(simulated runs) page keys are hexadecimal. In version 4 (servers) only the first mention of a key
+is hexadecimal, and numbers the key, from 0 on. Later mentions are that number, or [first, last] for
+consecutive numbers, ascending or descending. When `MOST_NUMBERED` keys have numbers, the next new
+key discards all numbers first. So a log has to be read from its beginning.
 
-Floats keep all digits, so decoding and encoding again gives the same line. Fields at their default
-are omitted. Pure functions: other modules open the files.
+Floats keep all digits, so decoding and encoding again gives the same line. Fields with their
+default value are omitted. All functions are pure; other modules open the files.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Answer: TypeAlias = str | int | bool | tuple[str, ...] | HintAnswer | None
 
 NAME = "kvtier.decisions"
 VERSION, NUMBERED = 3, 4
-"""Of a log with every key in full, and of one with numbers for them."""
+"""Versions of a log with all keys in full, and of one with numbers for them."""
 MOST_NUMBERED = 1 << 18
-"""Keys with a number at a time: some 40 MB, in the writer and in the reader."""
+"""Number of keys that can have a number at a time: some 40 MB, in the writer and in the reader."""
 _MOST_INT, _MOST_FLOAT = 1 << 63, sys.float_info.max
 _MOST_SAID = 200
 
@@ -69,14 +69,14 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class PlannerFailed:
-    """The planner raised on the line before."""
+    """The planner raised an exception on the line before."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class LinesDropped:
-    """A number of lines that belong here could not be kept: the writer was behind."""
+    """This many lines are missing here, because the writer was behind."""
 
     count: int
 
@@ -85,15 +85,15 @@ Record: TypeAlias = Fact | StepView | StepPlan | Query | PlannerFailed | LinesDr
 
 
 def encode_header(header: Header, version: int = VERSION) -> str:
-    """The first line of a log, without its line break. `version` says whether lines will be
-    `encode`'s or a `Writer`'s, which are NUMBERED.
+    """The first line of a log, without its line break. `version`: VERSION for lines by `encode`,
+    NUMBERED for lines by a `Writer`.
     """
     data = {"log": NAME, "version": version, **dataclasses.asdict(header)}
     return json.dumps(data, separators=(",", ":"))
 
 
 def decode_header(line: str) -> Header:
-    """Reads a first line. Raises TraceError when it is none, or of another version."""
+    """Reads the first line. Raises TraceError if it is not one, or has another version."""
     data = _parse(line)
     if data.get("log") != NAME:
         raise TraceError("not a decision log: its first line must name kvtier.decisions")
@@ -109,20 +109,20 @@ def decode_header(line: str) -> Header:
 
 
 class InFull:
-    """Page keys as they are."""
+    """Page keys in full."""
 
     def write(self, keys: Sequence[PageKey]) -> list[Any]:
-        """Keys as a line has them."""
+        """The JSON values for these keys."""
         return [key.hex() for key in keys]
 
     def read(self, values: Sequence[Any]) -> tuple[PageKey, ...]:
-        """And back. Raises ValueError, TypeError."""
+        """The keys for these JSON values. Raises ValueError or TypeError."""
         return tuple(PageKey(bytes.fromhex(text)) for text in values)
 
 
 class Numbered:
-    """Page keys by numbers. One of it takes all lines of a log, in their order. It holds `most`
-    keys; one more, and it forgets them all.
+    """Page keys as numbers. One object must process all lines of a log in order. It holds `most`
+    keys; one more key discards all of them.
     """
 
     def __init__(self, most: int) -> None:
@@ -181,7 +181,7 @@ IN_FULL = InFull()
 
 
 class Writer:
-    """The lines of a log of version NUMBERED, after its first."""
+    """Writes the lines of a log of version NUMBERED after the first."""
 
     def __init__(self, most_numbered: int = MOST_NUMBERED) -> None:
         self._keys = Numbered(most_numbered)
@@ -192,23 +192,23 @@ class Writer:
 
 
 class Reader:
-    """Reads the lines of a log of any version, after its first, all and in their order."""
+    """Reads the lines of a log of any version after the first: all of them, in order."""
 
     def __init__(self, most_numbered: int = MOST_NUMBERED) -> None:
         self._keys = Numbered(most_numbered)
 
     def decode(self, line: str) -> Record:
-        """The next line's record. Raises TraceError where it is none."""
+        """The record of the next line. Raises TraceError if the line has none."""
         return _decode(line, self._keys)
 
 
 def encode(record: Record) -> str:
-    """One fact, view, plan or question as a line with keys in full, without its line break."""
+    """One record as a line with keys in full, without its line break."""
     return json.dumps(_to_plain(record, IN_FULL), separators=(",", ":"))
 
 
 def decode(line: str) -> Record:
-    """Reads such a line. Raises TraceError for any other."""
+    """Reads such a line. Raises TraceError if it is not one."""
     return _decode(line, IN_FULL)
 
 
@@ -288,7 +288,7 @@ def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
 
 class _Codec(NamedTuple):
     """How values of one type are written as JSON and read back. Reading raises ValueError,
-    TypeError or KeyError where a value does not fit.
+    TypeError or KeyError if a value does not fit.
     """
 
     write: Callable[[Any, Keys], Any]
@@ -297,9 +297,7 @@ class _Codec(NamedTuple):
 
 @cache
 def _fields_of(kind: Any) -> dict[str, tuple[dataclasses.Field[Any], _Codec]]:
-    """The fields of a message by name, each with the codec of its type hint. Raises TypeError for a
-    hint without one.
-    """
+    """The fields of a message by name, with the codec of each type hint; TypeError without one."""
     hints = get_type_hints(kind)
     return {field.name: (field, _codec(hints[field.name])) for field in dataclasses.fields(kind)}
 
@@ -422,4 +420,4 @@ _RECORDS: dict[str, type] = {
 }
 for _kind in (*_RECORDS.values(), *_QUESTIONS.values(), Hint, HintAnswer):
     _fields_of(_kind)
-"""A field of a new kind fails here, at import."""
+"""A field whose type has no codec fails here, at import."""

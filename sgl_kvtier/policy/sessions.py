@@ -1,10 +1,10 @@
-"""When a session comes back, and whether it does: learned per session and per tool, or told by the
+"""When a session returns, and whether it does: learned per session and per tool, or stated by the
 client.
 
-An agent returns after its tool call, a person after reading. The time between a turn's end and the
-next turn's arrival is a gap. Gaps of one tool, and of one session, resemble each other (Continuum
-keeps KV caches by exactly that). The gaps longer than the time already waited say when to expect
-the session, and when to give it up.
+An agent returns after its tool call, a person after reading. A gap is the time between the end of a
+turn and the arrival of the next one. Gaps of one tool, and of one session, are similar (Continuum
+decides by them how long KV caches are kept). The gaps longer than the time waited so far tell when
+to expect the session, and when to give up on it.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from typing import Final, NamedTuple
 from sgl_kvtier.policy.messages import Hint, HintAnswer
 
 _PRIOR: Final = 2.0
-"""Gaps of other sessions count as much as this many of the session's own."""
+"""The gaps of other sessions weigh as much as this many of the session's own."""
 _EARLY, _MIDDLE, _LATE = 0.1, 0.5, 0.98
 _MOST_TOOLS: Final = 256
 _DISTRUST: Final = 3
-"""After this many hints in a row that were wrong by more than _FAR, a session's delays are ignored
-until one is right again.
+"""After this many hints in a row that were wrong by more than a factor of _FAR, the delays that a
+session's client states are ignored until one is right again.
 """
 _FAR: Final = 4.0
 _SOON_S: Final = 0.1
-"""Delays shorter than this many seconds count as equal."""
+"""Delays below this many seconds count as equal."""
 _BELIEVED: Final = 0.95
-"""The chance of return of a session whose client said when it comes."""
+"""Probability that a session returns whose client stated a delay."""
 _ALL: Final = ""
 _SPARE_CHECKS: Final = 1000
 LIKELY: Final = 0.5
-"""With at least this chance a session comes rather than not."""
+"""A session counts as likely to return from this probability on."""
 _KEEP_SHARE: Final = 0.99
 _EVERYBODY: Final = 2.0
-"""All sessions together count as much as this many sessions of the class."""
+"""All sessions together weigh as much as this many sessions of the same class."""
 _CLASSES: Final = 8
 _LOW_S: Final = 1e-3
 _PER_DECADE: Final = 8
 _BUCKETS: Final = 64
-"""1 ms to 10^5 s in steps of a third: 256 bytes."""
+"""1 ms to 10^5 s, each bucket a third longer than the one before: 256 bytes."""
 
 
 def bucket_of(seconds: float) -> int:
-    """The bucket of a duration; the first and the last one are open."""
+    """The bucket of a duration. The first and the last one are open-ended."""
     if seconds <= _LOW_S:
         return 0
     return min(_BUCKETS - 1, int(math.log10(seconds / _LOW_S) * _PER_DECADE))
@@ -56,9 +56,7 @@ def _edge(bucket: int) -> float:
 
 
 class Gaps:
-    """Durations seen, later ones counting more: each earlier sample keeps `keep` of its weight per
-    later one.
-    """
+    """A histogram of durations. With each new sample, earlier ones keep `keep` of their weight."""
 
     def __init__(self, keep: float = 0.98) -> None:
         self._weights = array("f", bytes(4 * _BUCKETS))
@@ -78,9 +76,7 @@ class Gaps:
 
 
 def longer(parts: list[tuple[Gaps, float]], elapsed_s: float) -> float:
-    """The share of samples longer than this; 1 where there is none. `parts` are mixed as in
-    `quantile`.
-    """
+    """The share of samples longer than this; 1 if there are none. `parts` as in `quantile`."""
     mix = _mixed(parts)
     whole = sum(mix)
     if whole <= 1e-9 or elapsed_s <= 0:
@@ -90,12 +86,12 @@ def longer(parts: list[tuple[Gaps, float]], elapsed_s: float) -> float:
 
 
 def quantile(parts: list[tuple[Gaps, float]], share: float, elapsed_s: float = 0.0) -> float | None:
-    """The duration that `share` of the samples longer than `elapsed_s` do not exceed; None where
-    there is none.
+    """The duration that `share` of the samples longer than `elapsed_s` do not exceed; None if there
+    are none.
 
-    `parts` are mixed by their weights, each counting as a whole however many samples it has. Within
-    a bucket samples are assumed to lie evenly on the logarithmic scale, so a quantile is right to
-    within a third.
+    `parts` are histograms with their weights. A weight is that of the whole histogram, however many
+    samples it has. Samples are assumed to be evenly distributed within a bucket on the logarithmic
+    scale, so a quantile is right to within a third.
     """
     mix = _mixed(parts)
     first = bucket_of(elapsed_s) if elapsed_s > 0 else 0
@@ -125,19 +121,19 @@ def _mixed(parts: list[tuple[Gaps, float]]) -> list[float]:
 
 
 def _left_of(bucket: int, elapsed_s: float) -> float:
-    """The share of a bucket that lies after a duration in it."""
+    """The share of a bucket that is above a duration inside it."""
     if elapsed_s <= _LOW_S:
         return 1.0
     return max(0.0, 1 - math.log10(elapsed_s / _edge(bucket)) * _PER_DECADE)
 
 
 def class_of(turns: int) -> int:
-    """Sessions of 1, 2 to 3, 4 to 7, ... turns behave alike."""
+    """The class of a session: sessions of 1, 2 to 3, 4 to 7, ... turns behave similarly."""
     return min(turns.bit_length(), _CLASSES - 1)
 
 
 class _Share:
-    """Weights of sessions that came back and that did not, later ones counting more."""
+    """Decayed counts of sessions that returned and that did not."""
 
     __slots__ = ("back", "gone")
 
@@ -150,24 +146,24 @@ class _Share:
 
 
 class Returns:
-    """Chances per class. A session that was counted as gone and returns is counted again."""
+    """Probability of return per class. Corrects itself if a session counted as gone returns."""
 
     def __init__(self) -> None:
         self._classes = [_Share() for _ in range(_CLASSES)]
         self._all = _Share()
 
     def came_back(self, turns: int, was_gone: bool) -> None:
-        """A session with this number of turns has come back."""
+        """A session returned after this number of turns."""
         for share in (self._classes[class_of(turns)], self._all):
             share.count(1.0, -1.0 if was_gone else 0.0)
 
     def gone(self, turns: int) -> None:
-        """A session with this number of turns is not expected any more."""
+        """A session is no longer expected after this number of turns."""
         for share in (self._classes[class_of(turns)], self._all):
             share.count(0.0, 1.0)
 
     def chance(self, turns: int) -> float:
-        """The chance that a session returns after this many turns; a half if nothing is known."""
+        """The probability that a session returns after this many turns; 0.5 if nothing is known."""
         everybody = (self._all.back + 1.0) / (self._all.back + self._all.gone + 2.0)
         own = self._classes[class_of(turns)]
         return (own.back + _EVERYBODY * everybody) / (own.back + own.gone + _EVERYBODY)
@@ -179,13 +175,13 @@ class Return:
 
     session: str
     early: float
-    """Hardly before then."""
+    """The time before which it probably does not return."""
     at: float
-    """Probably around then; infinity: not any more."""
+    """The time around which it probably returns; infinity: it is not expected."""
     next_use: float
-    """The time used for eviction, weighed by its priority."""
+    """The time of return that eviction uses, adjusted by its priority."""
     chance: float = 1.0
-    """The probability that it comes back at all."""
+    """The probability that it returns at all."""
 
 
 @dataclass(slots=True)
@@ -197,37 +193,36 @@ class _Session:
     tool: str = _ALL
     """The tool that its last turn called; _ALL: not known."""
     delay_s: float | None = None
-    """The gap its client stated, in seconds, where it is believed."""
+    """The gap that its client stated, in seconds, if it is believed."""
     claimed_s: float | None = None
-    """The gap its client stated, believed or not."""
+    """The gap that its client stated, believed or not."""
     until: float = math.inf
-    """From then on it is not expected, as its client said."""
+    """The time until which it can return, as its client stated."""
     priority: int = 0
-    """Of its pages, from -3 to 3, as its client said."""
+    """Priority of its pages, from -3 to 3, as its client stated."""
     wrong_hints: int = 0
-    """Hints in a row that were wrong by more than _FAR."""
+    """Number of hints in a row that were wrong by more than a factor of _FAR."""
     turns: int = 0
-    """Turns that have ended."""
+    """Number of turns that have ended."""
     gone: bool = False
-    """Whether it was counted as one that does not come back."""
+    """Whether it was counted as not returning."""
     serial: int = 0
-    """Of its valid check; 0: none."""
+    """Serial number of its valid check; 0: none."""
 
 
 class _Check(NamedTuple):
-    """When a session's expectation is to be renewed."""
+    """When the prediction for a session has to be renewed."""
 
     at: float
     """Seconds of the executor's clock."""
     serial: int
-    """Outdated where its session has another one."""
+    """The check is outdated if its session has another serial number."""
     session: str
 
 
 class Sessions:
-    """Expected returns of idle sessions. O(log sessions) per event, under 1 KB per session;
-    sessions idle the longest are forgotten beyond `most`. One thread, no clock: seconds are the
-    executor's.
+    """Expected returns of idle sessions. O(log sessions) per event, under 1 KB per session. With
+    more than `most` sessions, those idle the longest are forgotten. One thread, no clock.
     """
 
     def __init__(
@@ -240,7 +235,7 @@ class Sessions:
         self._tools: dict[str, Gaps] = {}
         self._returns = Returns()
         self._checks: list[_Check] = []
-        """A heap of the times of the next checks; it also has outdated entries."""
+        """A heap of the next checks, outdated ones included."""
         self._forgotten_checks = 0
         self._serial = 0
 
@@ -248,7 +243,7 @@ class Sessions:
         return len(self._sessions)
 
     def returned(self, session: str, now: float) -> None:
-        """A session's next turn has arrived."""
+        """The next turn of a session arrived."""
         known = self._touch(session)
         if known.left_at is not None:
             gap_s = max(0.0, now - known.left_at)
@@ -266,7 +261,7 @@ class Sessions:
         known.serial = 0
 
     def left(self, session: str, now: float, tool: str | None = None) -> Return:
-        """A turn has ended; `tool`: the one it called, if known. Returns when to expect it."""
+        """A turn ended, which called this tool, if known. Returns when to expect the next one."""
         known = self._touch(session)
         known.left_at = now
         known.turns += 1
@@ -274,8 +269,8 @@ class Sessions:
         return self._expect(session, known, now)
 
     def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
-        """Takes a client's hint. Delays and lifetimes are cut to the configured limit; unusable
-        values are refused with a reason.
+        """Applies a client's hint. Delays and lifetimes are cut to the configured limit, unusable
+        values refused with a reason.
         """
         known = self._sessions.get(session)
         if known is None:
@@ -314,20 +309,20 @@ class Sessions:
         return HintAnswer(True, "; ".join(notes))
 
     def expected(self, session: str, now: float) -> Return | None:
-        """When an idle session should return, as of now; None when it is unknown or not idle."""
+        """When an idle session should return, as of now; None if it is unknown or not idle."""
         known = self._sessions.get(session)
         if known is None or known.left_at is None:
             return None
         return self._predict(session, known, now)
 
     def changed(self, now: float) -> list[Return]:
-        """Sessions whose expectation is to be renewed: it has passed, or a hint changed it."""
+        """Renewed predictions of sessions whose predicted time, or stated lifetime, has passed."""
         due = []
         while self._checks and self._checks[0][0] <= now:
             _, serial, session = heapq.heappop(self._checks)
             known = self._sessions.get(session)
             if known is None:
-                # Forgotten sessions are not checked again.
+                # A forgotten session is reported as not expected, and not checked again.
                 due.append(Return(session, math.inf, math.inf, math.inf, 0.0))
             elif known.serial == serial and known.left_at is not None:
                 due.append(self._expect(session, known, now))
@@ -355,12 +350,12 @@ class Sessions:
         return min(value, self._hint_limit_s)
 
     def _expect(self, session: str, known: _Session, now: float) -> Return:
-        """Predicts, and schedules a check for when the prediction has passed."""
+        """Predicts the return, and schedules a check for when that time has passed."""
         expected = self._predict(session, known, now)
         self._serial += 1
         known.serial = self._serial
         if expected.at < math.inf:
-            # Not again at once where elapsed time hardly moves the prediction.
+            # Not at once again if the elapsed time hardly changes the prediction.
             again = max(expected.at, now + 0.05 * (now - (known.left_at or now)), now + 1e-3)
             check = _Check(min(again, max(known.until, now)), self._serial, session)
             heapq.heappush(self._checks, check)
@@ -371,8 +366,8 @@ class Sessions:
         return expected
 
     def _clear_checks(self) -> None:
-        """Removes outdated entries once most of them are: keeps the valid one of each session, and
-        the first of each that was forgotten.
+        """Removes outdated checks once most are. Keeps the valid one of each session, and the first
+        one of each forgotten session.
         """
         if (
             len(self._checks)
@@ -399,7 +394,7 @@ class Sessions:
         if at == math.inf and known.priority > 0 and known.until < math.inf:
             # Its client wants its pages kept until then, and nothing else is known.
             early = at = known.until - known.left_at
-        # A session whose client said when it comes may still be late.
+        # A session whose client stated a delay may still be late.
         limit_s = self._idle_limit_s + (known.delay_s or 0.0)
         if known.priority > 0 and known.until < math.inf:
             limit_s = max(limit_s, known.until - known.left_at)
@@ -413,7 +408,7 @@ class Sessions:
         )
 
     def _chance(self, known: _Session, idle_s: float) -> float:
-        """The chance that it comes back at all, given that it has not come yet."""
+        """The probability that it returns at all, given that it has not returned yet."""
         if known.delay_s is not None and idle_s < _FAR * max(known.delay_s, _SOON_S):
             return _BELIEVED
         share = self._returns.chance(known.turns)
@@ -421,13 +416,13 @@ class Sessions:
         return waits / (waits + 1 - share) if waits > 0 else 0.0
 
     def _parts(self, known: _Session) -> list[tuple[Gaps, float]]:
-        """Its own gaps, and those of other sessions with the same tool, with their weights."""
+        """Its own gaps, and those of other sessions after the same tool, with their weights."""
         others = self._tools.get(known.tool) or self._tools.get(_ALL)
         own = (known.gaps, known.gaps.total)
         return [own] if others is None else [own, (others, _PRIOR)]
 
     def _window(self, known: _Session, idle_s: float) -> tuple[float, float]:
-        """Early and middle guess of the gap, given that it is longer than the time passed."""
+        """Early and median estimate of the gap, given that it is longer than the time passed."""
         if known.delay_s is not None and idle_s < _FAR * max(known.delay_s, _SOON_S):
             return (
                 (known.delay_s * 0.8, known.delay_s)

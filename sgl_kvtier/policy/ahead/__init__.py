@@ -1,1 +1,1 @@
-"""Looking ahead: which pages to move before their request or session runs."""
+"""Lookahead: which pages to move before their request or session runs."""

@@ -1,5 +1,5 @@
-"""The turns to come, and the budget of one planning step: how many turns ahead it looks, and the
-seconds of links and pages of tiers that are charged move by move.
+"""The next runs, and the budget of one planning step: how many runs ahead it looks, and the link
+seconds and tier pages that are charged move by move.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ FIRST_HOP: Final[Mapping[Tier, Link]] = {
     Tier.STORAGE: Link.STORAGE_TO_HOST,
     Tier.REMOTE: Link.REMOTE_TO_HOST,
 }
-"""The link that brings pages of a tier below host memory there."""
+"""The link from each tier below host memory to host memory."""
 _IN_ONE: Final[Mapping[Link, Link]] = {
     Link.STORAGE_TO_HOST: Link.STORAGE_TO_DEVICE,
     Link.REMOTE_TO_HOST: Link.REMOTE_TO_DEVICE,
 }
-"""The same device or network as restorations use it. The second hop is the faster one."""
+"""The link of restorations over the same device or network. Its second hop is the faster one."""
 _EARLY: Final = 0.5
-"""With K from measured speeds, a turn is expected after this share of the predicted time."""
+"""With K from measured speeds, a run is expected after this share of the predicted time."""
 SOON: Final = 2.0
-"""With K from measured speeds, transfers begin when due within this many iterations."""
+"""With K from measured speeds, transfers begin if they are due within this many iterations."""
 
 
 class Turn(NamedTuple):
-    """A run to come of an owner of pages."""
+    """The next run of an owner of pages."""
 
     owner: str
     """The owner's name in the map."""
     rid: str | None
-    """The waiting request it is for; None for a session that is only expected."""
+    """The waiting request that will run; None for a session that is only expected."""
     steps: int
-    """Iterations that run before it; 0: it runs in this one."""
+    """Number of iterations before it; 0: it runs in this one."""
     window_s: float
-    """Seconds that those take."""
+    """Seconds that these iterations take."""
     before: int = 0
-    """Device pages claimed by runs between the previous turn and this one, which were omitted
-    because they lack nothing.
+    """Device pages that runs between the previous turn and this one allocate. These runs are
+    omitted because they lack no pages.
     """
     chance: float = 1.0
-    """The probability that it comes at all."""
+    """The probability that it runs at all."""
 
 
 def reads_due(question: ReadsDue) -> tuple[str, ...]:
-    """Requests whose stored pages are read now, in the queue's order. The first in the queue never
-    waits; a later one is read while it and all before it fit.
+    """The requests whose stored pages are read now, in queue order. The first in the queue never
+    waits; a later one is read if it and all before it fit.
 
     SGLang reads a waiting request's pages from storage into host memory once, when it arrives,
-    however many wait before it. Pages that do not fit evict those read for other requests, are read
-    in vain, and are then computed. TierKV (Algorithm 1) looks as far ahead as there is room for; so
-    do we.
+    however many requests wait before it. Pages that do not fit evict those read for other requests,
+    which are then computed although they were read. TierKV (Algorithm 1) looks as far ahead as
+    there is room, and so does this.
     """
     found: list[str] = []
     room = question.room
@@ -72,7 +72,7 @@ def reads_due(question: ReadsDue) -> tuple[str, ...]:
 
 
 def restored_over(hop: Link) -> Link:
-    """The link of restorations that takes the same device or network as this first hop."""
+    """The link of restorations over the same device or network as this first hop."""
     return _IN_ONE[hop]
 
 
@@ -84,8 +84,8 @@ def hops(source: Tier) -> tuple[Link, ...]:
 
 
 class LinkBudget:
-    """The time at which a link will have done everything charged to it, in seconds from now. A
-    `factor` > 1 makes it slower.
+    """The time at which a link will be done with everything charged to it, in seconds from now.
+    `factor` > 1: the link counts as slower than measured.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class LinkBudget:
         self.latency_s = max(0.0, bandwidth.seconds(source, page_bytes) * factor - self.page_s)
         self.end_s = 0.0
         self.closed = False
-        """A request waits for pages of this link: nothing more is charged to it in this step."""
+        """A request waits for pages of this link, so nothing more is charged to it in this step."""
 
     def seconds(self, pages: int) -> float:
-        """Seconds that Eq. 2 gives for pages on an idle link."""
+        """Seconds that pages take on an idle link (TierKV Eq. 2)."""
         return self.latency_s + pages * self.page_s if pages else 0.0
 
     def fit(self, until_s: float) -> int:
-        """Number of pages that could come within `until_s` seconds, after those charged."""
+        """Number of pages that could arrive within `until_s` seconds, after those charged."""
         if self.closed:
             return 0
         return (
@@ -115,17 +115,17 @@ class LinkBudget:
         )
 
     def charge(self, pages: int) -> None:
-        """Charges this many more pages to the link."""
+        """Charges more pages to the link."""
         self.end_s += self.seconds(pages)
 
 
 class TierBudget:
-    """Pages of a tier that may be claimed: the empty ones first, then evictable ones, farthest next
-    use first.
+    """The pages of a tier that can be allocated: empty ones first, then evictable ones, farthest
+    next use first.
 
-    `coming` pages are on their way there and may not have taken their places yet: they are served
-    first, and pages may still have to be evicted for them. It is lazy: the map is queried for as
-    many classes of victims as are needed. The map must not regroup its pages meanwhile.
+    `coming` pages are in flight to the tier and may not be allocated yet. They are served first,
+    and pages may still have to be evicted for them. The map is read lazily, for as many classes of
+    victims as are needed, and must not regroup its pages meanwhile.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class TierBudget:
         self._map = tier_map
         self._tier = tier
         self.left = max(0, free)
-        """Number of pages that may still be set aside."""
+        """Number of pages that can still be reserved."""
         self.empty = (
             max(0, free - tier_map.evictable(tier)) if empty is None else max(0, min(empty, free))
         )
@@ -148,7 +148,7 @@ class TierBudget:
             self.filled = self.reserve(coming, -math.inf)
 
     def reserve(self, pages: int, needed_at: float) -> int:
-        """Sets aside up to `pages`, evicting pages needed after `needed_at`; returns how many."""
+        """Reserves up to `pages`, evicting those needed after `needed_at`. Returns how many."""
         if not self.left:
             return 0
         granted = self._gather(min(pages, self.left), needed_at)
@@ -156,15 +156,15 @@ class TierBudget:
         return granted
 
     def pass_over(self, pages: int) -> None:
-        """Leaves the first evictable pages to other requests, which have not claimed them yet."""
+        """Leaves the first evictable pages to other requests that have not allocated them yet."""
         self._gather(pages, -math.inf)
 
     def fill(self, pages: int) -> None:
-        """Counts pages of those set aside that are filled in this step."""
+        """Counts reserved pages that are filled in this step."""
         self.filled += pages
 
     def victims(self) -> tuple[PageKey, ...]:
-        """The pages to evict for those filled in this step."""
+        """The pages to evict for the pages filled in this step."""
         missing = self.filled - self.empty
         if missing <= 0:
             return ()
@@ -173,7 +173,7 @@ class TierBudget:
         return self._map.victims_of(self._tier, self._drawn, missing)
 
     def _gather(self, pages: int, needed_at: float) -> int:
-        """Takes up to `pages` of those drawn and those evictable; returns how many there were."""
+        """Takes up to `pages` available and evictable pages. Returns how many there were."""
         while self._have < pages and (more := self._draw(needed_at)):
             self._have += more
         granted = max(0, min(pages, self._have))
@@ -181,7 +181,7 @@ class TierBudget:
         return granted
 
     def _draw(self, needed_at: float = -math.inf) -> int:
-        """Draws the next class of victims, unless needed too soon; returns its number of pages."""
+        """Adds the next class of victims unless needed too soon. Returns its number of pages."""
         if self._next is None:
             self._next = next(self._classes, None)
         if self._next is None or self._next.next_use <= needed_at:
@@ -212,14 +212,14 @@ class Step:
         self.lookahead = 0
 
     def firsts(self, missing: Missing) -> list[tuple[LinkBudget, int]]:
-        """The first hops of an owner's pages below host memory, and how many each has to bring."""
+        """The first hops of an owner's pages below host memory, each with its number of pages."""
         found = [(self.links[Link.STORAGE_TO_HOST], missing.below - missing.remote)]
         if missing.remote:
             found.append((self.links[Link.REMOTE_TO_HOST], missing.remote))
         return found
 
     def full(self, horizon_s: float) -> bool:
-        """Whether every first hop has enough to do until the horizon."""
+        """Whether every first hop has enough work until the horizon."""
         return all(
             time.closed or time.end_s >= horizon_s
             for link, time in self.links.items()
@@ -227,9 +227,8 @@ class Step:
         )
 
     def spent(self, budget: int, horizon_s: float, from_host: bool) -> bool:
-        """Whether no more pages can be prefetched to the device, for any turn: there is no room, or
-        links have enough to do until the horizon. `from_host`: some turn has pages that only the
-        second link has to bring.
+        """Whether no more pages can be prefetched to the device for any turn: there is no room, or
+        links have enough work until the horizon. `from_host`: some turn has pages in host memory.
         """
         pcie = self.links[Link.HOST_TO_DEVICE]
         if budget <= 0 or not self.tiers[Tier.DEVICE].left or not pcie.fit(horizon_s + pcie.page_s):
@@ -243,11 +242,11 @@ def reach(
     rules: Rules, step: Step, turns: Sequence[Turn], known: Sequence[Missing]
 ) -> tuple[int, int]:
     """For how many turns pages are prefetched to the device, and to host memory. `known`: the pages
-    each turn lacks.
+    that each turn lacks.
 
-    With K given: turns within K iterations. From measured speeds: up to the last turn whose
-    transfers, with all before them, have to begin before the next step but one (the latest start of
-    earliest-deadline-first).
+    If K is given: turns within K iterations. If K is derived from measured speeds: up to the last
+    turn whose transfers, together with all before them, must begin before the next step but one
+    (the latest start of earliest-deadline-first).
     """
     near = sum(turn.steps <= rules.lookahead for turn in turns) if rules.lookahead >= 0 else 0
     far = (
@@ -281,7 +280,7 @@ def reach(
 
 
 def in_host(known: Sequence[Missing]) -> int:
-    """Number of turns up to the last one that has missing pages in host memory."""
+    """Number of turns up to the last one with missing pages in host memory."""
     for place in range(len(known) - 1, -1, -1):
         for _, tier in known[place].runs:
             if tier is Tier.HOST:

@@ -1,9 +1,9 @@
-"""Idle sessions: when prefetching their pages has to be considered, when the pages get a copy in a
-lower tier, and when they have no owner any more.
+"""Idle sessions: when to consider prefetching their pages, when the pages get a copy in a lower
+tier, and when they lose their owner.
 
-`policy/sessions.py` predicts when a session returns; this module derives what that means for its
-pages while it is idle. A session owns its pages in the map from turn to turn, under the name that
-`owners.owner_of` gives it.
+`policy/sessions.py` predicts when a session returns; this module derives from that what happens to
+its pages while it is idle. A session owns its pages in the map from turn to turn, under the name
+that `owners.owner_of` gives it.
 """
 
 from __future__ import annotations
@@ -24,54 +24,51 @@ from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 MOST_IDLE: Final = 10_000
-"""Most idle sessions that are tracked."""
+"""Upper bound of idle sessions that are tracked."""
 _SPARE_SOON: Final = 1000
 _MOST_LOST: Final = 100_000
-"""Most pages of abandoned sessions whose names are kept for a later hint: at most 100 bytes each,
-when nothing else names them.
-"""
+"""Upper bound of pages of abandoned sessions that are kept for a later hint, 100 bytes each."""
 _DEFER_TO: Final = 1.25
-"""Sessions are deferred to this many times the queue's duration; the time is computed again when
-the queue would last longer.
-"""
+"""Sessions are deferred to this multiple of the queue's duration, and anew if it grows longer."""
 _TOO_LATE: Final = 1.6
-"""The time is also computed again once it is more than this many queue durations away."""
+"""The time is also computed again once it is this multiple of the queue's duration away."""
 _SHRINK: Final = 1e-6
-"""Deferred sessions keep their order: the time between two of them is multiplied by this."""
+"""The time between two deferred sessions is multiplied by this, which keeps their order."""
 
 
 class Deferral:
-    """The next use of idle sessions' pages, as the map has it. Seconds of the executor's clock.
+    """The next use of idle sessions' pages, as recorded in the map. Seconds of the executor's
+    clock.
 
-    A session that is expected back while requests wait will run after them. So its pages count as
-    needed no sooner than the queue is done, and are evicted before those of the queue. Among
-    themselves such sessions keep their order, but lie so close together that no page of one is
-    worth evicting for another. One that comes within about the time that a waiting request takes
-    runs before those, for it has less to compute: its pages are needed when it comes.
+    A session that is expected to return while requests wait will run after them. So its pages count
+    as needed no sooner than the end of the queue, and are evicted before pages of the queue. These
+    deferred sessions keep their order, but lie so close together that no page of one is worth
+    evicting for another. The exception is a session that returns within about the time that a
+    waiting request takes: it has less to compute and runs first.
     """
 
     def __init__(self, tier_map: TierMap) -> None:
         self._map = tier_map
         self._expected: dict[str, float] = {}
-        """When each idle session should use its pages, if it need not wait for the queue."""
+        """When each idle session should use its pages if it need not wait for the queue."""
         self._likely: dict[str, None] = {}
-        """Sessions that come rather than not."""
+        """Sessions that are likely to return."""
         self._deferred: dict[str, None] = {}
-        """Sessions whose next use is deferred until the queue is done."""
+        """Sessions whose next use is deferred to the end of the queue."""
         self._in_time: dict[str, None] = {}
-        """Sessions that would be deferred if they did not come so soon."""
+        """Sessions that would be deferred if they did not return so soon."""
         self.until = -math.inf
         """Sessions expected earlier are deferred until this time."""
         self._soon = -math.inf
-        """But not those that probably come by then."""
+        """The exception: likely sessions that are expected before this time."""
         self._order: list[tuple[float, str]] = []
-        """A heap of the sessions not deferred; it also has outdated entries."""
+        """A heap of the sessions that are not deferred, with outdated entries."""
         self._later: list[tuple[float, str]] = []
-        """The same of those deferred that are likely to come."""
+        """The same for deferred sessions that are likely to return."""
 
     def expect(self, session: str, next_use: float, likely: bool = False) -> None:
-        """An idle session should use its pages at `next_use`, if it need not wait for the queue.
-        `likely`: it comes rather than not.
+        """An idle session should use its pages at `next_use` if it need not wait for the queue.
+        `likely`: it is likely to return.
         """
         self.gone(session)
         self._expected[session] = next_use
@@ -86,8 +83,8 @@ class Deferral:
             known.pop(session, None)
 
     def queue(self, now: float, queue_s: float, soon_s: float = 0.0) -> None:
-        """The requests that run and wait now will be done in `queue_s` seconds; 0: none. Sessions
-        that probably come within `soon_s` run before them.
+        """Running and waiting requests will be done in `queue_s` seconds; 0: there are none.
+        Sessions that probably return within `soon_s` run before them.
         """
         self._soon = now + soon_s
         again = [*self._in_time]
@@ -104,7 +101,7 @@ class Deferral:
             self._decide(session)
 
     def _decide(self, session: str) -> None:
-        """Defers a session, or not."""
+        """Defers a session if it returns before the end of the queue, but not very soon."""
         expected = self._expected[session]
         self._in_time.pop(session, None)
         self._deferred.pop(session, None)
@@ -122,7 +119,7 @@ class Deferral:
     def _push(self, heap: list[tuple[float, str]], session: str) -> None:
         heapq.heappush(heap, (self._expected[session], session))
         if len(heap) > 64 + 4 * len(self._expected):
-            # Doubles and outdated entries go; a sorted list is a heap.
+            # Removes duplicate and outdated entries; a sorted list is a heap.
             kept = [entry for entry in heap if self._expected.get(entry[1]) == entry[0]]
             heap[:] = sorted(dict.fromkeys(kept))
 
@@ -134,7 +131,7 @@ class Deferral:
 
 
 class IdleSessions:
-    """Sessions between two turns, by name. Seconds of the executor's clock."""
+    """The sessions between two turns, by name. Seconds of the executor's clock."""
 
     def __init__(
         self,
@@ -153,17 +150,17 @@ class IdleSessions:
         self._prefetcher = prefetcher
         self._deferral = Deferral(tier_map)
         self._expected: dict[str, Return] = {}
-        """Every idle session that is expected back."""
+        """All idle sessions that are expected to return."""
         self.due: dict[str, Return] = {}
-        """Those of them whose pages have to be considered for prefetching by now."""
+        """Those whose pages are considered for prefetching now."""
         self._soon_at: dict[str, float] = {}
-        """When the pages of each have to be considered."""
+        """When each session's pages have to be considered."""
         self._soon: list[tuple[float, str]] = []
-        """A heap of those times; it has outdated entries too."""
+        """A heap of those times, with outdated entries."""
         self._demote: dict[str, None] = {}
         """Sessions whose pages are to get a copy in a lower tier."""
         self._lost: dict[str, tuple[PageKey, ...]] = {}
-        """The pages of abandoned sessions, which have no owner any more."""
+        """The pages of abandoned sessions, which no longer have an owner."""
         self._lost_with: dict[PageKey, dict[str, None]] = {}
         """The abandoned sessions that had a page."""
         self._lost_pages = 0
@@ -175,15 +172,15 @@ class IdleSessions:
         return session in self._expected
 
     def gave_up(self, session: str) -> bool:
-        """Whether its pages have no owner any more, but are remembered."""
+        """Whether the session is abandoned and its pages are still known."""
         return session in self._lost
 
     def lost_with(self, key: PageKey) -> list[str]:
-        """Abandoned sessions that had this page."""
+        """The abandoned sessions that had this page."""
         return list(self._lost_with.get(key, ()))
 
     def expect(self, expected: Return, now: float, iteration_s: float) -> None:
-        """A session is expected at another time than before, or for the first time."""
+        """A session is expected at a new time, or for the first time."""
         session = expected.session
         if expected.at == math.inf:
             self._expected.setdefault(session, expected)
@@ -218,7 +215,7 @@ class IdleSessions:
             self._give_up(next(iter(self._expected)))
 
     def find(self, expected: Return, now: float, iteration_s: float) -> None:
-        """An abandoned session is expected after all: it owns its pages again."""
+        """An abandoned session is expected after all, and owns its pages again."""
         self._map.claim(
             owner_of(expected.session), self._forget_lost(expected.session), expected.next_use
         )
@@ -235,8 +232,8 @@ class IdleSessions:
         self._demote.pop(session, None)
 
     def look(self, now: float, queue_s: float, soon_s: float = 0.0) -> None:
-        """Time has passed; the requests that wait now will be done in `queue_s` seconds. Sessions
-        that probably come within `soon_s` run before them.
+        """Time has passed. Waiting requests will be done in `queue_s` seconds, and sessions that
+        probably return within `soon_s` run before them.
         """
         while self._soon and self._soon[0][0] <= now:
             at, session = heapq.heappop(self._soon)
@@ -248,13 +245,11 @@ class IdleSessions:
 
     @property
     def deferred_until(self) -> float:
-        """About when the requests that wait now are done; -infinity where none waits."""
+        """About when the requests that wait now are done; -infinity if none waits."""
         return self._deferral.until
 
     def comes_by(self, until: float) -> bool:
-        """Whether a session that has pages in memory, and is likely to return, should be back by
-        then. O(idle sessions).
-        """
+        """Whether a likely session with pages in memory is expected by then. O(idle sessions)."""
         for one in self._expected.values():
             if one.chance >= LIKELY and one.at <= until:
                 missing = self._prefetcher.missing(owner_of(one.session))
@@ -263,8 +258,8 @@ class IdleSessions:
         return False
 
     def demotions(self, view: StepView) -> tuple[Move, ...]:
-        """For one session a step: copies of its pages that are in device or host alone to a lower
-        tier, so that they can be evicted at once later.
+        """Copies to a lower tier of pages that have none there, for one session a step, so that the
+        pages can be evicted at once later.
         """
         if not self._demote or self._config.prefetch != "on":
             return ()
@@ -280,7 +275,7 @@ class IdleSessions:
         return tuple(move for move in moves if move is not None)
 
     def _give_up(self, session: str) -> None:
-        """Abandons a session: its pages have no owner, unless a hint comes later."""
+        """Abandons a session. Its pages lose their owner, unless a hint comes later."""
         self.back(session)
         keys = self._map.keys_of(owner_of(session), Span(0, len(self._map)))
         self._lost[session] = keys

@@ -1,17 +1,17 @@
-"""Pages that this planner moves between tiers: those in flight, those prefetched and not used yet,
-how many may be prefetched, and whether the moves were hidden behind compute.
+"""Pages that the planner moves between tiers: pages in flight, prefetched pages that were not used
+yet, how many may be prefetched, and whether the moves were hidden behind compute.
 
-After a failed move nothing is moved for its owner for a while, longer after each further failure.
-Where an owner's pages were evicted from a tier before its turn, no more are prefetched to that
-tier.
+After a failed move nothing is moved for its owner for some time, which is longer after each further
+failure. If an owner's prefetched pages were evicted from a tier before its turn, no more are
+prefetched to that tier.
 
-Prefetched pages are paid for by those that were used (`Ledger`). A session may stay away, and its
-pages, or those of a waiting request, may be evicted before its turn. A page that was used earns the
-share that may be wasted for it; a page that left unused costs a whole page; a page of a session
-that still waits is charged its chance of being wasted. While the balance is spent, nothing more is
-prefetched. Every page a request runs on earns a little, so that a server with a long run of wrong
-guesses tries again. Waiting requests have a balance of their own: sessions that stay away take
-nothing from it. So for each of both, with s the share:
+Prefetched pages that were used pay for those that were not (`Ledger`), since a session may stay
+away, and pages may be evicted before their turn. A page that was used earns the share that may be
+wasted for it. A page that is evicted unused costs a whole page. A page of a session that has not
+returned yet is charged its probability of being wasted. While the balance is used up, nothing more
+is prefetched. Each page on which a request runs earns a little, so that prefetching starts again
+after a long run of wrong predictions. Waiting requests have a balance of their own, on which
+sessions that stay away have no effect. So for each of the two balances, with s the share:
 
     wasted <= start + s / (1 - s) * used + tried * ran + pages waiting uncharged at `allows`
 """
@@ -28,45 +28,45 @@ from sgl_kvtier.types import Link, PageKey, Tier
 
 _PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 5.0
-"""Nothing is moved for an owner for this many seconds after a failed move, doubled with each
-further failure up to the longest.
+"""Nothing is moved for an owner for this many seconds after a failed move. The pause doubles with
+each further failure up to the longest.
 """
 _TRIED: Final = 0.0001
-"""Pages earned per page on which a request ran."""
+"""Pages that the balance earns per page on which a request ran."""
 _START, _MOST = 0.05, 0.1
-"""A balance at first and at most, as shares of the device's pages."""
+"""The initial and the highest balance, as shares of the device's pages."""
 
 
 @dataclass(slots=True)
 class _Move:
     owner: str
-    """For whom; "" for a demotion."""
+    """The owner for whom pages are moved; "" for a demotion."""
     target: Tier
     links: tuple[Link, ...]
-    """The links that the pages take, one after the other."""
+    """The links over which the pages are moved, one after the other."""
     pages: dict[PageKey, None]
-    """Those that have not come yet."""
+    """The pages that have not arrived yet."""
     late_at: float
-    """From then on it counts as failed, in seconds of the executor's clock."""
+    """When the move counts as failed, in seconds of the executor's clock."""
 
 
 class InFlight:
-    """Each page is in flight to one tier at most. Seconds of the executor's clock; memory grows
-    with the pages in flight.
+    """The moves in flight. A page is in flight to at most one tier. Seconds of the executor's
+    clock; memory grows with the pages in flight.
     """
 
     def __init__(self) -> None:
         self._of: dict[PageKey, _Move] = {}
-        """The move of each page in flight."""
+        """The move that each page in flight belongs to."""
         self._moves: dict[int, _Move] = {}
         """Moves by number, the oldest first."""
         self._serial = 0
         self._pages: dict[Link, int] = {}
-        """Number of pages that have yet to come over each link."""
+        """Number of pages that have yet to arrive over each link."""
         self._coming = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.STORAGE: 0, Tier.REMOTE: 0}
         """Number of pages in flight to each tier."""
         self._since: dict[Link, float] = {}
-        """The time of each link's last arrival, or since when it is busy."""
+        """When a page last arrived over each link, or since when it has been busy."""
 
     def __len__(self) -> int:
         return len(self._of)
@@ -75,7 +75,7 @@ class InFlight:
         return key in self._of
 
     def others(self, keys: tuple[PageKey, ...]) -> tuple[PageKey, ...]:
-        """Those of these pages that are not in flight."""
+        """The given pages without those in flight."""
         return (
             keys
             if self._of.keys().isdisjoint(keys)
@@ -83,15 +83,15 @@ class InFlight:
         )
 
     def pages(self, link: Link) -> int:
-        """Number of pages that have yet to come over a link."""
+        """Number of pages that have yet to arrive over a link."""
         return self._pages.get(link, 0)
 
     def coming(self, tier: Tier) -> int:
-        """Number of pages on their way to a tier."""
+        """Number of pages in flight to a tier."""
         return self._coming[tier]
 
     def owners(self, keys: Sequence[PageKey], target: Tier) -> tuple[str, ...]:
-        """The owners of those of these pages that are on their way to a tier."""
+        """The owners of the given pages that are in flight to a tier."""
         if self._of.keys().isdisjoint(keys):
             return ()
         moves = (self._of.get(key) for key in keys)
@@ -102,7 +102,7 @@ class InFlight:
         )
 
     def from_below_host(self, key: PageKey) -> bool:
-        """Whether a page is on its way through host to device."""
+        """Whether a page is in flight through host memory to the device."""
         move = self._of.get(key)
         return move is not None and move.target is Tier.DEVICE and len(move.links) > 1
 
@@ -115,7 +115,7 @@ class InFlight:
         late_at: float,
         owner: str = "",
     ) -> None:
-        """A move begins, for an owner; from `late_at` on it counts as failed."""
+        """A move begins for an owner. From `late_at` on it counts as failed."""
         move = _Move(owner, target, links, dict.fromkeys(keys), late_at)
         self._coming[target] += len(keys)
         self._serial += 1
@@ -128,7 +128,7 @@ class InFlight:
             self._pages[link] = self._pages.get(link, 0) + len(keys)
 
     def ended(self, keys: Sequence[PageKey], target: Tier, now: float) -> int:
-        """Pages have come to a tier, or will not. Returns how many of them were in flight to it."""
+        """Pages have arrived in a tier, or will not. Returns how many were in flight to it."""
         count = 0
         if self._of.keys().isdisjoint(keys):
             return count
@@ -145,12 +145,12 @@ class InFlight:
         return count
 
     def backlog_seconds(self, link: Link, seconds_per_page: float, now: float) -> float:
-        """Seconds until a link has moved all its pages, less those since the last arrival."""
+        """Seconds until a link has moved all its pages, minus the time since the last arrival."""
         pages = self._pages.get(link, 0)
         return max(0.0, pages * seconds_per_page - (now - self._since[link])) if pages else 0.0
 
     def late(self, now: float) -> list[tuple[tuple[PageKey, ...], Tier]]:
-        """Removes and returns the moves that are overdue, looking at the oldest ones first."""
+        """Removes and returns overdue moves, from the oldest up to the first that is in time."""
         overdue = []
         while self._moves:
             serial = next(iter(self._moves))
@@ -166,31 +166,32 @@ class InFlight:
 
 
 class Ledger:
-    """Two balances in pages, of guesses and of waiting requests. `share` of all prefetched pages
-    may be wasted. A balance begins with, and is never more than, a share of the device.
+    """Two balances in pages: of expected sessions, which may stay away, and of waiting requests,
+    which run for certain. `share` of all prefetched pages may be wasted. A balance begins with, and
+    never exceeds, a share of the device.
     """
 
     def __init__(self, share: float) -> None:
         self._earns = share / (1 - share) if share < 1 else math.inf
         self._most = 0.0
         self.balances = {False: 0.0, True: 0.0}
-        """Of guesses, and of owners that come for certain (True)."""
+        """By whether the owner runs for certain."""
         self._charged: dict[Tier, dict[PageKey, float]] = {Tier.DEVICE: {}, Tier.HOST: {}}
-        """What a page was charged: nothing where its owner comes for certain."""
+        """The charge of each page; 0 if its owner runs for certain."""
 
     def capacity(self, pages: int) -> None:
-        """Sets the number of pages that the device has."""
+        """Sets the number of pages of the device."""
         if not self._most:
             for certain, balance in self.balances.items():
                 self.balances[certain] = min(balance, 0.0) + _START * pages
         self._most = _MOST * pages
 
     def allows(self, chance: float) -> bool:
-        """Whether to prefetch for an owner that comes with this chance; a share of 1: always."""
+        """Whether to prefetch for an owner with this probability; with a share of 1 always."""
         return self.balances[chance >= 1] > 0 or self._earns == math.inf
 
     def prefetched(self, keys: Iterable[PageKey], tier: Tier, chance: float) -> None:
-        """Pages were prefetched for an owner that comes with this chance."""
+        """Pages were prefetched for an owner that runs with this probability."""
         charge = max(0.0, 1 - chance)
         for key in keys:
             self.failed(key, tier)
@@ -198,25 +199,25 @@ class Ledger:
             self._charged[tier][key] = charge
 
     def used(self, key: PageKey, tier: Tier) -> None:
-        """A page was used, or a request came for it."""
+        """A page was used, or a request arrived for it."""
         charge = self._charged[tier].pop(key, None)
         if charge is not None:
             self._earn(not charge, charge + self._earns)
 
     def wasted(self, key: PageKey, tier: Tier) -> None:
-        """A page left before it was used."""
+        """A page was evicted before it was used."""
         charge = self._charged[tier].pop(key, None)
         if charge is not None:
             self.balances[not charge] -= 1 - charge
 
     def failed(self, key: PageKey, tier: Tier) -> None:
-        """A page did not come at all, or is prefetched for another owner."""
+        """A page did not arrive, or is now prefetched for another owner."""
         charge = self._charged.get(tier, {}).pop(key, None)
         if charge is not None:
             self._earn(not charge, charge)
 
     def halfway(self, key: PageKey) -> None:
-        """A page on its way to the device reached host memory: its charge moves there."""
+        """A page in flight to the device reached host memory. Its charge moves there."""
         charge = self._charged[Tier.DEVICE].pop(key, None)
         if charge is not None:
             self._charged[Tier.HOST][key] = charge
@@ -231,30 +232,28 @@ class Ledger:
 
 
 class Prefetched:
-    """Prefetched pages and their owners. One per Prefetcher, sharing its pages in flight. `waste`:
-    the fraction of prefetched pages that may go unused.
+    """The prefetched pages and their owners. Each Prefetcher has one and shares its pages in
+    flight. `waste`: fraction of prefetched pages that may go unused.
     """
 
     def __init__(self, in_flight: InFlight, waste: float) -> None:
         self._in_flight = in_flight
         self._ledger = Ledger(waste)
         self.unused: dict[Tier, dict[PageKey, str]] = {Tier.DEVICE: {}, Tier.HOST: {}}
-        """Pages prefetched to a tier, or being so, and not used yet, with their owners."""
+        """Unused pages that were prefetched to a tier or are in flight to it, with their owners."""
         self._evicted_early: dict[str, dict[Tier, None]] = {}
-        """Owners with prefetched pages that were evicted from a tier before the owner's turn."""
+        """Owners whose prefetched pages were evicted from a tier before the owner ran."""
         self._pauses: dict[str, tuple[float, float]] = {}
-        """Owners whose moves have failed: nothing is moved for them until the first time; the
-        second is the length of this pause, both in seconds.
-        """
+        """Owners whose moves failed: (when their pause ends, its length), both in seconds."""
         self.wasted = 0
-        """Pages prefetched to the device that left it unused."""
+        """Number of pages that were prefetched to the device and evicted unused."""
 
     def capacity(self, pages: int) -> None:
-        """Sets the number of pages that the device has."""
+        """Sets the number of pages of the device."""
         self._ledger.capacity(pages)
 
     def begun(self, keys: Sequence[PageKey], tier: Tier, owner: str, chance: float) -> None:
-        """Moves of these pages have begun, for an owner that comes with this chance."""
+        """Moves of these pages have begun, for an owner that runs with this probability."""
         self.unused[tier].update(dict.fromkeys(keys, owner))
         self._ledger.prefetched(keys, tier, chance)
         if tier is Tier.DEVICE:
@@ -273,7 +272,7 @@ class Prefetched:
     def left(
         self, keys: Sequence[PageKey], tier: Tier, now: float, watched: Mapping[str, None]
     ) -> None:
-        """Pages have left a tier, or will not come. `watched`: owners whose turn is to come."""
+        """Pages have left a tier, or will not arrive. `watched`: owners that have yet to run."""
         unused = self.unused.get(tier)
         if unused:
             for key in keys:
@@ -292,9 +291,7 @@ class Prefetched:
                 self._failed(owner, now)
 
     def halfway(self, keys: Sequence[PageKey]) -> None:
-        """Pages on their way to the device have reached host memory, and the rest of the way is a
-        move of its own: nothing has failed.
-        """
+        """Pages in flight to the device have reached host memory; the rest is a move of its own."""
         for key in keys:
             owner = self.unused[Tier.DEVICE].pop(key, None)
             if owner is not None:
@@ -302,7 +299,7 @@ class Prefetched:
                 self._ledger.halfway(key)
 
     def used(self, owner: str, keys: Sequence[PageKey]) -> None:
-        """An owner runs from now on, on these pages."""
+        """An owner begins to run on these pages."""
         self._evicted_early.pop(owner, None)
         self._pauses.pop(owner, None)
         self._ledger.ran(len(keys))
@@ -312,26 +309,25 @@ class Prefetched:
                     self._ledger.used(key, tier)
 
     def forget(self, owner: str) -> None:
-        """Forgets an owner."""
         self._evicted_early.pop(owner, None)
         self._pauses.pop(owner, None)
 
     def may_move(self, owner: str, chance: float, target: Tier, now: float) -> bool:
-        """Whether pages may be moved for an owner. Not right after a failed move for it. Not to a
-        tier where its prefetched pages were evicted unused: there is no room before its turn. Not
-        where too many prefetched pages were not used.
+        """Whether pages may be moved to `target` for an owner that runs with this probability. They
+        may not during a pause after a failed move, nor to a tier from which the owner's prefetched
+        pages were evicted unused, nor if too many prefetched pages went unused.
         """
         if self.paused(owner, now) or target in self._evicted_early.get(owner, ()):
             return False
         return chance >= LIKELY and self._ledger.allows(chance)
 
     def paused(self, owner: str, now: float) -> bool:
-        """Whether nothing is moved for an owner because a move has failed."""
+        """Whether moves for an owner pause after a failed one."""
         pause = self._pauses.get(owner)
         return pause is not None and now < pause[0]
 
     def _failed(self, owner: str, now: float) -> None:
-        """A move for this owner failed: the next one waits, longer after each further failure."""
+        """A move for this owner failed, so its moves pause, longer after each further failure."""
         until, pause_s = self._pauses.get(owner, (now, 0.0))
         if until <= now:
             pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S)
@@ -340,23 +336,21 @@ class Prefetched:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """One test of Eq. 1: whether a transfer is hidden behind the iterations before its owner's
-    turn.
-    """
+    """One test of TierKV's Eq. 1: whether a transfer is hidden behind earlier iterations."""
 
     owner: str
     pages: int
     """Number of pages that the owner lacks."""
     transfer_s: float
-    """Seconds until all of them are there, after earlier transfers."""
+    """Seconds until all of them have arrived, after earlier transfers."""
     window_s: float
-    """Seconds until the owner's turn, and the slack."""
+    """Seconds until the owner runs, plus the slack."""
     held: bool
     """Whether the transfer was predicted to be hidden."""
 
 
 class Overlaps:
-    """Counts tests and outcomes: of each turn the first test. Memory is bounded by open turns."""
+    """Counts tests and outcomes, for the first test of each turn. Memory: per open turn."""
 
     def __init__(self) -> None:
         self._open: dict[str, bool] = {}
@@ -368,17 +362,17 @@ class Overlaps:
             "failed_right": 0,
             "failed_wrong": 0,
         }
-        """held_right: predicted to be hidden, and all pages were there at the turn. failed_wrong:
-        predicted not to be hidden, but they were there.
+        """held: predicted to be hidden; failed: predicted not to be. right: all pages were there
+        when the owner ran (held), or some were missing (failed).
         """
         self._fetched: set[str] = set()
 
     def __contains__(self, owner: str) -> bool:
-        """Whether this turn was tested before."""
+        """Whether this owner's turn was tested before."""
         return owner in self._open
 
     def tested(self, test: Overlap) -> bool:
-        """Records a test; False if this turn was tested before."""
+        """Records a test. False if this owner's turn was tested before."""
         if test.owner in self._open:
             return False
         self._open[test.owner] = test.held
@@ -386,16 +380,16 @@ class Overlaps:
         return True
 
     def __len__(self) -> int:
-        """How many turns are still to come."""
+        """Number of tested turns that have not run yet."""
         return len(self._open)
 
     def fetched(self, owner: str) -> None:
-        """Its turn has come, and the engine brings pages that were missing."""
+        """The owner's turn has come, and the engine loads pages that were missing."""
         if owner in self._open:
             self._fetched.add(owner)
 
     def started(self, owner: str, complete: bool) -> None:
-        """It runs; `complete`: no page is missing. With pages just fetched some were."""
+        """The owner runs. `complete`: no page is missing now; some were if just `fetched`."""
         held = self._open.pop(owner, None)
         if held is not None:
             complete = complete and owner not in self._fetched
@@ -405,6 +399,6 @@ class Overlaps:
             ] += 1
 
     def forget(self, owner: str) -> None:
-        """The turn will not come."""
+        """The owner will not run."""
         self._open.pop(owner, None)
         self._fetched.discard(owner)

@@ -1,7 +1,7 @@
-"""The half of a planner that looks ahead: the order of the next runs, and what it means for pages.
+"""The lookahead half of a planner: the order of the next runs, and what follows from it for pages.
 
-It keeps the TierMap from facts, derives turns from waiting requests and expected sessions, and
-decides once per step which pages to move and which to evict first. A planner passes it every fact
+It builds the TierMap from facts, derives turns from waiting requests and expected sessions, and
+decides once per step which pages to move and which to evict first. A planner passes each fact to it
 and adds the result of `step` to its plan:
 
     # The planner's own Bandwidth, which learns from TransferDone facts.
@@ -10,8 +10,8 @@ and adds the result of `step` to its plan:
     busy_s = links.backlogs(view.now)
     evictions, moves = ahead.step(view, busy_s=busy_s, restoring=planner.restoring)
 
-The executor reports every page that comes into a tier or leaves it, as PagesPlaced and
-PagesDropped. A Move that fails is a PagesDropped in the target tier.
+The executor reports each page that enters or leaves a tier, as PagesPlaced and PagesDropped. A Move
+that fails is a PagesDropped in the target tier.
 """
 
 from __future__ import annotations
@@ -54,24 +54,22 @@ from sgl_kvtier.types import Link, PageKey, Tier
 
 _KEEP: Final = 0.8
 _STEADY: Final = 0.1
-"""A turn is only moved in the map when its prediction has changed by more than this share of the
-time left.
-"""
+"""A turn's time in the map is updated if it changed by more than this share of the time left."""
 _ROUNDS: Final = 4
-"""Once in this many steps, victims are named for the pages that prefill will claim until the next
-time, each turn's time reaches the map, and the queue is measured.
+"""Once in this many steps, victims are named for the pages that prefill will allocate until the
+next time, each turn's time reaches the map, and the queue is measured.
 """
 
 
 @dataclass(slots=True)
 class _Request:
     owner: str
-    """The name under which the map knows its pages: its own, or its session's."""
+    """The owner of its pages in the map: the request itself, or its session."""
     session: str | None
-    """The session it is a turn of; None: of none, or of one that another request runs for."""
+    """The session of which it is a turn; None if it has none, or if that runs another request."""
     prompt_tokens: int
     keys: tuple[PageKey, ...]
-    """Its full prompt pages, in order."""
+    """Keys of its full prompt pages, in order."""
     running: bool = False
 
     def __str__(self) -> str:
@@ -82,14 +80,14 @@ class _Request:
 
 
 class _Queue(NamedTuple):
-    """What the waiting requests mean for pages."""
+    """What follows from the waiting requests for pages."""
 
     turns: list[Turn]
-    """The first of them that lack pages."""
+    """The turns of the first requests that lack pages."""
     tokens: int
-    """What the whole queue has to compute, where sessions are due."""
+    """Tokens that the whole queue has to compute, if sessions are due."""
     pages_after: int
-    """Device pages that requests after the last turn will claim, where sessions are due."""
+    """Device pages that requests after the last turn will allocate, if sessions are due."""
 
 
 class Lookahead:
@@ -128,17 +126,17 @@ class Lookahead:
 
     @property
     def active(self) -> bool:
-        """Whether it knows of any request or session; else there is nothing to look ahead to."""
+        """Whether any request or session is known. Otherwise there is nothing to do."""
         return bool(self._requests) or len(self._idle) > 0
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of a fact."""
+        """Records a fact."""
         observer = self._observers.get(type(fact))
         if observer is not None:
             observer(fact)
 
     def hint(self, question: Hinted) -> HintAnswer:
-        """Takes a client's hint on when its session returns, and returns the effect it had."""
+        """Applies a client's hint on when its session returns, and returns its effect."""
         session, now = question.session, question.now
         said = self.sessions.hint(session, question.hint, now)
         expected = self.sessions.expected(session, now)
@@ -158,21 +156,21 @@ class Lookahead:
         return Tally(self.prefetcher.prefetched.wasted, dict(self.prefetcher.overlaps.counts))
 
     def known(self, rid: str) -> str | None:
-        """What it knows of a request, in words; None: nothing."""
+        """The record of a request as text, or None."""
         found = self._requests.get(rid)
         return None if found is None else str(found)
 
     def claimable(self, view: StepView, pages: int, until: float) -> int:
-        """How many of this many device pages may be claimed now without evicting any that is needed
-        before `until`, in seconds of the executor's clock. Leaves no trace.
+        """How many of these device pages can be allocated now without evicting a page that is
+        needed before `until`, in seconds of the executor's clock. Leaves later decisions unchanged.
         """
         free, empty = view.free_pages[Tier.DEVICE], view.empty_pages.get(Tier.DEVICE)
         return self._claimable(Tier.DEVICE, free, empty, pages, until)
 
     def returns_into(self, question: HeldBack, within_s: float) -> bool:
-        """Whether a session with pages in memory probably comes within this time, and host memory
-        has no room for the request's in addition to those needed until then, or until the queue is
-        done. Not where waiting could not make that room. Leaves no trace.
+        """Whether a session with pages in memory probably returns within this time, and host memory
+        lacks room for the request's pages in addition to those needed until then, or until the end
+        of the queue. False if waiting could not make that room. Leaves later decisions unchanged.
         """
         one, empty, page = question.request, question.host_empty, self._engine.page_tokens
         new = -(-(one.prompt_tokens - one.device_tokens - one.host_tokens) // page)
@@ -181,7 +179,7 @@ class Lookahead:
         return room < new <= free and self._idle.comes_by(until)
 
     def sessions_with(self, question: SessionsWith) -> tuple[str, ...]:
-        """The sessions whose prompts have this page, abandoned ones included."""
+        """The sessions that have this page in their prompts, abandoned ones included."""
         key = question.key
         page = self.map.page(key)
         owners = () if page is None else page.owners
@@ -194,7 +192,9 @@ class Lookahead:
         busy_s: Mapping[Link, float] | None = None,
         restoring: Collection[str] = (),
     ) -> tuple[tuple[Evict, ...], tuple[Move, ...]]:
-        """Pages to evict, and pages to move. `restoring` requests get theirs another way."""
+        """The pages to evict, and the pages to move. `restoring` requests are omitted, since their
+        restoration loads their pages.
+        """
         for expected in self.sessions.changed(view.now):
             if expected.session in self._idle:
                 self._idle.expect(expected, view.now, self._iteration())
@@ -235,7 +235,7 @@ class Lookahead:
         owner = f"request {fact.rid}"
         session = fact.session if self._config.sessions else None
         if session is not None and session not in self._active:
-            # A session owns its pages from turn to turn: only the new ones are claimed.
+            # A session owns its pages from turn to turn, so only the new ones are added.
             owner = owner_of(session)
             self.sessions.returned(session, fact.now)
             self._idle.back(session)
@@ -296,9 +296,7 @@ class Lookahead:
         return self._iteration_s or self._rules.load_horizon_s
 
     def _turns(self, view: StepView, restoring: Collection[str]) -> list[Turn]:
-        """The next runs in the order of their windows: waiting requests when they will run,
-        sessions when they should return.
-        """
+        """The next runs in order of their windows, of waiting requests and of expected sessions."""
         turns, queued_tokens, pages_after = self._waiting_turns(view, restoring)
         if not self._idle.due:
             return turns
@@ -309,7 +307,8 @@ class Lookahead:
         queue_s = queued_tokens // (view.prefill_tokens or self._engine.chunk_tokens) * iteration_s
         due: list[Turn] = []
         for session, expected in self._idle.due.items():
-            # Requests that wait now run before one that is still to come, and get their room first.
+            # Waiting requests run before a session that has yet to return, and get their pages
+            # first.
             window_s = max(iteration_s, queue_s, expected.early - view.now)
             due.append(
                 Turn(
@@ -325,8 +324,8 @@ class Lookahead:
         return turns + due
 
     def _soon_s(self, view: StepView) -> float:
-        """Sessions that come within this time run before requests that wait: as long as the one of
-        them with most to compute would wait for a session.
+        """Sessions that return within this time run before waiting requests. It is the time for
+        which the request with the most to compute would wait for a session.
         """
         rules, tokens = self._rules, max(view.fresh, default=0)
         if self._config.queue != "shortest" or rules.overtaking <= 0:
@@ -335,9 +334,7 @@ class Lookahead:
         return rules.holding * tokens / step_tokens * self._iteration()
 
     def _queue_s(self, view: StepView, restoring: Collection[str]) -> float:
-        """Seconds until the requests that run and wait now are computed, except restored ones whose
-        pages are loaded.
-        """
+        """Seconds to compute running and waiting requests, except pages that restorations load."""
         page = self._engine.page_tokens
         tokens = view.owed_pages * page
         if view.waiting:
@@ -352,8 +349,8 @@ class Lookahead:
         return tokens / (view.prefill_tokens or self._engine.chunk_tokens) * self._iteration()
 
     def _restored(self, restoring: Collection[str]) -> list[tuple[Missing, int]]:
-        """(what it lacks, its prompt's tokens) of each request that is being restored. Their loads
-        have set aside their pages.
+        """(the pages it lacks, its prompt tokens) of each waiting request that is being restored.
+        Their loads have reserved their pages.
         """
         found = [self._requests[rid] for rid in restoring if rid in self._requests]
         return [
@@ -363,8 +360,8 @@ class Lookahead:
         ]
 
     def _waiting_turns(self, view: StepView, restoring: Collection[str]) -> _Queue:
-        """Turns of the first waiting requests that lack pages. A request that lacks none only takes
-        its time and its device pages.
+        """The turns of the first waiting requests that lack pages. A request that lacks none only
+        counts with its time and its device pages.
         """
         wanting, known = self.prefetcher.refresh(), self.prefetcher.known
         turns: list[Turn] = []
@@ -374,7 +371,7 @@ class Lookahead:
         if not wanting:
             return _Queue(turns, 0, 0)
         requests, due = self._requests, bool(self._idle.due)
-        # At most these lack pages; some of them are restored, run, or are sessions.
+        # At most these owners lack pages; some of them are restored, run, or are sessions.
         most = min(SCOPE, len(wanting))
         for rid in view.waiting:
             if len(turns) >= most and not due:

@@ -1,27 +1,28 @@
-"""Lookahead: pages of waiting requests are prefetched before their turn (TierKV section 3,
-Algorithm 1).
+"""Lookahead: pages of waiting requests are prefetched before they run (TierKV section 3, Algorithm
+1).
 
-Eq. 1: a transfer is hidden if it takes no longer than the iterations until the request's turn, plus
-the scheduling slack. Eq. 2: a transfer takes a latency plus bytes over bandwidth. Two rules:
+Eq. 1: a transfer is hidden if it takes no longer than the iterations until the request runs, plus
+the scheduling slack. Eq. 2: a transfer takes a latency plus bytes over bandwidth. There are two
+rules:
 
-    tierkv   the paper's: requests of the next K iterations; each page is tested by itself against
-             the whole window
-    kvtier   pages share the links: requests in order of their turns, each page charged after
-             earlier pages and after the work the links have already; K from measured speeds; a
-             bounded share of the device. No page takes the place of one needed sooner, or of one
-             that an earlier request will need. Pages of a session that is only expected evict no
-             page that is needed before twice as long
+    tierkv   the paper's rule: requests of the next K iterations; each page is tested by itself
+             against the whole window
+    kvtier   pages share the links: requests in the order in which they run, each page charged
+             after earlier pages and after the work that the links already have; K from measured
+             speeds; a bounded share of the device. No page replaces one that is needed sooner, or
+             one that an earlier request will need. Pages of a session that is only expected evict
+             no page that is needed before twice as long
 
     map = TierMap(1_000_000, NextUse(), NextUse())
     bandwidth = Bandwidth({Link.HOST_TO_DEVICE: 2e10, Link.STORAGE_TO_HOST: 3e9})
-    prefetcher = Prefetcher(PolicyConfig(), map, bandwidth, page_bytes=1 << 20)
+    prefetcher = Prefetcher(PolicyConfig(prefetch="on"), map, bandwidth, 1 << 20)
     map.placed(keys, Tier.HOST, now=0.0)
-    map.fill("request 7", keys, next_use=0.2)
+    map.claim("request 7", keys, next_use=0.2)
     turns = [Turn("request 7", "7", steps=1, window_s=0.2)]
     plan = prefetcher.plan(0.0, turns, {Tier.DEVICE: 512}, iteration_s=0.2)
     plan.moves         # (Move(keys, Tier.HOST, Tier.DEVICE, "7"),)
 
-To measure the cost of a step, fill a map with 256 claims of 256 pages each and time `plan` with 256
+To measure the cost of a step, add 256 owners of 256 pages each to a map and time `plan` with 256
 turns.
 """
 
@@ -54,30 +55,29 @@ from sgl_kvtier.policy.rules import Rules, ToCome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 _LATE: Final = 4.0
-"""A move that takes this many times its predicted time, and load_deadline_s more, has failed."""
+"""A move has failed after this many times its predicted time, and load_deadline_s more."""
 SCOPE: Final = 32
-"""Most turns with missing pages that one step considers. Later ones come nearer first."""
+"""Upper bound of turns with missing pages that one step considers. Later turns get closer first."""
 _COVER: Final = 1.5
-"""Moves handed out cover this many iterations, so that no link waits for a plan."""
+"""Moves cover this many iterations, so that no link becomes idle before the next plan."""
 _REFILL: Final = 0.5
-"""Links busy for more than this share of their horizon get nothing new: most steps plan nothing."""
+"""Links busy for more than this share of their horizon get no work: most steps plan nothing."""
 _SPREAD: Final = 2.0
-"""Pages of an expected session evict only pages that are not used before this many times its
-predicted wait. With less between them, either may come first, and they would evict each other's
-pages.
+"""Pages of an expected session evict only pages that are not needed before this multiple of its
+predicted wait. With a smaller margin either could be used first, and they would evict each other.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """What one planning step decided."""
+    """The decisions of one planning step."""
 
     moves: tuple[Move, ...] = ()
-    """In the order to carry out."""
+    """In order of execution."""
     evictions: tuple[Evict, ...] = ()
     """Pages to evict first, by tier."""
     tests: tuple[Overlap, ...] = ()
-    """The overlap tests that were made."""
+    """The overlap tests of this step."""
     lookahead: int = 0
     """The K used."""
 
@@ -86,10 +86,10 @@ _NOTHING: Final = Prefetch()
 
 
 class Prefetcher:
-    """Prefetches pages for the given turns, and moves no page twice. It reads the map and marks
-    there the pages it moves. The executor reports arrivals to `placed`, and pages that left or did
-    not come to `dropped`, besides telling the map. The cost of a step grows with what has changed
-    since the last one. One thread, no clock.
+    """Prefetches pages for the given turns, and moves no page twice. It reads the map and marks the
+    pages that it moves there. The executor's facts about pages that arrive go to `placed`, those
+    about pages that leave or do not arrive to `dropped`, and all of them to the map as well. The
+    cost of a step grows with what has changed since the last one. One thread, no clock.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class Prefetcher:
         self._page_bytes = page_bytes
         self._in_flight = InFlight()
         self.known: dict[str, Missing] = {}
-        """The pages owners lack, as of the last `refresh`; not every owner is in it."""
+        """The pages that owners lack, as of the last `refresh`; not every owner is listed."""
         self._wanting: dict[str, None] = {}
         """Watched owners that may lack pages."""
         self._watched: dict[str, None] = {}
-        """Owners whose turn is to come."""
+        """Owners that have yet to run."""
         self._rest_until = -math.inf
-        """Until then nothing is due, unless something changes."""
+        """Nothing is due before this time, unless something changes."""
         self.prefetched = Prefetched(self._in_flight, config.prefetch_waste)
         self.overlaps = Overlaps()
 
@@ -122,8 +122,8 @@ class Prefetcher:
     def placed(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
         """Pages are in a tier from now on."""
         if tier is Tier.DEVICE and len(self.overlaps):
-            # Not moved ahead: the engine brings them in the step that admits their request. Others
-            # may share all but the last.
+            # Not prefetched: the engine loads them in the step that admits their request. Other
+            # owners may share all pages but the last.
             page = self._map.page(keys[-1]) if keys and keys[-1] not in self._in_flight else None
             for owner in () if page is None or Tier.HOST not in page.tiers else page.owners:
                 self.overlaps.fetched(owner)
@@ -131,7 +131,7 @@ class Prefetcher:
             self._in_flight.ended(keys, tier, now)
 
     def dropped(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
-        """Pages have left a tier, or will not come to it."""
+        """Pages have left a tier, or will not arrive there."""
         halfway = (
             [key for key in keys if self._is_halfway(key)]
             if tier is Tier.DEVICE and len(self._in_flight)
@@ -145,34 +145,33 @@ class Prefetcher:
             self._in_flight.ended(keys, tier, now)
 
     def _is_halfway(self, key: PageKey) -> bool:
-        """Whether a page that was on its way through host to device is in host memory now."""
+        """Whether a page in flight through host memory to the device has reached host memory."""
         page = self._map.page(key) if self._in_flight.from_below_host(key) else None
         return page is not None and Tier.HOST in page.tiers
 
     def started(self, owner: str, keys: Sequence[PageKey]) -> None:
-        """An owner runs from now on, on these pages."""
+        """An owner begins to run on these pages."""
         self.overlaps.started(owner, not self.missing(owner).runs)
         self.prefetched.used(owner, keys)
 
     def watch(self, owner: str) -> None:
-        """An owner's turn is to come: track whether it lacks pages."""
+        """Tracks whether an owner that has yet to run lacks pages."""
         self._watched[owner] = None
         self._wanting[owner] = None
 
     def unwatch(self, owner: str) -> None:
-        """The owner's turn has come, or will not."""
+        """The owner runs now, or will not run."""
         self._watched.pop(owner, None)
         self._wanting.pop(owner, None)
 
     def forget(self, owner: str) -> None:
-        """Forgets an owner."""
         self.unwatch(owner)
         self.known.pop(owner, None)
         self.prefetched.forget(owner)
         self.overlaps.forget(owner)
 
     def refresh(self) -> Mapping[str, None]:
-        """Watched owners that may lack pages, after reading the map's changes."""
+        """Reads the map's changes. Returns the watched owners that may lack pages."""
         if self._map.has_changed:
             for changed in self._map.take_changed():
                 self.known.pop(changed, None)
@@ -182,7 +181,7 @@ class Prefetcher:
         return self._wanting
 
     def missing(self, owner: str) -> Missing:
-        """The pages an owner lacks on the device, looked up again only after a change for it."""
+        """The pages that an owner lacks on the device, looked up again only after they changed."""
         if self._map.has_changed:
             self.refresh()
         known = self.known.get(owner)
@@ -194,7 +193,7 @@ class Prefetcher:
 
     @property
     def in_flight(self) -> int:
-        """Number of pages being moved."""
+        """Number of pages in flight."""
         return len(self._in_flight)
 
     # --- decisions --------------------------------------------------------------------------------
@@ -211,13 +210,13 @@ class Prefetcher:
         empty: Mapping[Tier, int] | None = None,
         owed_pages: int = 0,
     ) -> Prefetch:
-        """The moves for now.
+        """The moves to begin now.
 
-        `turns` are in the order of their windows. `free` pages per tier may be claimed, including
-        those that are evictable. `busy_s` are seconds of other work queued on each link.
-        `step_pages` of the device are claimed in this step anyway, and `ahead_pages` more until
-        victims are named for them again. `empty` pages hold nothing, where the executor knows that.
-        `owed_pages` of the device, besides the free ones, will be claimed by prompts that run.
+        `turns`: in order of their windows. `free`: pages per tier that can be allocated, evictable
+        ones included. `busy_s`: seconds of other work queued on each link. `step_pages`: device
+        pages that this step allocates anyway. `ahead_pages`: those that prefill allocates until
+        victims are named for them again. `empty`: pages that hold no data, if the executor knows.
+        `owed_pages`: device pages besides the free ones that running prompts will allocate.
         """
         for keys, tier in self._in_flight.late(now):
             self._map.dropped(keys, tier)
@@ -239,7 +238,8 @@ class Prefetcher:
         if not self._rules.prefetch(_Desk(self, step), turns):
             self._by_deadline(step, turns)
         if turns and not step.moves and self._rules.shares_links and self._rules.lookahead < 0:
-            # What is due within two iterations was looked for, so the next look may wait as long.
+            # Everything due within two iterations was considered, so the next search may wait as
+            # long.
             self._rest_until = now + SOON * step.iteration_s
         return Prefetch(
             tuple(step.moves), _evictions(step.tiers), tuple(step.tests), step.lookahead
@@ -253,9 +253,7 @@ class Prefetcher:
         ahead_pages: int,
         empty: Mapping[Tier, int],
     ) -> Prefetch:
-        """Nothing is prefetched: makes room only for the pages that prefill will claim and those in
-        flight already.
-        """
+        """Without prefetches: makes room for pages that prefill allocates and those in flight."""
         if not ahead_pages and not len(self._in_flight):
             device = TierBudget(
                 self._map, Tier.DEVICE, free.get(Tier.DEVICE, 0), empty.get(Tier.DEVICE)
@@ -273,7 +271,7 @@ class Prefetcher:
         self, now: float, iteration_s: float, busy_s: Mapping[Link, float] | None = None
     ) -> bool:
         """Whether `plan` would find nothing to move, as far as can be said without the turns: all
-        links have enough to do, or nothing was due and nothing has changed since.
+        links have enough work, or nothing was due and nothing has changed since.
         """
         if not self.refresh() or now < self._rest_until:
             return True
@@ -321,7 +319,7 @@ class Prefetcher:
                     budget -= self._to_device(step, turn, missing, budget, horizon_s)
                 else:
                     room = False
-            # Pages that it will claim when it runs are not for the turns after it.
+            # Pages that it will allocate when it runs are not available to later turns.
             lacking = missing.lacking - (device.filled - filled)
             own = missing.pages - missing.reach + lacking
             room = device.reserve(own, step.now + turn.window_s) == own and room
@@ -348,9 +346,9 @@ class Prefetcher:
             )
 
     def _needed_at(self, step: Step, turn: Turn) -> float:
-        """The time up to which a page must be needed to be protected from this turn: pages needed
-        later may be evicted for it. The map's next-use time of the turn counts too, so of two turns
-        at most one can evict the other's pages.
+        """Pages that are needed by this time are protected from this turn; those needed later may
+        be evicted for it. The map's next-use time of the turn counts too, so of two turns at most
+        one can evict the other's pages.
         """
         number = self._map.owners.number(turn.owner)
         at = step.now + turn.window_s
@@ -359,7 +357,7 @@ class Prefetcher:
         return at if turn.rid is not None else step.now + _SPREAD * (at - step.now)
 
     def _judge_others(self, step: Step, turns: Sequence[Turn], room: bool) -> None:
-        """The same test for turns for which nothing can be prefetched in this step."""
+        """Tests turns for which nothing can be prefetched in this step."""
         for turn in turns:
             if turn.owner not in self.overlaps:
                 missing = self.missing(turn.owner)
@@ -369,13 +367,13 @@ class Prefetcher:
     def _judge(
         self, step: Step, turn: Turn, missing: Missing, transfer_s: float, room: bool
     ) -> None:
-        """Eq. 1 for all pages that are missing. Without room for them nothing is hidden."""
+        """Tests Eq. 1 for all missing pages. Without room for them nothing is hidden."""
         window_s = turn.window_s + self._rules.scheduling_slack_s
         held = transfer_s <= window_s and room
         self.test(step, Overlap(turn.owner, missing.lacking, transfer_s, window_s, held))
 
     def _transfer_s(self, step: Step, missing: Missing) -> float:
-        """Seconds until all pages that are missing are there, after the charged ones."""
+        """Seconds until all missing pages have arrived, after the charged ones."""
         pcie = step.links[Link.HOST_TO_DEVICE]
         transfer_s = pcie.end_s + pcie.seconds(missing.lacking)
         for first, below in step.firsts(missing) if missing.below else ():
@@ -387,8 +385,8 @@ class Prefetcher:
     def _to_device(
         self, step: Step, turn: Turn, missing: Missing, budget: int, horizon_s: float
     ) -> int:
-        """Prefetches to the device the pages that will be there in time, from the front on: a
-        prefix is useful up to its first gap. Returns their number.
+        """Prefetches the pages that will arrive in time to the device, from the first one on, since
+        a prefix is only useful up to its first gap. Returns their number.
         """
         links, pcie = step.links, step.links[Link.HOST_TO_DEVICE]
         nearest = missing.runs[0][1]
@@ -426,7 +424,7 @@ class Prefetcher:
     def _to_host(
         self, step: Step, turn: Turn, missing: Missing, horizon_s: float, due: bool
     ) -> None:
-        """Prefetches pages below to host memory; a turn that is not due gets only empty pages."""
+        """Prefetches pages from below host memory. A turn that is not due gets only empty pages."""
         needed_at = self._needed_at(step, turn) if due else math.inf
         slack_s = turn.window_s + self._rules.scheduling_slack_s
         for span, tier in missing.runs:
@@ -444,8 +442,8 @@ class Prefetcher:
     # --- moves ------------------------------------------------------------------------------------
 
     def demote(self, owner: str, source: Tier, target: Tier, most: int, now: float) -> Move | None:
-        """Copies up to `most` of an owner's pages from `source` to a lower tier, those with no copy
-        at or below it.
+        """Copies up to `most` of an owner's pages in `source` to a lower tier, where none has a
+        copy.
         """
         link = Link.DEVICE_TO_HOST if source is Tier.DEVICE else Link.HOST_TO_STORAGE
         keys = self._in_flight.others(self._map.without_copy(owner, source, target))[:most]
@@ -457,7 +455,7 @@ class Prefetcher:
         return Move(keys, source, target)
 
     def move(self, step: Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
-        """Adds a move of pages that have room in `target` to the step."""
+        """Adds a move to the step. `target` has reserved pages for it."""
         keys = self._in_flight.others(self._map.keys_of(turn.owner, span))
         if not keys:
             return
@@ -476,13 +474,13 @@ class Prefetcher:
         step.moves.append(Move(keys, source, target, turn.rid))
 
     def test(self, step: Step, test: Overlap) -> None:
-        """Notes a prediction of this step."""
+        """Records a prediction of this step."""
         if self.overlaps.tested(test):
             step.tests.append(test)
 
     def _link_budgets(self, now: float, busy_s: Mapping[Link, float]) -> dict[Link, LinkBudget]:
         factor = 1 + self._rules.prefetch_margin if self._rules.shares_links else 1.0
-        # The network is a link only where it has something to bring.
+        # The network counts as a link only if remote pages are known.
         below = Tier.REMOTE if self._map.count(Tier.REMOTE) else Tier.STORAGE
         firsts = [hop for tier, hop in FIRST_HOP.items() if tier <= below]
         links = {
@@ -493,8 +491,8 @@ class Prefetcher:
             time.end_s = busy_s.get(link, 0.0) + self._in_flight.backlog_seconds(
                 link, time.page_s, now
             )
-        # Restorations read the same device, and their pages go on to the device without a stop. A
-        # request waits for those.
+        # Restorations read the same device, and their pages go on to the GPU without a stop. A
+        # request waits for them.
         for hop in firsts:
             restoring_s = busy_s.get(restored_over(hop), 0.0)
             links[hop].end_s += restoring_s
@@ -513,7 +511,7 @@ class Prefetcher:
 
 
 class _Desk:
-    """One step, for the rules (`rules.Desk`)."""
+    """One step, as rules see it (`rules.Desk`)."""
 
     def __init__(self, prefetcher: Prefetcher, step: Step) -> None:
         self._prefetcher = prefetcher

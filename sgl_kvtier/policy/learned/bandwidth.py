@@ -1,5 +1,5 @@
-"""The bandwidth of each link, learned from the transfers that ended, and the transfers in flight on
-each link, with when they should be over.
+"""The bandwidth of each link, learned from completed transfers, and the transfers in flight on each
+link, with the time they should take.
 """
 
 from __future__ import annotations
@@ -12,28 +12,26 @@ from typing import Final, NamedTuple
 from sgl_kvtier.types import Link, Span
 
 _KEEP: Final = 0.9
-"""Weight an earlier transfer keeps when one of the same size ends: about the last ten count."""
+"""Weight that earlier transfers keep when one of the same size ends: about the last ten count."""
 _UNKNOWN: Final = 1e9
 _NEWS: Final = 4
-"""This many transfers in a row that are all faster, or all slower, than the estimate mean that the
-link has changed.
-"""
+"""The link has changed if this many transfers in a row are all faster, or all slower."""
 _CHANGED: Final = 1.25
-"""A transfer differs from the estimate when it does so by at least this factor."""
+"""A transfer differs from the estimate if it does so by at least this factor."""
 
 
 @dataclass(slots=True)
 class _Seen:
     nbytes: float
-    """Of the transfers that count, decayed."""
+    """Decayed sum of the transfers' bytes."""
     seconds: float
-    """For which the link was busy with them, decayed."""
+    """Decayed sum of the seconds for which they kept the link busy."""
     news: list[tuple[int, float]] = field(default_factory=list)
-    """Bytes and seconds of the last transfers, all off the estimate in one direction."""
+    """(bytes, seconds) of the last transfers that all differ from the estimate in one direction."""
 
     def changed(self, nbytes: int, seconds: float) -> bool:
-        """Whether this transfer shows that the link has changed. Small ones are dominated by
-        latency and are ignored.
+        """Whether this transfer shows that the link has changed. Small ones, mostly latency, are
+        ignored.
         """
         if nbytes < self.nbytes * (1 - _KEEP) / 2:
             self.news.clear()
@@ -51,11 +49,11 @@ class _Seen:
 
 class Bandwidth:
     """Bytes per second of each link: decayed bytes over decayed seconds, so that short transfers
-    weigh less than long ones. After several transfers in a row that contradict the estimate, only
-    those count.
+    weigh less than long ones. If several transfers in a row contradict the estimate, only those
+    count from then on.
 
-    `initial` are first guesses in bytes per second; `latency_s` is added to every transfer. Seconds
-    are of the executor's clock.
+    `initial`: first guesses in bytes per second. `latency_s`: added to each transfer. Times are
+    those of the executor's clock.
     """
 
     def __init__(
@@ -72,7 +70,8 @@ class Bandwidth:
             return
         seen = self._seen.get(link)
         if seen is None:
-            # The first guess weighs as much as this transfer: a single outlier does not replace it.
+            # The first guess weighs as much as this transfer, so a single outlier does not replace
+            # it.
             self._seen[link] = seen = (
                 _Seen(float(nbytes), nbytes / self._initial[link])
                 if link in self._initial
@@ -89,11 +88,11 @@ class Bandwidth:
         self._rates[link] = seen.nbytes / seen.seconds
 
     def bytes_per_second(self, link: Link) -> float:
-        """The estimate; the first guess until a transfer ended, 1 GB/s where there is none."""
+        """The estimate; before any transfer has ended the first guess, or 1 GB/s without one."""
         return self._rates.get(link, _UNKNOWN)
 
     def latency_s(self, link: Link) -> float:
-        """Seconds that every transfer takes besides its bytes."""
+        """Seconds that each transfer takes in addition to its bytes."""
         return self._latency_s.get(link, 0.0)
 
     def seconds(self, link: Link, nbytes: float) -> float:
@@ -105,7 +104,7 @@ class Bandwidth:
         )
 
     def known(self, link: Link) -> bool:
-        """Whether the link has been measured, here or in a profile."""
+        """Whether the link was measured, in this run or in a profile."""
         return link in self._rates
 
     def profile(self) -> dict[str, float]:
@@ -124,19 +123,19 @@ class Transfer(NamedTuple):
 
 
 class LinkQueues:
-    """Transfers begun and not ended, per link, in that order. Seconds of the executor's clock."""
+    """Transfers in flight by link, in order of their start. Seconds of the executor's clock."""
 
     def __init__(self, bandwidth: Bandwidth, page_bytes: int) -> None:
         self._bandwidth = bandwidth
         self._page_bytes = page_bytes
         self._queued: dict[Link, list[Transfer]] = {}
         self._nbytes: dict[Link, int] = {}
-        """Of all transfers on each link."""
+        """Bytes of all transfers on each link."""
         self._since: dict[Link, float] = {}
-        """When the first transfer of each link began."""
+        """When each link began the first transfer of its queue."""
 
     def begin(self, link: Link, rid: str, spans: Sequence[Span], now: float) -> list[float]:
-        """Transfers begin, in this order; returns the link's backlog in seconds with each."""
+        """Transfers begin, in this order. Returns the link's backlog in seconds as of each one."""
         queue = self._queued.setdefault(link, [])
         if not queue:
             self._since[link] = now
@@ -161,7 +160,7 @@ class LinkQueues:
 
     def refill(self, link: Link, now: float, horizon_s: float, group: int, probes: int) -> int:
         """Number of pages to load, in transfers of `group` pages, until the link has `horizon_s`
-        seconds of work. A link that was never measured gets up to `probes` transfers to measure it.
+        seconds of work. A link that was never measured gets up to `probes` transfers.
         """
         if not self._bandwidth.known(link):
             return max(0, probes - self.transfers(link)) * group
@@ -174,8 +173,8 @@ class LinkQueues:
         )
 
     def ended(self, link: Link, rid: str, span: Span, now: float) -> int:
-        """A transfer of this request's pages ended, well or not, in whole or in part; returns the
-        number of pages it freed.
+        """A transfer of this request's pages ended, successfully or not, whole or in part. Returns
+        the number of pages that are no longer in flight.
         """
         queue = self._queued.get(link)
         if not queue:
@@ -199,13 +198,11 @@ class LinkQueues:
         return pages
 
     def backlog_seconds(self, link: Link, now: float) -> float:
-        """Seconds until all transfers have landed. A first one that is late is expected to take as
-        long again as it has taken.
-        """
+        """Seconds until all transfers are done. A late first one should take as long again."""
         queue = self._queued.get(link)
         if not queue:
             return 0.0
-        # Bandwidth.seconds and _head_s, written out: a step asks several times.
+        # Bandwidth.seconds and _head_s, inlined because a step calls this several times.
         rate, latency_s = self._bandwidth.bytes_per_second(link), self._bandwidth.latency_s(link)
         _, first, stop = queue[0]
         head_nbytes = (stop - first) * self._page_bytes
@@ -224,7 +221,7 @@ class LinkQueues:
         return whole_s - elapsed_s if elapsed_s < whole_s else elapsed_s
 
     def backlogs(self, now: float) -> dict[Link, float]:
-        """The backlog in seconds of every link with transfers in flight."""
+        """Backlog in seconds of each link with transfers in flight."""
         return {
             link: self.backlog_seconds(link, now) for link, queue in self._queued.items() if queue
         }
@@ -240,7 +237,7 @@ class LinkQueues:
         return max(within, default=start)
 
     def clear(self) -> None:
-        """Forgets all transfers: none is in flight any more, as far as is known here."""
+        """Forgets all transfers."""
         self._queued.clear()
 
     def transfers(self, link: Link) -> int:

@@ -1,13 +1,13 @@
-"""The cost of a prefill chunk by its position and size, learned from the chunks that ran, and the
-fixed overhead of a restoration, learned from those that ran alone.
+"""The cost of a prefill chunk by its position and size, learned from measured chunks, and the fixed
+overhead of a restoration, learned from restorations that ran alone.
 
 A chunk of n tokens that starts after s others takes
 
     fixed + a n + b n (s + n / 2)        seconds,
 
-since every token attends to all before it. Cake Fig. 4: the cost grows linearly with the chunk's
-index. CacheFlow Fig. 1c: a short chunk costs little less than a longer one. The sum over the chunks
-of one range depends only on their number.
+because each token attends to all before it. Cake Fig. 4: the cost grows linearly with the chunk's
+index. CacheFlow Fig. 1c: a short chunk costs little less than a longer one. The total over the
+chunks of one range depends only on their number.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from typing import Final
 from sgl_kvtier.policy.shape import EngineShape
 
 _KEEP: Final = 0.985
-"""Weight an earlier chunk keeps per later one: about the last 70 chunks count."""
+"""Weight that earlier chunks keep with each later one: about the last 70 chunks count."""
 _GUESS_WEIGHT: Final = 0.01
-"""A first guess weighs as much as this share of a measured chunk, at each of its points."""
+"""Weight of the first guess at each of its points, as a share of that of a measured chunk."""
 CPU_S: Final = 0.02
-"""On a CPU restorations of 2k tokens, the shortest measured, ended 5 to 46 ms above the best split
-at ratios from 1/4 to 4, 19 ms in the median of two models (docs/results/data/restore.json).
+"""The first guess on a CPU. Restorations of 2k tokens, the shortest measured, ended 5 to 46 ms
+after the best split at ratios from 1/4 to 4, with a median over two models of 19 ms
+(docs/results/data/restore.json).
 """
 ACCELERATOR_S: Final = 0.007
-"""At the pace of an H100 those of 8k tokens, the shortest there, ended 4 to 11 ms above it at the
-same ratios, 7 ms in the median (docs/results/data/restore.json). No GPU has measured it.
+"""The first guess on an accelerator. On the emulated H100, restorations of 8k tokens, the shortest
+there, ended 4 to 11 ms after the best split at the same ratios, with a median of 7 ms
+(docs/results/data/restore.json). It was not measured on a GPU.
 """
 
 _MOST_OVERHEAD_S: Final = 0.1
 _COUNTED: Final = 31
-"""The last ones that count."""
+"""Number of the latest measurements that count."""
 _GUESSED: Final = 5
-"""The first guess counts as this many."""
+"""The first guess counts as this many measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """The coefficients: seconds, seconds per token, seconds per token and token before."""
+    """The coefficients: seconds, seconds per token, seconds per token and preceding token."""
 
     fixed_s: float
     per_token_s: float
@@ -51,7 +53,7 @@ class PrefillCost:
         return self.fixed_s + self.work_seconds(start, tokens)
 
     def work_seconds(self, start: float, tokens: float) -> float:
-        """The same without the fixed part of every chunk."""
+        """The same without the fixed cost of each chunk."""
         return tokens * (self.per_token_s + self.per_token_position_s * (start + tokens / 2))
 
     def range_seconds(self, start: int, tokens: float, chunk_tokens: int) -> float:
@@ -62,15 +64,15 @@ class PrefillCost:
 
 
 GUESS: Final = PrefillCost(0.01, 1 / 4000)
-"""Used where nothing is known yet: it only has to be sane until a few chunks have run."""
+"""Used before anything is measured. It only has to be plausible until a few chunks have run."""
 
 
 class CostModel:
-    """PrefillCost fitted online by weighted least squares with forgetting; never negative. Pure
-    arithmetic, no clock.
+    """A PrefillCost, fitted online by weighted least squares with exponential forgetting; never
+    negative. No clock.
 
-    `initial` comes from a profile. It counts as a few weak measurements: it holds until chunks have
-    been measured at several sizes and positions, and is then outweighed.
+    `initial` comes from a profile and counts as a few weak measurements. It holds until chunks of
+    several sizes and positions are measured, which then outweigh it.
     """
 
     def __init__(self, initial: PrefillCost = GUESS) -> None:
@@ -85,12 +87,12 @@ class CostModel:
 
     @property
     def cost(self) -> PrefillCost:
-        """The present estimate."""
+        """The current estimate."""
         return self._cost
 
     @property
     def seen(self) -> int:
-        """Number of chunks measured."""
+        """Number of measured chunks."""
         return self._seen
 
     def saw(self, start: int, tokens: int, seconds: float) -> None:
@@ -115,8 +117,8 @@ class CostModel:
         }
 
     def _add(self, start: int, tokens: int, seconds: float, weight: float) -> None:
-        # Weighted by 1/seconds^2: a chunk counts by its relative error, so that small chunks shape
-        # the fixed part.
+        # Weighted by 1/seconds^2, so that relative errors count and small chunks shape the fixed
+        # cost.
         weight /= seconds * seconds
         terms = (1.0, float(tokens), tokens * (start + tokens / 2))
         for i in range(3):
@@ -126,8 +128,8 @@ class CostModel:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> PrefillCost | None:
-    """The least-squares solution with no negative coefficient: the best over the subsets of terms
-    whose solution has none.
+    """The least-squares solution without negative coefficients: the best among those subsets of
+    terms whose solution has none.
     """
     best: tuple[float, tuple[float, ...]] | None = None
     for used in ((0, 1, 2), (0, 1), (1, 2), (0, 2), (1,), (0,), (2,)):
@@ -149,7 +151,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> PrefillCost | None:
 def _solve_subset(
     matrix: list[list[float]], right: list[float], used: tuple[int, ...]
 ) -> tuple[float, ...] | None:
-    """Gaussian elimination on the chosen terms, scaled; None when they are not independent."""
+    """Gaussian elimination on the chosen terms, scaled; None if they are linearly dependent."""
     scale = [math.sqrt(matrix[i][i]) for i in used]
     if min(scale) <= 0:
         return None
@@ -180,15 +182,15 @@ def _solve_subset(
 
 
 def guess_s(engine: EngineShape) -> float:
-    """The fixed overhead on this kind of device until some restorations ran alone, in seconds."""
+    """The fixed overhead in seconds on this kind of device, before it is measured."""
     return ACCELERATOR_S if engine.accelerator else CPU_S
 
 
 class FixedOverhead:
-    """The fixed overhead of a restoration: scheduler steps, the last load's way into the row, and
-    waiting for one another at the meeting. It is the median amount, from 0 to 0.1 seconds, by which
-    restorations that ran alone finished later than compute and links were predicted to take.
-    `initial_s` counts as a few of them: one or two that were delayed change little.
+    """The fixed overhead of a restoration: scheduler steps, attaching the last load to the request,
+    and waiting at the meeting page. It is the median amount, from 0 to 0.1 seconds, by which
+    restorations that ran alone finished later than predicted from compute and links. `initial_s`
+    counts as a few measurements, so that one or two delayed restorations change little.
     """
 
     def __init__(self, initial_s: float) -> None:
@@ -196,7 +198,7 @@ class FixedOverhead:
         self.seconds = initial_s
 
     def saw(self, late_s: float) -> None:
-        """A restoration that ran alone ended this much later than predicted."""
+        """A restoration that ran alone ended `late_s` seconds later than predicted."""
         self._late_s.append(late_s)
         if len(self._late_s) > _COUNTED:
             del self._late_s[0]

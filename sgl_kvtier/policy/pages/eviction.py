@@ -1,14 +1,15 @@
-"""Which page of a tier is evicted first: LRU, NextUse, and the shelves they are kept on.
+"""Which page of a tier is evicted first: the rules LRU and NextUse, and the shelves that keep the
+order.
 
-A rule puts each page on a numbered shelf and orders the shelves; on a shelf the least recently used
-page goes first. Nothing is sorted or searched per page, so a victim costs the same among a thousand
-pages and a million.
+A shelf is a numbered LRU list. A rule puts each page on a shelf and orders the shelves; within a
+shelf the least recently used page is evicted first. Nothing is sorted or searched per page, so
+finding a victim costs the same among a thousand pages and a million.
 
     LRU       one shelf
-    NextUse   one shelf per group of owners; the shelf whose owners run latest goes first (TierKV
-              section 3.4; CachedAttention and KVFlow evict in the same order)
+    NextUse   one shelf per group of owners; the shelf whose owners run latest is evicted first
+              (TierKV section 3.4; CachedAttention and KVFlow evict in the same order)
 
-How to write another, and use it in a server: examples/own_eviction.py.
+How to write your own, and use it in a server: examples/own_eviction.py.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from sgl_kvtier.policy.pages.owners import UNOWNED, Owners
 
 
 class Rule(Protocol):
-    """The order in which pages are evicted. Pure: `group` names the owners of a page (see Owners),
-    shelves are whole numbers >= 0.
+    """The order in which pages are evicted. Methods are pure: `group` names the owners of a page
+    (see Owners), and shelves are whole numbers >= 0.
     """
 
     def entered(self, group: int) -> int:
-        """The shelf of a page that has come into the tier."""
+        """The shelf for a page that was added to the tier."""
 
     def used(self, shelf: int, group: int) -> int:
-        """The shelf of a page on `shelf` that was used."""
+        """The new shelf for a page on `shelf` that was used."""
 
     def regrouped(self, shelf: int, group: int) -> int:
-        """The shelf of a page on `shelf` whose owners are now `group`."""
+        """The new shelf for a page on `shelf` whose owners are now `group`."""
 
     def order(self, shelves: KeysView[int], owners: Owners) -> Iterable[tuple[int, float]]:
-        """(shelf, next use of its pages) of the shelves that hold pages, the first to be evicted
-        first; infinity where the rule does not know.
+        """(shelf, next use of its pages) of the shelves that hold pages, in order of eviction;
+        infinity if the rule does not know the next use.
 
-        Shelves it leaves out are never emptied. Most callers want only the first few. Pages may
-        move while the result is read, so it must not iterate over `shelves` itself without a copy.
-        A shelf -1 is the map's.
+        Shelves that it omits are never emptied. Most callers read only the first few. Pages may
+        move while the result is read, so it must iterate over a copy of `shelves`. Shelf -1 is the
+        map's.
         """
 
 
@@ -63,7 +64,7 @@ class LRU:
 
 
 class NextUse:
-    """Farthest next run first: pages without a known owner, then of who runs latest."""
+    """The farthest next run first: pages without a known owner, then those that run latest."""
 
     def entered(self, group: int) -> int:
         return group
@@ -88,12 +89,12 @@ _NAMED: Final[Mapping[str, Callable[[], Rule]]] = {
     "next-use": NextUse,
 }
 _ASKED: Final[Mapping[str, int]] = {"entered": 1, "used": 2, "regrouped": 2, "order": 2}
-"""The methods of a Rule, with how many arguments each is given."""
+"""The methods of a Rule, each with its number of arguments."""
 
 
 def eviction_of(name: str) -> Callable[[], Rule]:
-    """What makes the rule that `policy.eviction` names, one for each tier. Raises ConfigError when
-    there is no such class, or it does not fit.
+    """The constructor of the rule that `policy.eviction` names; each tier has its own rule. Raises
+    ConfigError if there is no such class, or if it does not fit.
     """
     if name in _NAMED:
         return _NAMED[name]
@@ -105,20 +106,16 @@ def _unfit(made: object) -> str | None:
 
 
 class _Row(Protocol):
-    """An array of whole numbers, read and written as objects: compiled code would unbox and box an
-    int at every access.
-    """
+    """An integer array with objects as items: compiled code would box an int at each access."""
 
     def __getitem__(self, slot: object, /) -> object: ...
     def __setitem__(self, slot: object, value: object, /) -> None: ...
 
 
 class Shelves:
-    """Pages (slots of the map) on numbered shelves, each a ring from the least to the most recently
-    used one.
-
-    12 bytes per slot; every operation takes constant time. The shelf of a slot that is taken off is
-    remembered.
+    """Pages (slots of the map) on numbered shelves. Each shelf is a ring from the least to the most
+    recently used page. 12 bytes per slot; every operation takes constant time. A slot that is taken
+    off keeps its shelf number.
     """
 
     def __init__(self) -> None:
@@ -137,7 +134,7 @@ class Shelves:
 
     @property
     def names(self) -> KeysView[int]:
-        """Shelves that hold pages."""
+        """Numbers of the shelves that hold pages."""
         return cast(KeysView[int], self._oldest.keys())
 
     def pages(self, shelf: int) -> int:
@@ -145,11 +142,11 @@ class Shelves:
         return self._pages.get(shelf, 0)
 
     def oldest(self, shelf: int) -> int | None:
-        """The least recently used slot of a shelf."""
+        """The least recently used slot of a shelf, or None."""
         return cast("int | None", self._oldest.get(shelf))
 
     def put(self, slot: int) -> None:
-        """Puts a slot that is on no shelf on its own, as the most recently used one."""
+        """Puts a slot on its shelf, as the most recently used one. It must be on no shelf."""
         this: object = slot
         shelf, before, after = self._shelf[this], self._before, self._after
         self.total += 1
@@ -180,14 +177,13 @@ class Shelves:
             self._oldest[shelf] = after
 
     def assign(self, slot: int, shelf: int) -> None:
-        """Sets the shelf that a slot on no shelf will be put on."""
+        """Sets the shelf of a slot that is on no shelf, for a later `put`."""
         self.shelf[slot] = shelf
 
     def move(self, slot: int, shelf: int) -> None:
         """Moves a slot to another shelf, as the most recently used one."""
         if self.shelf[slot] == shelf and self._oldest[shelf] == slot:
-            # The start of a ring is its oldest slot: the next one becomes that, and this one the
-            # newest.
+            # A ring starts at its oldest slot. Starting at the next one makes this slot the newest.
             self._oldest[shelf] = self._after[slot]
             return
         self.take(slot)
@@ -195,7 +191,7 @@ class Shelves:
         self.put(slot)
 
     def walk(self, shelf: int, most: int) -> list[int]:
-        """Up to `most` of a shelf's slots, from the least recently used on."""
+        """Up to `most` slots of a shelf, the least recently used first."""
         first = self._oldest.get(shelf)
         if first is None or most <= 0:
             return []

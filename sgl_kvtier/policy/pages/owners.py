@@ -1,9 +1,7 @@
-"""Which requests and idle sessions will use which pages, and when: each owner with the time of its
-next run.
+"""Owners: the requests and idle sessions that will use pages, each with the time of its next run.
 
-Pages with exactly the same owners share a group. So one small number per page is enough, and the
-next use of a hundred thousand pages changes with one assignment. Group 0 has the pages without a
-known owner.
+Pages with exactly the same owners are in one group. So each page needs only one small number, and a
+single assignment changes the next use of a hundred thousand pages. Group 0: no known owner.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 NOWHERE: Final = 0
-"""The slot of pages the map has no room for. It is never used for a page."""
+"""The slot that stands for pages for which the map has no room. No page ever uses it."""
 UNOWNED: Final = 0
 """The group of pages without an owner."""
 
@@ -29,16 +27,14 @@ def owner_of(session: str) -> str:
 
 
 def session_of(owner: str) -> str | None:
-    """The session of an owner name; None for a request's."""
+    """The session of an owner name; None if the owner is a request."""
     return owner.removeprefix(_SESSION) if owner.startswith(_SESSION) else None
 
 
 class Owners:
-    """Owners by name and by small number, and the groups of pages they share. Numbers are reused
-    after `close`.
-
-    Memory: about 8 bytes per page and owner, and a few hundred per owner and group. One thread
-    only.
+    """Owners by name and by small number, and the groups of pages that they share. Numbers are
+    reused after `close`. One thread. Memory: about 8 bytes per page and owner, and a few hundred
+    bytes per owner and group.
     """
 
     def __init__(self) -> None:
@@ -47,7 +43,7 @@ class Owners:
         self._free: list[int] = []
         self._turns = array("d")
         self.slots: list[tuple[int, ...]] = []
-        """The pages each owner claims, as slots of the map, in the order of its prompt."""
+        """The pages of each owner by number, as slots of the map in prompt order."""
         self._groups_of: list[dict[int, None]] = []
         self._members: list[tuple[int, ...]] = [()]
         self._pages: list[int] = [0]
@@ -57,7 +53,7 @@ class Owners:
         self._farthest: _Begun | None = None
         self._aside: _Begun | None = None
         self.asked_aside = False
-        """While true, reading leaves no trace: equal turns stay as the last step had them."""
+        """While true, reading keeps the order among equal next runs as the last step had it."""
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -66,7 +62,7 @@ class Owners:
         return iter(self._numbers)
 
     def number(self, name: str) -> int | None:
-        """The owner's number while it is open."""
+        """The owner's number, or None if it is not open."""
         return self._numbers.get(name)
 
     def name(self, number: int) -> str:
@@ -74,7 +70,7 @@ class Owners:
         return self._names[number]
 
     def open(self, name: str) -> int:
-        """The owner's number; a new owner's next run is unknown."""
+        """The owner's number. Opens a new owner, whose next run is unknown, if needed."""
         number = self._numbers.get(name)
         if number is not None:
             return number
@@ -93,7 +89,7 @@ class Owners:
         return number
 
     def close(self, number: int) -> None:
-        """Removes an owner. Its pages must have left its groups."""
+        """Removes an owner. No page may be left in its groups."""
         assert not self._groups_of[number], f"owner {self._names[number]} still has pages"
         del self._numbers[self._names[number]]
         self._names[number] = ""
@@ -122,7 +118,7 @@ class Owners:
     # --- groups: kept by the map, which knows the pages -------------------------------------------
 
     def with_owner(self, group: int, number: int) -> int:
-        """The group of a page of `group` that this owner claims too."""
+        """The group of a page of `group` once this owner owns it too."""
         members = self._members[group]
         if number in members:
             return group
@@ -131,14 +127,14 @@ class Owners:
         return self._group(tuple(wanted))
 
     def without_owner(self, group: int, number: int) -> int:
-        """The group of a page of `group` that this owner no longer claims."""
+        """The group of a page of `group` once this owner no longer owns it."""
         members = self._members[group]
         if number not in members:
             return group
         return self._group(tuple(other for other in members if other != number))
 
     def moved(self, old: int, new: int, pages: int) -> None:
-        """Moves a number of pages from one group to another; a group without pages ends."""
+        """Moves a number of pages from one group to another. A group without pages is removed."""
         if new != UNOWNED:
             self._pages[new] += pages
         if old != UNOWNED:
@@ -175,11 +171,12 @@ class Owners:
     # --- order ------------------------------------------------------------------------------------
 
     def farthest_first(self) -> Iterable[tuple[int, float]]:
-        """(group, next use) of every group with an owner, the latest next use first. Not to be read
-        on after a change.
+        """(group, next use) of every group with an owner, the latest next use first. Invalid after
+        a change.
 
-        Among equal ones the group with fewer owners comes first: it holds the ends of prefixes, not
-        their beginnings. Computed again after a turn or a group has changed, as far as it is read.
+        Among equal times the group with fewer owners comes first: it holds the ends of prefixes,
+        not their beginnings. Computed as far as it is read, and cached until a time or a group
+        changes.
         """
         if self._farthest is None and self.asked_aside:
             if self._aside is None:
@@ -188,8 +185,8 @@ class Owners:
                 )
             return self._aside
         if self._farthest is None:
-            # Nearly sorted already, which is what list.sort is fastest at. Equal turns stay in the
-            # order they had.
+            # Nearly sorted already, for which list.sort is fastest. The sort is stable: equal times
+            # keep their order.
             self._order.sort(key=self._turns.__getitem__, reverse=True)
             self._farthest = _Begun(self._walk(tuple(self._order)))
         return self._farthest
@@ -204,7 +201,8 @@ class Owners:
                 if owners == 1:
                     yield group, turn
                     continue
-                # A group's turn is that of its first owner: the last of them in this order.
+                # A group's next use is that of the owner that runs first, the last one in this
+                # order.
                 seen[group] = count = seen.get(group, 0) + 1
                 if count == owners:
                     shared.append((owners, group))
@@ -213,7 +211,7 @@ class Owners:
 
 
 class _Begun:
-    """The items of an iterator, read only as far as needed, and kept for the next reader."""
+    """The items of an iterator, read only as far as needed and kept for the next reader."""
 
     def __init__(self, rest: Iterator[tuple[int, float]]) -> None:
         self._rest = rest

@@ -1,6 +1,6 @@
-"""A page's state in one byte, and what a row of such bytes says.
+"""The state of a page in one byte, and what follows from a prompt's sequence of such bytes.
 
-Bit t says that tier t holds the page, bit t + 4 that it is on its way there.
+Bit t: tier t holds the page. Bit t + 4: the page is in flight to tier t.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ MOVING: Final = 0xF0
 ON_DEVICE: Final = 0x01
 IN_HOST: Final = 0x02
 SHELVED: Final = 0x03
-"""Bits of the tiers whose pages are kept in the order of eviction."""
+"""The tiers whose pages are kept in order of eviction: device and host."""
 COLD: Final = 4
-"""A bit of a page's listing besides ON_DEVICE and IN_HOST: in neither, unpinned, not moving,
-without an owner.
+"""A bit of a page's listing, in addition to ON_DEVICE and IN_HOST: the page is in neither tier, and
+is unpinned, not in flight and without an owner.
 """
 LISTING: Final = bytes(
     0 if state & MOVING or not state else state & SHELVED or COLD for state in range(256)
@@ -29,8 +29,8 @@ TIERS: Final = tuple(Tier)
 
 
 def _letter(state: int) -> int:
-    """The tier from which lookahead would take a page: D H S R resident, d h on its way to
-    device or host, . nowhere.
+    """A letter for the tier from which lookahead would copy a page: D H S R resident, d h in flight
+    to device or host, . in no tier.
     """
     for tier, there, coming in (
         (Tier.DEVICE, "D", "d"),
@@ -47,7 +47,7 @@ def _letter(state: int) -> int:
 
 _LETTERS: Final = bytes(_letter(state) for state in range(256))
 _RUNS: Final = re.compile(rb"HH*|hh*|SS*|RR*")
-"""Letters first, so that characters between runs are skipped and not tried."""
+"""Each alternative starts with a letter, so characters between runs are skipped, not tried."""
 _TIER_OF: Final = {
     ord("H"): Tier.HOST,
     ord("S"): Tier.STORAGE,
@@ -58,7 +58,7 @@ _TIER_OF: Final = {
 
 @dataclass(frozen=True, slots=True)
 class PageInfo:
-    """Everything known of a page. Seconds of the executor's clock; `next_use` infinite: unknown."""
+    """Everything known of a page. Seconds of the executor's clock; `next_use` infinity: unknown."""
 
     tiers: tuple[Tier, ...]
     in_flight: tuple[Tier, ...]
@@ -69,44 +69,40 @@ class PageInfo:
 
 
 class PageView(Protocol):
-    """A planner's map of pages, for its executor to read. Only facts change it."""
+    """The planner's map of pages, as its executor may read it. Only facts change it."""
 
     def __len__(self) -> int:
-        """Known pages."""
+        """Number of known pages."""
 
     def page(self, key: PageKey) -> PageInfo | None:
-        """All that is known of a page; None if nothing is."""
+        """Everything known of a page, or None."""
 
     def count(self, tier: Tier) -> int:
         """Known pages that are resident in a tier."""
 
     def resident(self, tier: Tier) -> Iterator[PageKey]:
-        """Every key said to be in a tier. O(known pages)."""
+        """The keys of all pages in a tier, according to the facts. O(known pages)."""
 
     def resident_part(
         self, tier: Tier, place: int, count: int
     ) -> tuple[tuple[PageKey, ...], int | None]:
-        """The same a part at a time: keys among `count` places from `place` on, and where the next
-        part begins.
-        """
+        """The same in parts: keys among `count` places from `place` on, and the next place."""
 
     def victims_aside(self, tier: Tier, count: int) -> tuple[PageKey, ...]:
-        """The pages that leave a tier first, the first one first."""
+        """The pages of a tier to evict first, in order of eviction."""
 
     def turn_of(self, owner: str) -> float | None:
-        """When an owner should run next, in seconds; infinity where that is not known, None where
-        the owner is not.
-        """
+        """When an owner should run next, in seconds; infinity: unknown. None: unknown owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The pages of an owner's prompt that the device lacks. Spans are pages of its prompt,
-    ascending.
+    """The pages of an owner's prompt that are not on the device. Spans are pages of the prompt, in
+    ascending order.
 
-    `runs`: pages of [0, reach) not on the device and not on their way there, with the nearest tier
-    that holds them (None: on their way to host memory). `reach`: the first page that is in no tier;
-    from there on everything must be computed. `pages`: its full prompt pages.
+    `runs`: spans of pages in [0, reach) neither on the device nor in flight to it, each with the
+    nearest tier that holds them (None: in flight to host memory). `reach`: the first page that is
+    in no tier, from which on everything must be computed. `pages`: number of full prompt pages.
     """
 
     runs: tuple[tuple[Span, Tier | None], ...] = ()
@@ -115,15 +111,13 @@ class Missing:
     lacking: int = 0
     """Number of pages in `runs`."""
     below: int = 0
-    """Number of those whose nearest copy is below host memory."""
+    """Number of these pages whose nearest copy is below host memory."""
     remote: int = 0
-    """Number of those that only other servers share."""
+    """Number of these pages that are only in the remote tier."""
 
 
 def missing_of(states: bytes) -> Missing:
-    """The pages that the device lacks of a prompt whose pages have these states. A few
-    regular-expression steps per run of pages.
-    """
+    """The missing pages of a prompt with these page states. A few regex steps per run of pages."""
     letters = states.translate(_LETTERS)
     reach = letters.find(b".")
     reach = len(letters) if reach < 0 else reach

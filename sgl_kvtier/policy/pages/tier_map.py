@@ -1,8 +1,8 @@
-"""Where every page is: the tiers that hold it, the tier it is going to, its owners and their next
-runs, and which page is evicted first.
+"""Where every page is: the tiers that hold it, the tier it is in flight to, its owners and their
+next runs, and which page is evicted first.
 
-A side table by page hash, fed with facts; it permits or forbids nothing. A stale entry costs time,
-not correctness.
+It is a side table by page hash, built from facts; it permits or forbids nothing. A stale entry
+costs time, not correctness.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ _TICKS_PER_S: Final = 100.0
 
 
 class EvictionClass(NamedTuple):
-    """Evictable pages of a tier that the eviction rule keeps together."""
+    """The evictable pages of a tier that the eviction rule keeps on one shelf."""
 
     shelf: int
-    """Their shelf in the map."""
+    """Number of the shelf."""
     next_use: float
-    """When they are needed next, in seconds of the executor's clock; infinity: unknown."""
+    """When the pages are needed next, in seconds of the executor's clock; infinity: unknown."""
     pages: int
-    """Number of them."""
+    """Number of pages."""
 
 
 class TierMap:
-    """PageKey -> PageInfo for up to `capacity` pages. Unknown keys never raise; every update is
+    """PageKey -> PageInfo for up to `capacity` pages. Unknown keys never raise; every update takes
     O(1) per page.
 
-    When the map is full, the page that was cold the longest (no copy in device or host, no owner,
-    no pin, not moving) is forgotten for a new one. Where there is none, the new one is not
-    recorded. One thread. 200 bytes per page with its 32-byte key at 1e6 pages (the allocator may
-    hold up to a sixth more while it grows), 8 more per page and owner.
+    A page is cold if it has no copy in device or host, no owner and no pin, and is not in flight.
+    When the map is full, a new page replaces the page that has been cold the longest, or is not
+    recorded if there is none. One thread. 200 bytes per page with its 32-byte key at 1e6 pages (the
+    allocator may hold up to a sixth more while it grows), 8 more per page and owner.
 
-    A fact from the executor may arrive at any time and never contradicts the map: it simply holds
-    from then on.
+    A fact may arrive at any time and never contradicts the map: from then on it holds.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class TierMap:
         self._state = bytearray(1)
         self._pins = array("H", [0])
         self._pinned = 0
-        """Number of all pins: mostly 0, and then no page's own pins are read."""
+        """Total number of pins. It is mostly 0, and then the pins of single pages are not read."""
         self._used = array("I", [0])
         self._group = array("I", [0])
         self._base: float | None = None
@@ -101,7 +100,7 @@ class TierMap:
         return iter(self._slot_of)
 
     def page(self, key: PageKey) -> PageInfo | None:
-        """Everything known of a page; None for an unknown one."""
+        """Everything known of a page; None if it is unknown."""
         slot = self._slot_of.get(key)
         if slot is None:
             return None
@@ -120,12 +119,12 @@ class TierMap:
         return self._resident[tier]
 
     def evictable(self, tier: Tier) -> int:
-        """Number of pages of device or host that are neither pinned nor moving."""
+        """Number of pages of device or host that are neither pinned nor in flight."""
         shelves, _ = self._shelves(tier)
         return shelves.total - (shelves.pages(_COLD_SHELF) if shelves is self._low else 0)
 
     def missing(self, owner: str) -> Missing:
-        """This owner's pages that the device lacks, from its first on. O(pages), 10 ns each."""
+        """The pages of this owner that are not on the device. O(pages), 10 ns each."""
         number = self.owners.number(owner)
         slots = () if number is None else self.owners.slots[number]
         if len(slots) < 2:
@@ -134,15 +133,13 @@ class TierMap:
         return missing_of(bytes(states))
 
     def keys_of(self, owner: str, span: Span) -> tuple[PageKey, ...]:
-        """Keys of a range of an owner's pages, as far as they are recorded."""
+        """Keys of a range of an owner's pages, without pages that are not recorded."""
         number = self.owners.number(owner)
         slots = () if number is None else self.owners.slots[number][span.start : span.stop]
         return tuple(self._keys[slot] for slot in slots if slot != NOWHERE)
 
     def without_copy(self, owner: str, source: Tier, target: Tier) -> tuple[PageKey, ...]:
-        """An owner's pages that are in `source`, neither in `target` nor below it, and not on their
-        way to any tier.
-        """
+        """An owner's pages in `source`, not in flight, with no copy in `target` or below it."""
         number = self.owners.number(owner)
         below = (RESIDENT << target) & RESIDENT | MOVING
         slots = () if number is None else self.owners.slots[number]
@@ -158,7 +155,7 @@ class TierMap:
         return bool(self._changed or self._claimed)
 
     def take_changed(self) -> tuple[str, ...]:
-        """Owners with pages that came, left or began to move since the last call, each once."""
+        """Owners whose pages were added, dropped or put in flight since the last call."""
         numbers: dict[int, None] = {}
         for group in self._changed:
             numbers.update(dict.fromkeys(self.owners.members(group)))
@@ -174,9 +171,7 @@ class TierMap:
                 yield EvictionClass(shelf, turn, shelves.pages(shelf))
 
     def victims(self, tier: Tier, count: int, after: float = -math.inf) -> tuple[PageKey, ...]:
-        """Up to `count` pages of device or host, the first to be evicted first; only pages whose
-        next use is later than `after`.
-        """
+        """Up to `count` pages of device or host needed later than `after`, in order of eviction."""
         if count <= 0:
             return ()
         return self.victims_of(
@@ -184,8 +179,8 @@ class TierMap:
         )
 
     def victims_aside(self, tier: Tier, count: int) -> tuple[PageKey, ...]:
-        """The same, for an executor that needs room between two steps. It leaves no trace, so a
-        replayed run decides alike.
+        """The same, for an executor that needs memory between two steps. It leaves later decisions
+        unchanged, so a replayed run decides alike.
         """
         self.owners.asked_aside = True
         try:
@@ -194,7 +189,7 @@ class TierMap:
             self.owners.asked_aside = False
 
     def victims_of(self, tier: Tier, classes: Iterable[int], count: int) -> tuple[PageKey, ...]:
-        """The same from these classes only."""
+        """The same, from these classes only."""
         shelves, _ = self._shelves(tier)
         slots: list[int] = []
         for shelf in classes:
@@ -204,23 +199,21 @@ class TierMap:
         return tuple([self._keys[slot] for slot in slots])
 
     def turn_of(self, owner: str) -> float | None:
-        """When an owner should run next, in seconds; infinity where that is not known, None where
-        the owner is not.
-        """
+        """When an owner should run next, in seconds; infinity: unknown. None: unknown owner."""
         number = self.owners.number(owner)
         return None if number is None else self.owners.turn(number)
 
     def resident(self, tier: Tier) -> Iterator[PageKey]:
-        """Every key said to be in a tier, to compare with the truth. O(known pages)."""
+        """The keys of all pages in a tier, as reported by facts. O(known pages)."""
         bit = 1 << tier
         return (key for key, slot in self._slot_of.items() if self._state[slot] & bit)
 
     def resident_part(
         self, tier: Tier, place: int, count: int
     ) -> tuple[tuple[PageKey, ...], int | None]:
-        """The same a part at a time: keys among `count` places from `place` on (0 first), and the
-        place of the next part; None after the last. A page that comes or goes between two parts
-        may be in the result or not. O(count).
+        """The same in parts: the keys among `count` places from `place` on (0 first), and the place
+        of the next part; None after the last one. A page that is added or dropped between two parts
+        may be missing or not. O(count).
         """
         bit, stop = 1 << tier, min(place + count, len(self._state))
         keys = tuple([self._keys[slot] for slot in range(place, stop) if self._state[slot] & bit])
@@ -229,7 +222,7 @@ class TierMap:
     # --- facts ------------------------------------------------------------------------------------
 
     def placed(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
-        """Pages are in a tier from now on; if they were on their way there, they have arrived."""
+        """Pages are in a tier from now on. If they were in flight to it, they have arrived."""
         stamp = self._stamp(now)
         bit, landed = 1 << tier, ~(16 << tier) & 255
         slots, state, used = self._slot_of, self._state, self._used
@@ -246,7 +239,7 @@ class TierMap:
         self._resident[tier] += came
 
     def dropped(self, keys: Sequence[PageKey], tier: Tier) -> None:
-        """Pages are no longer in a tier, and not on their way there either."""
+        """Pages are no longer in a tier, nor in flight to it."""
         bit, keep = 1 << tier, ~(17 << tier) & 255
         slots, state = self._slot_of, self._state
         left = 0
@@ -260,7 +253,7 @@ class TierMap:
         self._resident[tier] -= left
 
     def moving(self, keys: Iterable[PageKey], tier: Tier) -> None:
-        """Pages are on their way to a tier, until `placed` or `dropped`. Skips unknown keys."""
+        """Pages are in flight to a tier until `placed` or `dropped`. Skips unknown keys."""
         bit = 16 << tier
         state = self._state
         for key in keys:
@@ -280,9 +273,7 @@ class TierMap:
                 self._changed[group] = None
 
     def used(self, keys: Sequence[PageKey], now: float) -> None:
-        """A request ran on these pages, given in prompt order. The end of a prefix counts as older
-        than its beginning.
-        """
+        """A request ran on these pages, in prompt order. The last ones are evicted first."""
         stamp = self._stamp(now)
         for key in reversed(keys):
             slot = self._slot_of.get(key)
@@ -303,7 +294,7 @@ class TierMap:
                 self._low.move(slot, _COLD_SHELF)
 
     def pin(self, keys: Iterable[PageKey]) -> None:
-        """Keeps pages from being victims until unpinned as often. Unknown keys are skipped."""
+        """Protects pages from eviction until they are unpinned as often. Skips unknown keys."""
         for key in keys:
             slot = self._slot_of.get(key)
             if slot is not None and self._pins[slot] < 65535:
@@ -313,7 +304,7 @@ class TierMap:
                 self._relist(slot, before, 0)
 
     def unpin(self, keys: Sequence[PageKey]) -> None:
-        """Removes one pin from each page that has one. A page without pins counts as just used."""
+        """Removes one pin from each page that has one. With none left it counts as just used."""
         for key in reversed(keys):
             slot = self._slot_of.get(key)
             if slot is not None and self._pins[slot]:
@@ -325,9 +316,9 @@ class TierMap:
     # --- owners -----------------------------------------------------------------------------------
 
     def claim(self, owner: str, keys: Iterable[PageKey], next_use: float = math.inf) -> None:
-        """Sets an owner's pages, in prompt order, in place of those it claimed before.
+        """Sets an owner's pages, in prompt order, in place of its earlier ones.
 
-        Pages that it keeps cost next to nothing, so a session's next turn costs its new pages.
+        Pages that it keeps cost next to nothing, so a session's next turn costs only its new pages.
         """
         keys = tuple(dict.fromkeys(keys))
         number = self.owners.open(owner)
@@ -342,13 +333,13 @@ class TierMap:
             self._claimed[owner] = None
 
     def expect(self, owner: str, next_use: float) -> None:
-        """Sets the time of an owner's next run; infinity if unknown. Unknown owners are skipped."""
+        """Sets the time of an owner's next run; infinity if unknown. Skips unknown owners."""
         number = self.owners.number(owner)
         if number is not None:
             self.owners.expect(number, next_use)
 
     def release(self, owner: str) -> None:
-        """Removes an owner's claims."""
+        """Removes an owner from the map."""
         number = self.owners.number(owner)
         if number is not None:
             self._leave(number, self.owners.slots[number])
@@ -414,9 +405,7 @@ class TierMap:
             self._changed[new] = None
 
     def _set(self, slot: int, old: int, new: int) -> None:
-        """Gives a page another state, and updates the shelves and the set of changes with it; the
-        caller counts.
-        """
+        """Changes a page's state and shelves, and records that. The caller updates the counts."""
         group = self._group[slot]
         if group != UNOWNED:
             self._changed[group] = None
@@ -433,14 +422,14 @@ class TierMap:
             self._forget_if_empty(slot)
 
     def _listing(self, slot: int) -> int:
-        """The shelves a page is on: bits of device and host, or COLD."""
+        """The shelves that a page is on: bits of device and host, or COLD."""
         if self._pins[slot]:
             return 0
         bits = LISTING[self._state[slot]]
         return 0 if bits == COLD and self._group[slot] != UNOWNED else bits
 
     def _relist(self, slot: int, before: int, after: int, entered: int = 0) -> None:
-        """Moves a page from old shelves to new ones. Its place on others is unchanged."""
+        """Takes a page off shelves and puts it on others. Shelves in both stay as they are."""
         gone, came = before & ~after, after & ~before
         if gone & ON_DEVICE:
             self._device.take(slot)

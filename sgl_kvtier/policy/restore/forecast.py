@@ -253,7 +253,7 @@ class Outlook:
         self._left_of: Restoration | None = None
         self._left = OpenPages([], 0, [], [], 0)
         """The open pages of the request of the last search, at these speeds. A search with a charge
-        follows directly. It has the same prefill cursor, or one after pages that were loaded there.
+        follows directly, from the same page or from before pages that were loaded there.
         """
         self._holder: str | None = None
         """The request for which `hold` recorded a meeting in this step."""
@@ -364,8 +364,7 @@ class Outlook:
         return self._pace
 
     def compute_at_s(self, view: StepView, item: Restoration) -> float:
-        """Seconds until compute can begin: after running chunks, the slot's request, fresh prefill.
-        """
+        """Seconds until compute is free of running chunks, the slot's request and fresh prefill."""
         ahead_s = self.busy_s(view)
         if view.slot == item.rid:
             return ahead_s
