@@ -1,4 +1,4 @@
-"""Rows and results on the terminal and as JSON: tables, documents, progress."""
+"""Output of results on the terminal and as JSON: tables, documents, progress."""
 
 from sgl_kvtier.console.document import check_target, envelope, to_json, write_json, write_text
 from sgl_kvtier.console.environment import environment

@@ -1,8 +1,8 @@
-"""Results as one JSON object that says where it came from, and files that are either complete or
-absent.
+"""Results as one JSON object that says where it came from, and files that are written completely or
+not at all.
 
-docs/manual/json.md says what all have in common, `kvtier schema` the keys of each. NaN and
-infinities, which JSON does not have, are written as null.
+docs/manual/json.md says what all results have in common, and `kvtier schema` lists the keys of
+each. NaN and infinities, which JSON does not have, are written as null.
 """
 
 from __future__ import annotations
@@ -29,24 +29,20 @@ ENVELOPE_KEYS = ("schema", "command", "environment")
 
 
 def envelope(schema: str, command: list[str], results: dict[str, Any]) -> dict[str, Any]:
-    """The object every `--json` writes: `schema`, `command`, `environment`, then the keys of the
-    results.
-
-    Raises ValueError when the results use one of the envelope's keys.
+    """The object that each `--json` writes: `schema`, `command`, `environment`, then the keys of
+    the results. Raises ValueError if the results use one of the envelope's keys.
     """
     taken = [key for key in ENVELOPE_KEYS if key in results]
     if taken:
         raise ValueError(f"results may not have the envelope's keys: {', '.join(taken)}")
-    # A program's folder says something about the machine and its users, so it is left out.
+    # The program's folder is omitted, since it may tell about the machine and its users.
     words = [PurePath(word).name for word in command[:1]] + list(command[1:])
     return {"schema": schema, "command": words, "environment": environment(), **results}
 
 
 def plain(value: object) -> object:
     """The value in JSON's own types: dataclasses and mappings as objects, numpy and paths
-    converted, NaN as None.
-
-    Raises TypeError on anything that has no obvious form.
+    converted, NaN as None. Raises TypeError for a type without a JSON form.
     """
     if isinstance(value, enum.Enum):
         return plain(value.value)
@@ -70,23 +66,21 @@ def plain(value: object) -> object:
 
 
 def to_json(result: dict[str, Any]) -> str:
-    """The result as JSON text in ASCII (any pipe carries it), indented, ending with a newline."""
+    """The result as indented JSON text with a final newline, in ASCII, which any pipe carries."""
     return json.dumps(plain(result), indent=2, allow_nan=False) + "\n"
 
 
 def write_json(result: dict[str, Any], target: str) -> None:
-    """Writes the result to a file (all of it or nothing) or, for "-", to standard output.
-
-    Raises KVTierError when the file cannot be written.
+    """Writes the result to a file (all of it or nothing) or, for "-", to standard output. Raises
+    KVTierError if the file cannot be written.
     """
     write_text(to_json(result), target)
 
 
 def write_text(text: str, target: str) -> None:
-    """Writes UTF-8 text to a file, or to standard output for "-". The file is replaced in one step,
-    so no reader sees half of it.
-
-    Missing parent folders are made. Raises KVTierError when the file cannot be written.
+    """Writes UTF-8 text to a file, or to standard output for "-". The file is replaced atomically,
+    so no reader sees half of it. Creates missing parent folders. Raises KVTierError if it cannot be
+    written.
     """
     if target == STDOUT:
         sys.stdout.write(text)
@@ -99,7 +93,7 @@ def write_text(text: str, target: str) -> None:
 
 
 def check_target(target: str) -> None:
-    """Raises KVTierError now if `target` could not be written later: call it before long work."""
+    """Raises KVTierError now if `target` could not be written later. Call it before long work."""
     if target == STDOUT:
         return
     path = Path(target)

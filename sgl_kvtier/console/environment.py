@@ -1,4 +1,4 @@
-"""The machine and software a result was measured on: date, versions, processor, memory,
+"""The machine and software on which a result was measured: date, versions, processor, memory,
 accelerator, commit. No host names, no users.
 """
 
@@ -16,14 +16,12 @@ from typing import Any
 import sgl_kvtier
 
 PACKAGES = ("sglang", "torch", "flashinfer-python", "transformers", "numpy")
-"""Installed distributions whose versions belong to a result. They are never imported."""
+"""Installed distributions whose versions are part of a result. They are never imported."""
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the software at this moment, as plain data. Never fails: unknown values are
-    None.
-
-    Runs `nvidia-smi` and `git` where they exist, each for 10 seconds at most.
+    """The current machine and software, as plain data. Never fails: unknown values are None. Runs
+    `nvidia-smi` and `git`, if installed, each for 10 seconds at most.
     """
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -41,20 +39,20 @@ def environment() -> dict[str, Any]:
 
 
 def cards() -> list[str]:
-    """The names of this machine's NVIDIA cards. Never fails; runs `nvidia-smi` where it exists."""
+    """Names of this machine's NVIDIA GPUs. Never fails; runs `nvidia-smi` if installed."""
     return [card["name"] for card in _gpus()]
 
 
 def planner_build() -> str:
-    """How the planner runs: "compiled" where it is an extension module, "source" where it is
-    Python. Imports neither.
+    """How the planner is installed, without importing it: "compiled" as extension module, or
+    "source".
     """
     found = importlib.util.find_spec("sgl_kvtier.policy.planner")
     return "source" if found is None or str(found.origin).endswith(".py") else "compiled"
 
 
 def package_version(name: str) -> str | None:
-    """The version of an installed distribution, which is not imported; None where there is none."""
+    """The version of an installed distribution, or None. Does not import it."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -75,7 +73,7 @@ def _fields(text: str) -> list[tuple[str, str]]:
 
 
 def _usable_cpus() -> float | None:
-    """Number of cores this process may use: its affinity, less if its control group has a quota."""
+    """Number of cores that this process may use, by CPU affinity and control group quota."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if affinity and len(quota) == 2 and quota[0].isdigit():
@@ -84,7 +82,7 @@ def _usable_cpus() -> float | None:
 
 
 def _memory_limit() -> int | None:
-    """The control group's memory limit in bytes, or None when there is none."""
+    """The memory limit of the control group in bytes, or None."""
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     return int(limit) if limit.isdigit() else None
 
@@ -99,9 +97,7 @@ def _gpus() -> list[dict[str, str]]:
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout this package runs from, with "-dirty" for local changes; None when
-    installed.
-    """
+    """The commit of the checkout, "-dirty" with local changes; None outside of a checkout."""
     root = Path(sgl_kvtier.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

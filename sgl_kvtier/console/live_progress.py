@@ -16,14 +16,14 @@ from sgl_kvtier.console.progress import Progress, format_duration
 
 
 def live_progress(state: Progress, file: TextIO) -> AbstractContextManager[None] | None:
-    """A bar on `file` while its block runs; None where the terminal cannot move its cursor."""
+    """A bar on `file` while its block runs; None if the terminal cannot move its cursor."""
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     return None if console.is_dumb_terminal else _shown(state, console)
 
 
 @contextmanager
 def _shown(state: Progress, console: Console) -> Iterator[None]:
-    # Only the note is cut on a narrow terminal: counts and times matter more. stdout is not
+    # On a narrow terminal only the note is cut; counts and times matter more. stdout is not
     # redirected: the caller's output must reach stdout, not the bar's stderr.
     bar = RichProgress(
         _Cell(state, lambda s: s.label, "bold"),
@@ -46,7 +46,7 @@ def _shown(state: Progress, console: Console) -> Iterator[None]:
 
 
 class _Cell(ProgressColumn):
-    """One text of the live display, read from the state each time it is drawn."""
+    """One text of the live display, read from the state whenever it is drawn."""
 
     def __init__(
         self,

@@ -7,11 +7,9 @@ from collections.abc import Callable
 
 
 class Progress:
-    """The counters of one piece of work. All methods may be called from any thread and from
-    coroutines; none blocks.
-
-    `total` and the steps are floats, so that work of different length can be weighed. None means
-    that the total is unknown.
+    """The counters of one piece of work. All methods can be called from any thread and from
+    coroutines; none blocks. `total` (None: unknown) and the steps are floats, so that work can be
+    weighted.
     """
 
     def __init__(
@@ -28,7 +26,7 @@ class Progress:
         self._say: Callable[[str], object] = lambda _: None
 
     def advance(self, steps: float = 1, note: str | None = None) -> None:
-        """Counts `steps` as done; `note`, if given, names the work that follows."""
+        """Counts `steps` as done. `note` names the work that follows."""
         with self._lock:
             self.done += steps
             self.note = self.note if note is None else note
@@ -38,15 +36,15 @@ class Progress:
         self.note = note
 
     def expect(self, total: float | None) -> None:
-        """Changes the total, when the work turns out longer or shorter than expected."""
+        """Changes the total if the work turns out longer or shorter than expected."""
         self.total = total
 
     def say(self, message: str) -> None:
-        """Prints a line that stays, above the progress display."""
+        """Prints a permanent line above the progress display."""
         self._say(message)
 
     def say_by(self, write: Callable[[str], object]) -> None:
-        """Sets the function that prints the lines of `say`: that of the progress's display."""
+        """Sets the function of the progress display that prints the lines of `say`."""
         self._say = write
 
     @property
@@ -56,7 +54,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds left at the pace so far; None before the first step or without a total."""
+        """Estimated seconds left; None before the first step or without a total."""
         if self.total is None or self.done <= 0:
             return None
         return self.elapsed_s / self.done * max(self.total - self.done, 0)
@@ -69,7 +67,7 @@ class Progress:
         return ", ".join(parts) + (f" ({self.note})" if self.note else "")
 
     def count(self) -> str:
-        """Done of total with the unit: "12/40 requests"."""
+        """Done and total with the unit: "12/40 requests"."""
         total = "" if self.total is None else f"/{self.total:,.0f}"
         return f"{self.done:,.0f}{total} {self.unit}".rstrip()
 

@@ -13,11 +13,11 @@ from rich.text import Text
 from sgl_kvtier.console.table import Table, encodable
 
 _NARROWEST_TEXT = 12
-"""Cells a text column keeps on a narrow terminal; below that the table is printed row by row."""
+"""Minimum width of a text column, in cells. If columns do not fit, rows are printed as a list."""
 
 
 def print_rich(table: Table, file: TextIO) -> None:
-    """Prints a table to `file`: fitted to a terminal's width, elsewhere at full width."""
+    """Prints a table to `file`: fitted to the width of a terminal, otherwise at full width."""
     console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False)
     if not console.is_terminal:
         natural = sum(_widths(table, narrow=False)) + 3 * len(table.columns) + 1
@@ -41,8 +41,8 @@ def print_rich(table: Table, file: TextIO) -> None:
 
 
 def _widths(table: Table, *, narrow: bool) -> list[int]:
-    """Cells of width that each column needs: with `narrow` at least, text and headings wrapped;
-    else unwrapped.
+    """The width in cells that each column needs: with `narrow` the minimum, with text and headings
+    wrapped; otherwise unwrapped.
     """
     cells = table.cells()
     widths = []

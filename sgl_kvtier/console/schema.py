@@ -48,14 +48,14 @@ environment: object; machine and software that the result was measured on
   gpus: list of objects; NVIDIA GPUs, as nvidia-smi prints them
     name, memory, driver: string; name, memory with its unit, version of the driver
 """
-"""What every result has in addition to its own keys (`console.document.envelope`)."""
+"""The keys that each result has in addition to its own (`console.document.envelope`)."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What one kind of result holds: its name and version (`kvtier.stat/1`), the command that
-    writes it, what it is in one line, and its table of keys. `parts` are tables by the names by
-    which rows use them as types.
+    """One kind of result: its name and version (`kvtier.stat/1`), the command that writes it, a
+    description in one line, and its table of keys. `parts`: further tables, by the names that rows
+    use as types.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Schema:
     parts: Mapping[str, str] = field(default_factory=dict)
 
     def json_schema(self) -> dict[str, Any]:
-        """The JSON Schema (draft 2020-12). It allows keys that it does not name, since a version of
-        a schema may get more. Raises ValueError where the table is none.
+        """The JSON Schema (draft 2020-12). It allows keys that it does not name, since keys may be
+        added to a version. Raises ValueError if the table is malformed.
         """
         root: _Node = {
             "$schema": _DIALECT,
@@ -91,7 +91,7 @@ class Schema:
 
 
 def _add_rows(root: _Node, table: str, parts: Mapping[str, str]) -> set[str]:
-    """Adds the keys of a table to an object's schema; the parts that the rows use."""
+    """Adds the keys of a table to an object's schema. Returns the parts that the rows use."""
     used: set[str] = set()
     above: list[list[_Node]] = [[root]]
     for depth, row in _rows(table):
@@ -113,7 +113,7 @@ def _add_rows(root: _Node, table: str, parts: Mapping[str, str]) -> set[str]:
 
 
 def _rows(table: str) -> Iterator[tuple[int, str]]:
-    """The rows of a table, each with how deep it stands and its lines joined."""
+    """The rows of a table, each as (depth of nesting, its lines joined)."""
     depth, row = 0, ""
     for line in textwrap.dedent(table).splitlines():
         spaces = len(line) - len(line.lstrip())

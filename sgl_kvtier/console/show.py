@@ -1,6 +1,4 @@
-"""Tables on standard output and progress on stderr: with `rich` (extra [bench]) where it is
-installed, plain text where not.
-"""
+"""Tables on stdout and progress on stderr, with `rich` (extra [bench]) if installed, else plain."""
 
 from __future__ import annotations
 
@@ -17,15 +15,15 @@ from sgl_kvtier.console.progress import Progress
 from sgl_kvtier.console.table import Table, encodable, plain_lines
 
 PLAIN_EVERY_S = 5.0
-"""Seconds between two progress lines where there is no terminal."""
+"""Seconds between two progress lines if there is no terminal."""
 
 
 def print_table(table: Table, file: TextIO | None = None) -> None:
     """Prints a table to `file` (stdout if None).
 
-    On a terminal it fits the width where `rich` is installed (extra [bench]): text wraps, numbers
-    never do, and a table that is too wide is printed row by row as a list. Elsewhere it is plain
-    text at full width.
+    On a terminal it fits the width if `rich` is installed (extra [bench]): text wraps, numbers
+    never do, and a table that is too wide is printed row by row as a list. Otherwise it is plain
+    text.
     """
     file = file or sys.stdout
     if importlib.util.find_spec("rich") is not None:
@@ -38,7 +36,7 @@ def print_table(table: Table, file: TextIO | None = None) -> None:
 
 
 def print_statement(text: str, is_bad: bool, file: TextIO | None = None) -> None:
-    """Prints a sentence and an empty line (stdout if None): bold on a terminal, red where bad."""
+    """Prints a sentence (bold on a terminal, red if bad) and an empty line to `file` or stdout."""
     file = file or sys.stdout
     text = encodable(text, getattr(file, "encoding", None) or "utf-8")
     if file.isatty() and "NO_COLOR" not in os.environ:
@@ -57,11 +55,8 @@ def progress(
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Progress]:
     """Shows progress on `file` (stderr if None) while the block runs; yields the `Progress` to
-    count on.
-
-    A live bar on a terminal where `rich` is installed (extra [bench]); elsewhere a plain line every
-    `every_s` seconds and one at the end. The display has its own thread, so it goes on while the
-    caller waits.
+    count on. It is a live bar on a terminal if `rich` is installed (extra [bench]), otherwise a
+    plain line every `every_s` seconds and one at the end. A thread of its own updates it.
     """
     state = Progress(label, total, unit, clock)
     file = file or sys.stderr
@@ -70,7 +65,7 @@ def progress(
 
 
 def _live(state: Progress, file: TextIO) -> AbstractContextManager[None] | None:
-    """A live bar, or None where there is no terminal or no `rich`."""
+    """A live bar, or None without a terminal or without `rich`."""
     if not file.isatty() or importlib.util.find_spec("rich") is None:
         return None
     from sgl_kvtier.console.live_progress import live_progress  # rich is an extra

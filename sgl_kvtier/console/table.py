@@ -1,4 +1,4 @@
-"""Rows as a table for people, on the terminal and in markdown. A missing value is an en dash."""
+"""Rows as a table for people, on the terminal and in markdown."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MISSING = "–"
-"""Printed for a value that is not there: None, NaN, an infinity, or a key the row does not have."""
+"""Printed for a missing value: None, NaN, an infinity, or a key that the row does not have."""
 
 Row = Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: `name` is the row's key, with dots for nested ones ("ttft_ms.p50"); `title` and
-    `unit` are shown.
-
-    `decimals` fixes the digits after the point; `format` replaces the formatting of all values that
-    are not missing.
+    """One column. `name` is the key in the row, with dots for nested ones ("ttft_ms.p50"). `title`
+    and `unit` are shown. `decimals` is the number of digits after the point. `format` replaces the
+    formatting of all values that are not missing.
     """
 
     name: str
@@ -54,13 +52,13 @@ class Table:
         return [[column.text(row) for column in self.columns] for row in self.rows]
 
     def is_numeric(self, column: Column) -> bool:
-        """True when a column holds only numbers: it is right-aligned and never wrapped."""
+        """Whether a column holds only numbers, so that it is right-aligned and never wrapped."""
         values = [v for v in (field_of(row, column.name) for row in self.rows) if not is_missing(v)]
         return bool(values) and all(_is_number(v) for v in values)
 
 
 def field_of(row: Row, name: str) -> object:
-    """The value under a dotted name, or None. A key that has dots itself goes first."""
+    """The value under a dotted name, or None. A key that itself contains dots goes first."""
     if name in row:
         return row[name]
     value: object = row
@@ -87,12 +85,12 @@ def format_value(value: object, decimals: int | None = None) -> str:
     if decimals is None and not float(value).is_integer():  # type: ignore[arg-type]
         size = abs(float(value))  # type: ignore[arg-type]
         decimals = 0 if size >= 1000 else 1 if size >= 100 else 2 if size >= 1 else 3
-    # Adding 0.0 turns -0.0 into 0.0: "-0.0 ms" looks like a mistake.
+    # Adding 0.0 turns -0.0 into 0.0, since "-0.0 ms" looks like a mistake.
     return f"{round(float(value), decimals or 0) + 0.0:,.{decimals or 0}f}"  # type: ignore[arg-type]
 
 
 def format_share(value: object) -> str:
-    """A fraction as a percentage that says 100 % or 0 % only when it is exactly that."""
+    """A fraction as a percentage, which is 100 % or 0 % only if it is exactly that."""
     percent = 100 * float(value)  # type: ignore[arg-type]
     if 0 < percent < 0.1 or 99.9 < percent < 100:
         return f"{'<' if percent < 1 else '>'} {0.1 if percent < 1 else 99.9} %"
@@ -134,16 +132,14 @@ def to_markdown(table: Table) -> str:
 
 
 def _is_number(value: object) -> bool:
-    # numpy's float64 is a float, but its float32 and integers are only reachable by protocol.
+    # numpy's float64 is a float. Its float32 and integers can only be recognised by protocol.
     return not isinstance(value, (bool, str)) and (
         isinstance(value, (int, float)) or (hasattr(value, "__float__") and hasattr(value, "dtype"))
     )
 
 
 def encodable(text: str, encoding: str) -> str:
-    """The text in a form this output can carry: an ASCII-only pipe gets "-" and "?" instead of an
-    exception.
-    """
+    """The text as this output can carry it: an ASCII-only pipe gets "-" and "?" for the rest."""
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
