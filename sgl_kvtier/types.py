@@ -24,7 +24,7 @@ class Lookup(enum.Enum):
 
 
 class Tier(enum.IntEnum):
-    """Where a page can be; a smaller number is closer to the GPU. L1, L2, L3, and remote."""
+    """Where a page can be, nearest to the GPU first: SGLang's L1, L2, L3, and remote memory."""
 
     DEVICE = 0
     HOST = 1

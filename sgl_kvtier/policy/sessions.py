@@ -222,7 +222,7 @@ class _Check(NamedTuple):
 
 class Sessions:
     """Expected returns of idle sessions. O(log sessions) per event, under 1 KB per session. With
-    more than `most` sessions, those idle the longest are forgotten. One thread, no clock.
+    more than `most` sessions, those whose last turn is oldest are forgotten. One thread, no clock.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 WHOLE_LOAD_BYTES = 128 << 20
 """Bytes of a load whose pages are far from the meeting page, on an accelerator. Planning and
-tracking a load takes the scheduler thread about as long for one page as for many. The value is
-smaller on a scaled-down model of a device, whose pages are smaller.
+tracking a load takes the scheduler thread about as long for one page as for many. The emulated
+H100, whose pages are smaller, sets a smaller value.
 """
 
 

@@ -187,7 +187,7 @@ class Ledger:
         self._most = _MOST * pages
 
     def allows(self, chance: float) -> bool:
-        """Whether to prefetch for an owner with this probability; with a share of 1 always."""
+        """Whether to prefetch for an owner that runs with this probability; always with share 1."""
         return self.balances[chance >= 1] > 0 or self._earns == math.inf
 
     def prefetched(self, keys: Iterable[PageKey], tier: Tier, chance: float) -> None:

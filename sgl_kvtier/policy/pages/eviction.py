@@ -84,7 +84,7 @@ class NextUse:
 
 
 _NAMED: Final[Mapping[str, Callable[[], Rule]]] = {
-    "auto": LRU,  # a server settles it before (`policy.eviction`); whoever does not, has SGLang's
+    "auto": LRU,  # a server chooses a rule before; without one, LRU as in SGLang
     "lru": LRU,
     "next-use": NextUse,
 }

@@ -79,6 +79,7 @@ class TierMap:
         self._base: float | None = None
         self._device = Shelves()
         self._low = Shelves()
+        """Shelves of host pages; shelf -1 has cold pages."""
         self._device_rule = device_rule or LRU()
         self._host_rule = host_rule or LRU()
         self._resident = [0, 0, 0, 0]

@@ -37,7 +37,7 @@ _NEAR: Final = 4
 size, so that their latency is rarely paid.
 """
 _PROBES: Final = 2
-"""Transfers in flight on a link that was never measured."""
+"""Number of transfers in flight on a link that was never measured."""
 _UNBOUNDED: Final = 1 << 40
 """Free pages of a tier that the view does not list."""
 

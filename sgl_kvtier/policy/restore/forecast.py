@@ -45,7 +45,7 @@ class Forecast:
         self._bandwidth = bandwidth
         self._compute_at_s = compute_at_s
         self._backlog_s = backlog_s
-        self._pace = Speeds(
+        self._speeds = Speeds(
             engine.page_tokens, engine.page_bytes, engine.chunk_tokens, cost, bandwidth, backlog_s
         )
 
@@ -100,8 +100,8 @@ class Forecast:
     def both(self, item: Restoration) -> Split:
         """The best meeting page, and when it is done."""
         front, copied_s = item.after_copies(item.pointer.front, self._bandwidth, self._engine)
-        left = item.open_pages(self._pace, front)
-        split = best_split(self._pace, self._compute_at_s + copied_s, left, front)
+        left = item.open_pages(self._speeds, front)
+        split = best_split(self._speeds, self._compute_at_s + copied_s, left, front)
         return split._replace(seconds=max(split.seconds, copied_s))
 
     def front_seconds(self, item: Restoration) -> float:
@@ -248,7 +248,7 @@ class Outlook:
 
     def __init__(self, state: Restorations) -> None:
         self._state = state
-        self._pace: Speeds | None = None
+        self._speeds: Speeds | None = None
         """Costs and link backlogs in this step; None until they are looked up again."""
         self._left_of: Restoration | None = None
         self._left = OpenPages([], 0, [], [], 0)
@@ -261,11 +261,11 @@ class Outlook:
 
     def begin(self) -> None:
         """A new step begins. Discards the predictions of the last one."""
-        self._holder = self._pace = None
+        self._holder = self._speeds = None
 
     def loads_begun(self) -> None:
         """Loads were added to links, so their backlogs have to be looked up again."""
-        self._pace = None
+        self._speeds = None
 
     def busy_s(self, view: StepView) -> float:
         """Seconds until the running chunks are done."""
@@ -317,7 +317,7 @@ class Outlook:
         `compute_at_s` on. Links first do all loads begun until now. `charge`: weight of a second of
         compute. `taken_back`: as if its loads in flight could be cancelled.
         """
-        speeds = self._pace or self._look(view)
+        speeds = self._speeds or self._look(view)
         charged = charge != 1 or taken_back
         if charged and not taken_back and item is self._left_of and front >= item.copied:
             left = self._left
@@ -353,7 +353,7 @@ class Outlook:
     def _look(self, view: StepView) -> Speeds:
         state, engine = self._state, self._state.engine
         self._left_of = None
-        self._pace = Speeds(
+        self._speeds = Speeds(
             engine.page_tokens,
             engine.page_bytes,
             engine.chunk_tokens,
@@ -361,7 +361,7 @@ class Outlook:
             state.bandwidth,
             state.links.backlogs(view.now),
         )
-        return self._pace
+        return self._speeds
 
     def compute_at_s(self, view: StepView, item: Restoration) -> float:
         """Seconds until compute is free of running chunks, the slot's request and fresh prefill."""

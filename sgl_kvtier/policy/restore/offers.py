@@ -84,7 +84,7 @@ class Offers:
         return tuple(starts)
 
     def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
-        """Why the engine should load this prefix itself, or None (`LeftToEngine`). No effect."""
+        """Why the engine should load this prefix itself, or None. Changes nothing."""
         item = self._item(offer)
         forecast = self._outlook.forecast_in_queue(view, offer.rid)
         self._copy_first(item, forecast)
@@ -126,7 +126,7 @@ class Offers:
         page = self._state.engine.page_tokens
         tokens = offer.prompt_tokens - offer.resident * page + view.wanted_tokens
         for rid, item in self._state.items.items():
-            if rid != view.slot:  # what that will need is not among the free pages
+            if rid != view.slot:  # the free pages leave out what it needs
                 rest = item.remaining_span()
                 open_pages = item.pointer.free_in(rest) + item.pointer.lost_in(rest)
                 tokens += item.prompt_tokens - (item.pointer.units - open_pages) * page
@@ -194,8 +194,8 @@ class Offers:
         return offer.resident + round(share * (offer.pages - offer.resident))
 
     def _knows(self, offer: RestoreOffered) -> bool:
-        """Whether the cost of prefill and this candidate's links were measured, now or in an
-        earlier run.
+        """Whether the cost of prefill and this candidate's links are known, from here or an earlier
+        run.
         """
         state = self._state
         return state.costs_known and all(
