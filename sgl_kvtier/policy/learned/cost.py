@@ -24,12 +24,12 @@ _GUESS_WEIGHT: Final = 0.01
 """Weight of the first guess at each of its points, as a share of that of a measured chunk."""
 CPU_S: Final = 0.02
 """The first guess on a CPU. Restorations of 2k tokens, the shortest measured, ended 5 to 46 ms
-after the best split at ratios from 1/4 to 4, with a median over two models of 19 ms
-(docs/results/data/restore.json).
+after the best split if loading took 1/4 to 4 times as long as computing; 19 ms in the median of two
+models (docs/results/data/restore.json).
 """
 ACCELERATOR_S: Final = 0.007
 """The first guess on an accelerator. On the emulated H100, restorations of 8k tokens, the shortest
-there, ended 4 to 11 ms after the best split at the same ratios, with a median of 7 ms
+there, ended 4 to 11 ms after the best split at the same ratios, 7 ms in the median
 (docs/results/data/restore.json). It was not measured on a GPU.
 """
 

@@ -194,9 +194,7 @@ class Offers:
         return offer.resident + round(share * (offer.pages - offer.resident))
 
     def _knows(self, offer: RestoreOffered) -> bool:
-        """Whether the cost of prefill and this candidate's links are known, from here or an earlier
-        run.
-        """
+        """Whether the cost of prefill and this candidate's links were measured, now or earlier."""
         state = self._state
         return state.costs_known and all(
             state.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources
