@@ -1,3 +1,1 @@
-"""Keeps bytes: a packed, verified, bounded page store on local disk. Knows no tokens and no tiers.
-See README.md.
-"""
+"""A packed, verified, bounded page store on local disk. It knows no tokens and no tiers."""

@@ -1,55 +1,53 @@
-"""The page store as the rest of the package sees it: look up, read in a chosen order, put, delete,
-close.
+"""The interface of every page store: look up, read in a chosen order, put, delete, close.
 
-`engine.DiskStore` keeps pages; the laboratory has stores in front of one (`lab/front/`). All have
-this interface. It speaks of bytes and lengths only: a store knows neither tokens nor tiers
-nor why a page moves.
+`engine.DiskStore` implements it on disk; the laboratory has wrappers around a store (`lab/front/`).
+A store handles keys, pools and bytes. It knows neither tokens nor tiers nor why a page moves.
 
-The promise: a page that is returned is byte-identical to the page put under that key, pool and
-identity, or it is a miss. Pages may be lost; a wrong page is never returned; no call raises because
-the disk failed.
+The guarantee: a page that is returned is byte-identical to the page put under that key, pool and
+identity; otherwise the read is a miss. Pages may be lost. A wrong page is never returned, and no
+call raises because the disk failed.
 
-A page of the store on disk that `put` answered STORED stays until it is deleted, damaged on the
-device, or evicted: by its owner, to stay within the capacity or for a newer page (also where there
-is capacity, but no space on the filesystem or no descriptor for another segment), and once its
-folder has no owner, also by another owner that needs room. Until then it is found
+Once `put` has returned STORED, the store on disk keeps the page until it is deleted, damaged on the
+device, or evicted. Its owner evicts it to stay within the capacity, or for a newer page (even below
+the capacity, if the filesystem is full or no descriptor is left for another segment). If its folder
+has no owner, another owner that needs space may evict it too. Until then the page is found
 
-- by the process that put it, from the answer on;
-- by another owner of the same pages that is open on this host, from its next look on: within 0.1 s
-  (1 s for an owner that was alone until then), or when its `follow` returns;
+- by the process that put it, as soon as `put` returns;
+- by another owner of the same pages that is running on this host, at its next poll: within 0.1 s (1
+  s if that owner was alone until then), or when its `follow` returns;
 - by a store that is opened later, when `open_store` returns;
-- after its owner was killed, as before: page and index record are with the kernel before STORED is
-  answered;
-- after a power loss, where `store.durable` is set. Without it, it may be lost.
+- after its owner was killed: the kernel has page and index record before `put` returns STORED;
+- after a power loss, if `store.durable` is set. Otherwise the page may be lost.
 
-Exceptions, each a miss and never a wrong page:
+Exceptions, each of which is a miss and never a wrong page:
 
-- KEPT says that the page was there at that moment, perhaps in another owner's folder. It lives as
-  long as that copy, which may be one that an owner deleted or evicted less than 0.1 s ago.
-- A page that this process is putting itself is `Lookup.PENDING`, and a read misses it, until that
-  put is answered, also where another owner has it.
-- Of a page that several owners wrote, each has a copy. When one goes, the next look finds another
-  (within 1 s where more than 4,096 copies wait).
-- A put that overlaps a delete or clear of its page, by any owner, may be dropped by it. So may one
-  that another owner begins before it has seen the delete (0.1 s) while the clock of the host is
-  behind the newest page.
-- Pages in a segment that cannot be opened, for want of descriptors or because of the device, are
-  not found by this process in this life. In another owner's folder they are found as soon as the
-  segment can be opened. Meanwhile they are neither lost nor, once deleted, found again.
-- Where the index record cannot be written, as on a full disk, an owner with siblings answers
-  REFUSED until the log is made anew: with the first put that comes 10 s after the last try. A store
-  without siblings answers STORED, and finds the page.
-- While the clock is more than a year behind the newest page, that page is passed over, and
-  forgotten by an opening.
+- KEPT means that the page was there at that moment, perhaps in another owner's folder. It lives as
+  long as that copy, which its owner may have deleted or evicted up to 0.1 s ago.
+- While this process puts a page, `lookup` returns `Lookup.PENDING` and a read misses it, even if
+  another owner has it.
+- If several owners wrote a page, each has a copy. When one copy goes, the next poll finds another
+  (within 1 s if more than 4,096 copies wait).
+- A put that overlaps a delete or clear of its page, by any owner, may be dropped by it. The same
+  holds for a put that another owner begins before it has seen the delete (0.1 s) if the host's
+  clock is behind the newest page.
+- If a segment cannot be opened, for lack of descriptors or because of the device, this process does
+  not find its pages until it is restarted. Pages in another owner's folder are found once the
+  segment can be opened. Such pages are not lost, and a delete of them holds.
+- If the index record cannot be written, for example on a full disk, an owner with siblings returns
+  REFUSED until the log is rewritten: by the first put at least 10 s after the last attempt. A store
+  without siblings returns STORED, and finds the page.
+- While the clock is more than a year behind the newest page, that page is ignored, and the next
+  open forgets it.
 
-A page whose `delete` or `clear` was answered is not found again: not by this process in any folder,
-not by a store that is opened later, and not by another owner after its next look. That holds after
-a kill; after a power loss with `store.durable`. Pages of other owners are counted in the answer
-only if their owners could be told. Where they could not (full disk, no descriptors, folder moved),
-it is tried again every second and when the store is closed; it does not hold for them if the
-process is killed before that, nor if a folder is moved away and back after this store was closed.
-An opening that cannot read another owner's list of deletes for want of descriptors waits 1 s for
-it; then it may find what is on that list until it can be read.
+Once `delete` or `clear` has returned, the page is not found again: not by this process in any
+folder, not by a store that is opened later, and not by another owner after its next poll. This
+holds after a kill, and after a power loss with `store.durable`. The returned count includes pages
+of other owners only if those owners could be notified. If they could not (full disk, no
+descriptors, folder moved), the store retries every second and when it is closed. For their pages
+the delete does not hold if the process is killed before a retry succeeds, or if a folder is moved
+away and back after this store was closed. An `open_store` that lacks descriptors to read another
+owner's list of deletes waits 1 s for it; after that it may find pages on the list until it can read
+it.
 """
 
 from __future__ import annotations
@@ -64,9 +62,7 @@ from typing import Final, NamedTuple, Protocol
 from sgl_kvtier.types import Lookup, PageKey
 
 KV = "kv"
-"""The pool of ordinary KV pages. Side pools (window or state pages of hybrid models) have other
-names.
-"""
+"""The pool of ordinary KV pages. Side pools (window or state pages) have other names."""
 
 
 MOST_PRIORITY: Final = (1 << 31) - 1
@@ -78,11 +74,11 @@ class ReadOutcome(enum.Enum):
     OK = "ok"
     MISS = "miss"
     CORRUPT = "corrupt"
-    """The bytes on disk are not this page (torn, stale, swapped, damaged); it was dropped."""
+    """The bytes on disk are not this page (torn, stale, swapped, damaged). It was dropped."""
     FAILED = "failed"
     """The device reported an error."""
     LATE = "late"
-    """Not begun before its deadline."""
+    """The read of the page had not begun by its deadline."""
     CANCELLED = "cancelled"
 
 
@@ -93,9 +89,9 @@ class PutOutcome(enum.Enum):
     KEPT = "kept"
     """The key was there already: nothing was written."""
     NOT_ADMITTED = "not admitted"
-    """A first offer, with `store.admission` = second-hit: written when it is offered again."""
+    """The first put of a page with `store.admission` = second-hit. The second put writes it."""
     REFUSED = "refused"
-    """No room, a read-only or full filesystem, an I/O error, or a size that cannot be kept."""
+    """No space, a read-only or full filesystem, an I/O error, or a size that cannot be stored."""
 
     @property
     def is_there(self) -> bool:
@@ -104,7 +100,9 @@ class PutOutcome(enum.Enum):
 
 
 class PageRead(NamedTuple):
-    """One page to read. `into`: writable, contiguous byte buffers of its length, filled in turn."""
+    """One page to read. `into`: writable, contiguous byte buffers that the page is read into, in
+    order. Together they have the page's length.
+    """
 
     key: PageKey
     into: Sequence[memoryview]
@@ -112,7 +110,7 @@ class PageRead(NamedTuple):
 
 
 class PageWrite(NamedTuple):
-    """One page to write. `data`: contiguous byte buffers, written in turn, not kept after `put`."""
+    """One page to write. `data`: contiguous byte buffers, written in order, unused after `put`."""
 
     key: PageKey
     data: Sequence[memoryview]
@@ -121,8 +119,8 @@ class PageWrite(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counters since the store was opened, and its present size. Counts of bytes are of payloads,
-    except `bytes_on_disk`.
+    """Counters since the store was opened, and its current size. Byte counts are of payloads,
+    except `bytes_on_disk`, `capacity_bytes` and `bytes_written_to_device`.
     """
 
     pages: int = 0
@@ -144,7 +142,7 @@ class StoreStats:
     reads_late: int = 0
     reads_cancelled: int = 0
     follow_failures: int = 0
-    """Looks at siblings' folders that ended with an unexpected exception and were tried again."""
+    """Polls of siblings' folders that ended with an unexpected exception and were retried."""
     read_busy_s: float = 0.0
     write_busy_s: float = 0.0
     open_s: float = 0.0
@@ -155,20 +153,21 @@ class Urgency(enum.IntEnum):
     """Priorities of reads, the most urgent first."""
 
     NOW = 0
-    """Compute and device memory wait for the pages, as those of a restoration."""
+    """Compute and device memory wait for the pages, for example in a restoration."""
     SOON = 1
-    """A request that waits will need them."""
+    """A queued request will need them."""
     AHEAD = 2
-    """No request needs them yet."""
+    """Prefetch: no request needs them yet."""
     LAST = 3
-    """When nothing else is to be read. It is no use of a page: it leaves as soon as without it."""
+    """Background: read when no other read waits. It is no use of the page for eviction."""
 
 
 def checked_read(
     priority: int, deadline_s: float | None, on_page: object
 ) -> tuple[int, float | None]:
-    """The priority and deadline of a read in a range that every clock and queue takes. A deadline
-    farther away than `threading.TIMEOUT_MAX` is none. Raises TypeError or ValueError.
+    """Validates the arguments of a read. Returns priority and deadline within the range that every
+    clock and queue accepts; a deadline beyond `threading.TIMEOUT_MAX` / 2 becomes None. Raises
+    TypeError or ValueError.
     """
     try:
         priority = operator.index(priority)
@@ -188,27 +187,27 @@ def checked_read(
         raise TypeError(f"deadline_s is a number of seconds, not {type(deadline_s).__name__}")
     if deadline_s != deadline_s:
         raise ValueError("deadline_s is a number of seconds, not NaN")
-    # Half: a clock's present time is added.
+    # Half, because the clock's current time is added to it.
     return priority, None if deadline_s > threading.TIMEOUT_MAX / 2 else max(0.0, deadline_s)
 
 
 class ReadJob(Protocol):
-    """An ordered read in flight. Pages are begun in the given order, and finish in any order.
+    """An ordered read in flight. Pages are begun in the given order and finish in any order.
 
-    Until `in_flight` is 0 the store may still write into destinations: do not reuse their memory
+    Until `in_flight` is 0 the store may still write to the destinations: do not reuse their memory
     before that, even after `cancel`. All methods may be called from any thread.
     """
 
     @property
     def outcomes(self) -> list[ReadOutcome | None]:
-        """One entry per page in the order of the call; None while it is open. Like `done`, `drain`
-        and `wait`, this may write to the disk: damaged pages are dropped before their outcome is
-        returned.
+        """One entry per page in the order of the call; None until the page has ended. Like `done`,
+        `drain` and `wait`, this may write to the disk: damaged pages are dropped before their
+        outcome is returned.
         """
 
     @property
     def in_flight(self) -> int:
-        """Pages that were begun and have not ended. Their destinations belong to the store."""
+        """Pages that were begun and have not ended. The store owns their destinations."""
 
     @property
     def done(self) -> bool:
@@ -218,19 +217,19 @@ class ReadJob(Protocol):
         """The (index, outcome) of pages that ended since the last call. Does not block."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until done, or for `timeout_s` seconds; True when done."""
+        """Blocks until done, at most `timeout_s` seconds. Returns whether it is done."""
 
     def cancel(self) -> None:
-        """Pages not begun become CANCELLED; others go on. Neither blocks nor does I/O."""
+        """Pages not begun become CANCELLED; those in flight go on. Neither blocks nor does I/O."""
 
 
 class PageStore(Protocol):
-    """Keeps pages. Every method may be called from several threads at once; none raises because the
-    disk failed.
+    """A store of pages. Every method may be called from several threads at once. None raises
+    because the disk failed.
     """
 
     def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
-        """One answer per key, from memory: no disk access."""
+        """The state of each key, from memory: no disk access."""
 
     def read(
         self,
@@ -242,35 +241,38 @@ class PageStore(Protocol):
     ) -> ReadJob:
         """Begins reading pages in the given order and returns at once.
 
-        Jobs of a lower `priority` number are served first, equal ones in the order of their calls
-        (`Urgency` has names for them; a read with `LAST` is no use of its pages).
-        A page not begun `deadline_s` seconds from now is LATE; 0 or less: now. `on_page(index,
-        outcome)` is called once per page from an I/O thread; pages that are not begun may end on
-        the thread that cancels or closes, or within this call. A callback may call every method
-        of the store, `close` included, and cancel and query jobs, but must not wait for a read
-        without a limit (RuntimeError): all reads with callbacks may share its thread. So it should
-        be short. What it raises, SystemExit too, is logged, and the page ends as it ended.
+        Jobs of a lower `priority` number are served first, equal ones in the order of their calls.
+        `Urgency` names the priorities; a read with `LAST` does not count as a use of its pages. A
+        page that has not begun `deadline_s` seconds from now is LATE; 0 or less means now.
 
-        Raises TypeError or ValueError where an argument has a wrong type or value: then nothing
-        was begun.
+        `on_page(index, outcome)` is called once per page from an I/O thread. For pages that never
+        began it may be called on the thread that cancels or closes, or within this call. A callback
+        may call every method of the store, including `close`, and may cancel and query jobs. It
+        must not wait for a read without a timeout (RuntimeError), because all reads with callbacks
+        may share its thread; for the same reason it should be short. An exception in a callback,
+        including SystemExit, is logged and does not change the page's outcome.
+
+        Raises TypeError or ValueError for an invalid argument; nothing was begun then.
         """
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        """Writes pages; returns when they can be read back, as the promise above says by whom.
-        Never rewrites an existing key.
+        """Writes pages and returns when they can be read back (see the guarantee above for which
+        processes). Never rewrites an existing key.
         """
 
     def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
-        """Evicts all other pages before these, in every pool and also where they are written only
-        later, until `seconds` from now or until this process ends. Pages of all owners may take
-        half of the store's bytes: returns how many of `keys` are retained, the first ones. A new
-        call takes the place of the owner's last one; 0 seconds end it.
+        """Protects pages from eviction until `seconds` from now or until this process ends: in
+        every pool all other pages are evicted first, even if a page is written only later.
+
+        The retained pages of all `owner`s (any text, such as a session's name) may take half of the
+        store's bytes. Returns how many of `keys`, counted from the first, are retained. A new call
+        replaces the owner's previous one; 0 seconds end it.
         """
 
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
-        """Drops pages and returns how many there were, without those of other owners that could not
-        be told yet. They are not found or read by this store any more. A store that servers share
-        may remove its copies later, see `tiered.store`.
+        """Drops pages and returns how many there were, except those of other owners that could not
+        be notified yet. This store neither finds nor reads them any more. A store that servers
+        share may remove its copies later (`tiered.store`).
         """
 
     def clear(self) -> int:
@@ -280,4 +282,4 @@ class PageStore(Protocol):
         """Counters and size; takes no lock that an I/O operation holds."""
 
     def close(self) -> None:
-        """Ends I/O threads and releases the folder. Reads in flight end first. Idempotent."""
+        """Waits for reads in flight, ends the I/O threads and releases the folder. Idempotent."""

@@ -1,7 +1,7 @@
-"""The page store on local disk: packed segments, an index in memory, checked reads. See README.md
+"""The page store on local disk: packed segments, an index in memory, verified reads. See README.md
 and docs/design/store-format.md.
 
-The promise of base.py is kept here. A read hits only if the slot on disk says, under a checksum,
+It gives the guarantee of base.py. A read is a hit only if the slot on disk says, under a checksum,
 that it holds this page, of this identity, from the write that the index refers to.
 """
 
@@ -61,7 +61,7 @@ from sgl_kvtier.types import Lookup, PageKey
 logger = logging.getLogger(__name__)
 
 RETAINED_SHARE = 0.5
-"""Of a store's bytes, which retained pages may take."""
+"""Fraction of the store's bytes that retained pages may take."""
 
 
 def open_store(
@@ -74,14 +74,15 @@ def open_store(
     writes: bool = True,
     env: Env | None = None,
 ) -> DiskStore:
-    """The store of one rank below `config.path`, made if it is not there.
+    """Opens the store of one rank below `config.path`, and creates it if it does not exist.
 
-    `ranks` stores share `config.capacity_bytes`. With `alike` any number of stores have the pages
-    of a rank together: each owns a folder, `rank` or one whose name fits this regular expression,
-    and reads those of the others. They count as one of the `ranks`. One that never puts says so
-    with `writes`. Raises StoreBusyError when another process has this rank's folder,
-    StoreFormatError when the folder was not made by a store, and StoreError when it cannot be used.
-    Each error says what to do.
+    `ranks` stores share `config.capacity_bytes`. With `alike` any number of processes share the
+    pages of a rank: each owns one folder, named `rank` or matching this regular expression, and
+    reads the folders of the others. Together they count as one of the `ranks`. A process that never
+    puts passes `writes=False`.
+
+    Raises StoreBusyError if another process owns this rank's folder, StoreFormatError if the folder
+    was not made by a store, and StoreError if it cannot be used. Each message says what to do.
     """
     env = env or Env()
     if ranks < 1:
@@ -117,7 +118,7 @@ def open_store(
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """What has to be closed of an open store; knows nothing of the store itself."""
+    """What `close` closes. It does not refer to the DiskStore, so that can be garbage-collected."""
 
     core: Core
     room: Room
@@ -138,7 +139,7 @@ class _Open:
             core.lock.wait_for(
                 lambda: not (core.table.state == State.WRITING).any() and not core.table.pins.any()
             )
-        # Threads that still make or remove a segment finish first: after the release the folder may
+        # Waits for threads that still create or remove a segment: after the release the folder may
         # belong to another process.
         with self.room.changing:
             try:
@@ -154,8 +155,8 @@ class _Open:
                 forks.release(core.env, self.folder)
 
     def close_dropped(self, owner: int) -> None:
-        """Closes a store that was dropped, in a thread of its own: the garbage collector may run
-        in any thread, with any lock held. Not in a process forked from the `owner`.
+        """Closes a garbage-collected store in a new thread: the garbage collector may run in any
+        thread, with any lock held. Does nothing in a process forked from the process `owner`.
         """
         if os.getpid() != owner or self.core.closing:
             return
@@ -174,12 +175,12 @@ def _what_to_do(error: OSError) -> str:
 
 
 class DiskStore:
-    """A `PageStore` in a folder that this process owns. Made by `open_store`.
+    """A `PageStore` in a folder that this process owns. Created by `open_store`.
 
-    One that is dropped without `close` is closed by the garbage collector, with a warning.
-    A process forked from the one that opened it sees it closed and empty: every page is a miss and
-    every put is refused. The child must not wait for a read begun before the fork: its pages arrive
-    in the parent's memory.
+    If it is dropped without `close`, the garbage collector closes it, with a warning. A process
+    forked from the one that opened it sees a closed, empty store: every page is a miss and every
+    put is refused. The child must not wait for a read begun before the fork, because its pages
+    arrive in the parent's memory.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class DiskStore:
             self._sharing.open()
         self._open = _Open(self._core, self._room, self._io_threads, self._sharing, folder)
         self._dropped = weakref.finalize(self, self._open.close_dropped, os.getpid())
-        # A process that ends gives its folders back anyway.
+        # When the process exits, the kernel releases the folder's lock.
         self._dropped.atexit = False
         logger.info(
             "page store %s: %d pages, %s",
@@ -254,19 +255,19 @@ class DiskStore:
 
     @property
     def io(self) -> str:
-        """How pages are read: io_uring, threads (compiled), or python (threads, not compiled)."""
+        """How pages are read: `io_uring`, `threads` (compiled), or `python` (not compiled)."""
         if not isinstance(self._io_threads, NativeIOThreads):
             return "python"
         return "io_uring" if self._io_threads.rings else "threads"
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of memory that the index takes for all slots."""
+        """Bytes of memory that the index takes, over all slots."""
         return self._core.table.nbytes
 
     def check_room(self, page_bytes: int = 1) -> None:
-        """Says in the log why no page of `page_bytes` could be written now. Raises StoreError
-        where that lasts, whatever other programs remove, and there is no page to be read either.
+        """Logs why no page of `page_bytes` could be written now. Raises StoreError if the reason
+        lasts whatever files other programs remove, and the store has no page to read either.
         """
         if not is_whole(page_bytes, 1, MAX_PAYLOAD):
             raise ValueError(refusal("page_bytes", page_bytes, f"from 1 to {MAX_PAYLOAD}"))
@@ -283,7 +284,7 @@ class DiskStore:
         with self._core.lock:
             table = self._core.table
             rows = table.find(keys, pool)
-            # A page that is looked up is about to be read: it should not be the next victim.
+            # A page that is looked up is about to be read, so it should not be evicted next.
             table.touch(rows[rows != EMPTY])
             states = np.where(
                 rows == EMPTY, State.NONE, table.state[rows] if len(table.state) else State.NONE
@@ -291,7 +292,7 @@ class DiskStore:
         return [_ANSWERS[state] for state in states.tolist()]
 
     def lengths(self, keys: Sequence[PageKey], pool: str = KV) -> list[int]:
-        """Payload bytes of each page, 0 where it cannot be read at the moment; from memory."""
+        """Payload bytes of each page, 0 if it cannot be read now; from memory."""
         with self._core.lock:
             table = self._core.table
             rows = table.find(keys, pool)
@@ -340,7 +341,7 @@ class DiskStore:
                 columns, located, priority, deadline, on_page, self._settle
             )
         except BaseException as error:
-            # Memory that cannot be read into, or out of memory: the pages must not stay pinned.
+            # Read-only or non-contiguous destinations, or out of memory: unpin the pages.
             self._unpin(located.rows[located.rows != EMPTY])
             if isinstance(error, BufferError):
                 raise ValueError(
@@ -349,19 +350,20 @@ class DiskStore:
             raise
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        # Before the write: with `durable` a page is not stored while the log misses records.
+        # Before the write, because with `durable` no page counts as stored while the log misses
+        # records.
         if not self._core.closing and self._core.log.worth_rewriting(len(self._core.table)):
             self._core.log.rewrite(self._snapshot)
         return self._writer.put(pages)
 
     def follow(self) -> None:
-        """Finds at once what siblings have written until now, which else takes 0.1 s. Does I/O."""
+        """Finds now what siblings have written, not at the next poll (0.1 s). Does I/O."""
         if self._sharing is not None and not self._core.closing:
             self._sharing.follow()
 
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
         named = list(keys)
-        # Both are checked before a sibling is told.
+        # Raises for an invalid pool or key before siblings are notified.
         self.lengths(named[:1], pool)
         words(named)
         if not named:
@@ -376,8 +378,8 @@ class DiskStore:
         return self._remove(here, theirs_too=told)
 
     def delete_tenant(self, digest: str) -> int:
-        """Drops every page that was put for a tenant, in all pools, as `delete` does. Raises
-        TypeError or ValueError for what is no digest.
+        """Drops all pages of a tenant, in all pools, as `delete` does. Raises TypeError or
+        ValueError for an invalid digest.
         """
         check_digest(digest)
         table = self._core.table
@@ -394,9 +396,7 @@ class DiskStore:
         return self._remove(here, theirs_too=told)
 
     def tenants(self) -> list[Holding]:
-        """What the tenants of `store.tenants` hold, and all others together; none where the
-        setting is empty.
-        """
+        """What each tenant of `store.tenants` and all others together hold; empty without any."""
         with self._core.lock:
             return self._room.holdings()
 
@@ -415,8 +415,8 @@ class DiskStore:
         return removed + self._remove(here, theirs_too=told)
 
     def sync(self) -> bool:
-        """Makes every page stored so far survive a power loss. False when the device did not
-        confirm it, or after `close`.
+        """Makes every page stored so far survive a power loss. False if the device did not confirm
+        it, or after `close`.
         """
         if self._core.closing:
             return False
@@ -450,7 +450,9 @@ class DiskStore:
         self._open.close()
 
     def damage(self, key: PageKey, pool: str = KV, *, bit: int = 0) -> bool:
-        """Flips one bit of a page's payload on disk, for fault injection. False where none is."""
+        """Flips one bit of a page's payload on disk, for fault injection. False if there is no such
+        page of this store's own.
+        """
         core = self._core
         with core.lock:
             rows = self._core.table.find([key], pool)
@@ -475,13 +477,13 @@ class DiskStore:
                 rings,
                 core.env.native_module,
             )
-        # Not a method: threads that knew this store would keep one that nobody closes alive.
+        # Not a bound method: it would keep a store alive that nobody closed.
         mover = functools.partial(Mover, core.env, core.io, core.config.verify_reads)
         return PythonIOThreads(core.env, mover, core.config.io_threads)
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: forgets the pages and closes the files. Takes no lock: the thread that
-        holds it does not exist in the child.
+        """In a forked child: forgets the pages and closes the files. Takes no lock, because the
+        thread that holds it does not exist in the child.
         """
         core = self._core
         self._forked = True
@@ -497,15 +499,15 @@ class DiskStore:
         return Mover(self._core.env, self._core.io, self._core.config.verify_reads)
 
     def _locate(self, asked: Columns, names: NDArray[np.bytes_], used: bool) -> Located:
-        """Locked. Where pages of the given length are. Their rows are pinned until `_settle`, and
-        with `used` are the last to be evicted.
+        """Locked. Finds pages of the given lengths and pins their rows until `_settle`. With `used`
+        it marks them as most recently used.
         """
         table = self._core.table
         if not len(table.state):
             return Located.nothing(self._core.identity, len(asked.lengths))
         rows = find_pages(self._core, asked)
-        # Row 0 is a placeholder for pages that are not there, so that columns stay whole; those
-        # entries are never read.
+        # Row 0 is a placeholder for pages that are not there, so that all columns have one entry
+        # per page. Those entries are never read.
         any_row = np.maximum(rows, 0)
         lengths = table.length[any_row]
         hit = (rows != EMPTY) & (table.state[any_row] >= State.LIVE) & (lengths == asked.lengths)
@@ -520,12 +522,12 @@ class DiskStore:
         )  # fmt: skip
         if used:
             table.touch(found)
-        # Pinned last: if an exception came before, there is nothing to unpin.
+        # Pinned last: an exception before this leaves nothing to unpin.
         table.pin(found)
         return located
 
     def _head(self, row: int) -> SlotHead:
-        """Locked. What the slot of this row must say."""
+        """Locked. The header that the slot of this row must have."""
         table = self._core.table
         segment = self._room.segments[int(table.segment[row])]
         pool = pool_of(table.pools[table.pool[row]], table.tenants[table.tenant[row]])
@@ -540,9 +542,9 @@ class DiskStore:
         )
 
     def _settle(self, located: Located, ended: Ended) -> Ended:
-        """Settles pages that were read or will not be: drops damaged ones, unpins, counts."""
+        """Called for pages that ended: drops damaged ones, unpins their rows, updates counters."""
         core = self._core
-        # Counted, not put in a set: an enum's hash is Python code.
+        # Counted rather than put in a set, because an enum's hash runs Python code.
         if ended and [outcome for _, outcome in ended].count(ReadOutcome.OK) == len(ended):
             whole = len(ended) == len(located.rows)
             which = slice(None) if whole else np.array([i for i, _ in ended], np.int64)
@@ -564,7 +566,7 @@ class DiskStore:
         try:
             if corrupt or failed:
                 deleted = corrupt - self._drop_bad(located, sorted(corrupt), failed)
-                # A slot that was deleted while it was being read is no damage.
+                # The page was deleted while it was being read, not damaged.
                 ended = [(i, ReadOutcome.MISS if i in deleted else outcome) for i, outcome in ended]
         finally:
             self._unpin(rows[rows != EMPTY])
@@ -588,14 +590,16 @@ class DiskStore:
             core.counters.bytes_read += nbytes
 
     def _drop_bad(self, located: Located, corrupt: list[int], failed: list[int]) -> set[int]:
-        """Forgets pages damaged, or failed twice; returns their indexes. Rows stay pinned."""
+        """Drops pages that are damaged or whose read failed twice. Returns the indexes of the
+        dropped ones. Their rows stay pinned.
+        """
         core = self._core
         dropped: dict[int, int] = {}
         with core.lock:
             for i in corrupt + failed:
                 row, sequence = int(located.rows[i]), int(located.sequences[i])
                 if core.table.state[row] == State.THEIRS:
-                    # The sibling has something else there by now: nothing of ours is damaged.
+                    # The sibling has reused the slot: no page of this store is damaged.
                     core.table.drop(located.rows[i : i + 1])
                     continue
                 if (
@@ -605,7 +609,7 @@ class DiskStore:
                 ):
                     continue
                 if i not in corrupt and self._suspects.pop(row, None) != sequence:
-                    # One failed read may be temporary; a second one drops the page.
+                    # A single failed read may be temporary; a second one drops the page.
                     self._suspects[row] = sequence
                     continue
                 dropped[row] = i
@@ -614,13 +618,13 @@ class DiskStore:
         return set(dropped.values())
 
     def _remove(self, find: Callable[[], Rows], *, theirs_too: bool = True) -> int:
-        """Deletes the pages that `find` returns, and any trace of pages that are gone already.
-        `find` is called with the lock held. None while closing. Returns how many there were,
-        those in siblings' folders only with `theirs_too`.
+        """Deletes the pages whose rows `find` returns, and waits until no slot holds a page deleted
+        or evicted before. Does nothing while closing. `find` is called with the lock held. Returns
+        how many pages there were; those in siblings' folders count only with `theirs_too`.
         """
         core = self._core
         removed = 0
-        # Pages being written the first time are found the second time.
+        # Pages that are being written in the first round are found in the second.
         for _ in range(2):
             with core.lock:
                 if core.closing:
@@ -644,8 +648,8 @@ class DiskStore:
         return removed
 
     def _without_younger(self, rows: Rows) -> Rows:
-        """Locked. Without pages that siblings put after they could know of a delete: everyone else
-        goes on finding those.
+        """Locked. Rows without pages that siblings put after they could know of the delete: all
+        other owners still find those.
         """
         theirs = self._core.table.state[rows] == State.THEIRS
         if self._sharing is None or not theirs.any():

@@ -1,8 +1,9 @@
-"""Taking pages off the disk so that no later opening finds them: deleted ones, damaged ones, and
-what a failed write left.
+"""Erases pages on disk, so that no later open finds them: deleted pages, damaged ones, and what a
+failed write left.
 
-A page that can no longer be looked up may still stand in a slot. It was evicted for a write in
-flight, or another thread is deleting it right now. A delete returns when none of those is left.
+A page that lookups no longer find may still be in a slot: it was evicted for a write in flight, or
+another thread is deleting it. A delete returns only after the slots of all such pages were
+rewritten or erased.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from sgl_kvtier.store.recovery import snapshot
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gone:
-    """Pages not looked up any more whose slots still name them; pinned until `Eraser.erase`."""
+    """Pages that lookups no longer find, while their slots still hold them. Their rows stay pinned
+    until `Eraser.erase`.
+    """
 
     rows: Rows
     records: np.ndarray
@@ -31,8 +34,8 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Unsaid:
-    """Rows being written and pages being erased at one moment: their slots may name a page that the
-    table does not know.
+    """Rows being written and pages being erased at one moment: their slots may hold pages that the
+    table no longer has.
     """
 
     rows: Rows
@@ -41,19 +44,19 @@ class Unsaid:
 
 
 class Eraser:
-    """Erases pages of one open store. Any number of threads. Methods marked "locked" are called
-    with the core's lock held.
-    """
+    """Erases pages of one open store. Any thread. "Locked" methods need the core's lock."""
 
     def __init__(self, core: Core, room: Room) -> None:
         self._core = core
         self._room = room
         self._under_way: list[Gone] = []
         self._left = False
-        """True while a header could not be erased and no record says so."""
+        """True while a slot holds a deleted page, since neither its header nor the log could be
+        written.
+        """
 
     def forget(self, rows: Rows) -> Gone:
-        """Locked. Makes pages impossible to find; `erase` has to follow outside the lock."""
+        """Locked. Drops pages from the table. `erase` must follow, without the lock."""
         gone = Gone(rows, self._room.records(rows, DROP))
         self._core.table.pin(rows)
         self._core.table.drop(rows)
@@ -61,7 +64,7 @@ class Eraser:
         return gone
 
     def erase(self, gone: Gone) -> None:
-        """Does I/O; never raises OSError."""
+        """Erases the slots of pages after `forget`. Does I/O; never raises OSError."""
         core = self._core
         try:
             self.wipe(gone.records)
@@ -72,8 +75,8 @@ class Eraser:
                 core.lock.notify_all()
 
     def wipe(self, records: np.ndarray) -> None:
-        """Zeroes the headers of slots that no other thread may write, and logs that they are empty.
-        Never raises OSError.
+        """Zeroes the headers of slots, which no other thread may write, and logs that they are
+        empty. Never raises OSError.
         """
         if not len(records):
             return
@@ -96,8 +99,8 @@ class Eraser:
                 self._left = True
 
     def forget_aside(self, which: Callable[[np.ndarray], NDArray[np.bool_]]) -> None:
-        """Deletes pages of segments that could not be opened: the log says that their slots are
-        empty. Never raises OSError.
+        """Deletes pages in segments that could not be opened by logging that their slots are empty.
+        Never raises OSError.
         """
         core, room = self._core, self._room
         with core.lock:
@@ -110,21 +113,23 @@ class Eraser:
             self._left = True
 
     def unsaid(self) -> Unsaid:
-        """Locked. What `settle` has to wait for, so that everything forgotten until now is gone."""
+        """Locked. What `settle` has to wait for until everything dropped so far is off the disk."""
         table = self._core.table
         rows = np.flatnonzero(table.state == State.WRITING)
         return Unsaid(rows, table.sequence[rows], list(self._under_way))
 
     def settle(self, unsaid: Unsaid) -> None:
-        """Waits until slots name what they hold and segments are gone. Never raises OSError."""
+        """Waits until those writes, erasures and removals of segments have ended. Never raises
+        OSError.
+        """
         core = self._core
         with core.lock:
             core.lock.wait_for(lambda: not self._open(unsaid))
-        # The thread that forgot a segment's pages holds this lock until the file is gone.
+        # A thread that removes a segment holds this lock until the file is gone.
         with self._room.changing:
             left = self._left
-        # Neither the slot nor the log could be written: a new log rules out everything it does not
-        # name.
+        # Neither the slot nor the log could be written: in a rewritten log, a page that it does not
+        # name is gone.
         if left and core.log.rewrite(lambda: snapshot(core, self._room)):
             self._left = False
 

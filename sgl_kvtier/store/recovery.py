@@ -1,7 +1,7 @@
-"""What a folder holds when it is opened: read from the index log where it is whole, from slot
-headers where it is not.
+"""Opening a folder: its pages are read from the index log, or if that is incomplete, from slot
+headers.
 
-Payloads are never read here. A wrong claim is found when the page is read.
+Payloads are not read here. A wrong entry is found when the page is read.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _FUTURE_NS = 366 * 24 * 3600 * 10**9
 
 
 def load_table(core: Core, room: Room) -> np.ndarray:
-    """Fills an empty slot table from the folder, and lets the log continue. Returns records of the
-    slots that name an older copy of a page, which are free: they have to be erased before their
-    page is deleted, or it would come back. Raises OSError.
+    """Fills an empty slot table from the folder and opens the log for appending. Returns DROP
+    records for slots, free in the table, that still hold an older copy of a page. They must be
+    erased before the page is deleted, or the copy would come back at the next open. Raises OSError.
     """
     segments, aside = open_segments(core.env, core.folder, core.identity, core.io)
     room.adopt(segments, aside)
@@ -81,7 +81,7 @@ def load_table(core: Core, room: Room) -> np.ndarray:
     known = seen["sequence"][seen["sequence"] <= newest]
     core.sequence = max(core.env.wall_ns(), int(known.max()) if len(known) else 0)
     room.settle(int(written["segment"].max()) if len(written) else 0)
-    # What is passed over now must not come back when the clock is right again.
+    # Records ignored now must not come back when the clock is right again.
     whole = whole and len(possible) == len(written)
     there = len(live) + len(room.aside)
     if not whole or not core.log.resume(len(written)) or core.log.worth_rewriting(there):
@@ -114,12 +114,14 @@ def _enter(core: Core, live: np.ndarray, bases: dict[int, int]) -> None:
         tenants=tenants_of(core.table, pools),
     )
     core.table.publish(rows)
-    # The order of writing replaces the order of use, which is not kept on disk.
+    # The order of writing stands in for the order of use, which is not stored.
     core.table.age(rows)
 
 
 def snapshot(core: Core, room: Room) -> np.ndarray:
-    """Records of all pages there or being written at one moment: the beginning of a new log."""
+    """Records of all pages in the table at one moment, including those being written: the first
+    frame of a new log.
+    """
     table = core.table
     with core.lock:
         rows = np.flatnonzero((table.state == State.LIVE) | (table.state == State.WRITING))
@@ -129,12 +131,12 @@ def snapshot(core: Core, room: Room) -> np.ndarray:
 def open_segments(
     env: Env, folder: str, identity: bytes, io: DirectIO, *, remove: bool = True
 ) -> tuple[list[Segment], list[int]]:
-    """Every segment of this identity in the folder, and the numbers of those that cannot be opened
-    or removed.
+    """Opens every segment of this identity in the folder. Returns them, and the numbers of segments
+    that cannot be opened or removed.
 
-    A segment that holds no page of this identity is removed, or skipped when `remove` is false. A
-    file that has a segment's name but is none is always skipped. Raises OSError, and StoreError for
-    a segment of another user.
+    A segment without pages of this identity is removed, or skipped if `remove` is false. A file
+    that is named like a segment but is none is always skipped. Raises OSError, and StoreError for a
+    segment of another user.
     """
     found: list[Segment] = []
     aside: list[int] = []
@@ -177,21 +179,21 @@ def open_segments(
 
 
 def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.ndarray:
-    """One PUT record per page that the log says is there, oldest first: the last record of each
-    slot, then the newest of each key.
+    """One PUT record per page in the log, oldest first: the last record of each slot, and of those
+    the newest of each key.
 
-    `newest` is the largest sequence number that can be true.
+    `newest` is the largest valid sequence number.
     """
     return _newest_of_each_key(last_of_each_slot(records, segments, newest))
 
 
 def last_of_each_slot(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.ndarray:
-    """`latest`, with older copies of pages."""
+    """`latest`, including older copies of pages."""
     segments = list(segments)
     nothing = np.empty(0, RECORD)
     if not len(records) or not segments:
         return nothing
-    # Each slot has a place in one dense array; of several records for it the last one stays.
+    # Each slot has an index in one dense array, which holds the last record for it.
     highest = max(s.number for s in segments)
     slots, bases = np.zeros(highest + 1, np.int64), np.zeros(highest + 1, np.int64)
     payload = np.zeros(highest + 1, np.int64)
@@ -204,7 +206,7 @@ def last_of_each_slot(records: np.ndarray, segments: Iterable[Segment], newest: 
     known = np.flatnonzero((records["segment"] <= highest) & (records["slot"] < slots[numbers]))
     last = np.full(total, -1, np.int64)
     last[bases[numbers[known]] + records["slot"][known]] = known
-    # Indexes are filtered first; the records, which are twelve times as large, are gathered once at
+    # Indexes are filtered first; the records, which are eleven times as large, are copied once at
     # the end.
     chosen = last[last >= 0]
     fits = records["length"][chosen] <= payload[records["segment"][chosen]]
@@ -220,9 +222,7 @@ def last_of_each_slot(records: np.ndarray, segments: Iterable[Segment], newest: 
 
 
 def named_in(records: np.ndarray, numbers: set[int]) -> np.ndarray:
-    """The pages that records say are in the segments of these numbers, whether those are open or
-    not: the last record of each slot counts.
-    """
+    """The pages in these segments, open or not, by the last record of each slot."""
     if not numbers or not len(records):
         return records[:0]
     records = records[np.isin(records["segment"], list(numbers))]
@@ -233,11 +233,10 @@ def named_in(records: np.ndarray, numbers: set[int]) -> np.ndarray:
 
 
 def believable(found: np.ndarray, written: np.ndarray, newest: int) -> np.ndarray:
-    """The PUT records made of headers that a log which ends early does not rule out.
+    """Filters the PUT records made from slot headers by a log that is incomplete at its end.
 
-    The log was right until it ended. A header older than the last record of its slot, or than a
-    moment when the log was complete, belongs to a page that was evicted, deleted or never
-    acknowledged.
+    The log is valid up to its end. A header that is older than the last record of its slot, or than
+    a SETTLED record, belongs to a page that was evicted, deleted or never acknowledged.
     """
     written = written[written["sequence"] <= newest]
     marks = written["sequence"][written["kind"] == SETTLED]
@@ -255,7 +254,7 @@ def believable(found: np.ndarray, written: np.ndarray, newest: int) -> np.ndarra
 
 
 def scan(env: Env, segment: Segment, identity: bytes) -> np.ndarray:
-    """PUT records from the slot headers of one segment. Unreadable headers are free slots."""
+    """PUT records from the slot headers of one segment. Unreadable headers count as free slots."""
     rows = []
     block = Scratch().bounce(BLOCK)
     for slot in range(segment.slots):
@@ -287,30 +286,30 @@ def scan(env: Env, segment: Segment, identity: bytes) -> np.ndarray:
 
 
 def newest_sequence(env: Env) -> int:
-    """The largest sequence number that a header or record can carry without being damaged."""
+    """The largest valid sequence number, a year ahead of the clock: larger ones are damaged."""
     return env.wall_ns() + _FUTURE_NS
 
 
 class PoolCodes(NamedTuple):
-    """The pools of records, without their tenants, and whose the pages are."""
+    """The pools of records without their tenants, and the tenants."""
 
     names: list[str]
     codes: NDArray[np.int64]
-    """For each record the position of its pool's name among `names`."""
+    """For each record, the index of its pool in `names`."""
     digests: list[str]
     tenants: NDArray[np.int64]
-    """For each record the position of its tenant's digest among `digests`."""
+    """For each record, the index of its tenant in `digests`."""
 
 
 def pool_codes(records: np.ndarray) -> PoolCodes:
-    """The pools' names and the tenants, and for each record their positions."""
+    """The distinct pools and tenants of records, and each record's."""
     pools = records["pool"]
     if len(pools) and (_words(pools) == _words(pools[:1])).all():
         name, digest = parted(pools[0].decode("ascii", "replace"))
         zeros = np.zeros(len(pools), np.int64)
         return PoolCodes([name], zeros, [digest], zeros)
-    # Sorting numbers is several times as fast as sorting names. If two names ever have one number,
-    # pages are lost, none is wrong.
+    # Sorting numbers is several times as fast as sorting names. If two names ever hash to one
+    # number, pages are lost, but none is wrong.
     _, first, codes = np.unique(_words(pools) @ MIX, return_index=True, return_inverse=True)
     both = [parted(pools[i].decode("ascii", "replace")) for i in first.tolist()]
     names, digests = (sorted({one[i] for one in both}) for i in (0, 1))
@@ -321,29 +320,29 @@ def pool_codes(records: np.ndarray) -> PoolCodes:
 
 
 def tenants_of(table: SlotTable, pools: PoolCodes) -> NDArray[np.uint32]:
-    """The numbers that a table has for the tenants of records. The table's lock is held."""
+    """The table's numbers for the tenants of records. The caller holds the core's lock."""
     return table.tenant_ids(pools.digests)[pools.tenants]
 
 
 def places(records: np.ndarray) -> NDArray[np.uint64]:
-    """Segment and slot of each record as one number."""
+    """Segment and slot of each record combined into one number."""
     segments: NDArray[np.uint64] = records["segment"].astype(np.uint64) << np.uint64(32)
     return segments | records["slot"].astype(np.uint64)
 
 
 def _words(names: NDArray[np.bytes_]) -> NDArray[np.uint64]:
-    """The same bytes as numbers, four per name: comparing those is several times faster."""
+    """The names' bytes as four numbers each, which compare several times faster."""
     return np.ascontiguousarray(names).view("<u8").reshape(len(names), POOL_BYTES // 8)
 
 
 def _newest_of_each_key(records: np.ndarray) -> np.ndarray:
-    # Most folders hold no key twice, and usually not even the first 64 bits of one, since keys are
-    # hashes.
+    # Most folders hold no key twice, and since keys are hashes, usually not even the first 64 bits
+    # of one.
     first_words = np.sort(records.view(FIRST_WORD)["word"])
     if not (first_words[1:] == first_words[:-1]).any():
         return records
-    # A key is compared by 64 bits here. If two keys ever share them, one page is lost, none is
-    # wrong.
+    # A key is compared by a 64-bit hash here. If two keys ever share it, one page is lost, but none
+    # is wrong.
     names = key_hash(key_words(records), pool_codes(records).codes.astype(np.uint16))
     _, first = np.unique(names[::-1], return_index=True)
     return records[np.sort(len(records) - 1 - first)]

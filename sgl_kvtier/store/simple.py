@@ -1,4 +1,4 @@
-"""A page store for programs other than SGLang: pages by key in a folder, as a mapping of bytes."""
+"""A page store for programs other than SGLang: a mapping of keys to bytes in a folder."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ def open_store(
     capacity_bytes: int = 64 << 30,
     config: StoreConfig | None = None,
 ) -> Store:
-    """Opens the store of one rank below `path`, making it if it is not there.
+    """Opens the store of one rank below `path`, and creates it if it does not exist.
 
     `identity` is plain data that says what the pages were computed with (model, weights, dtype,
-    ...): another identity finds nothing. `name` is the readable part of the folder's name. `config`
-    replaces `path` and `capacity_bytes` where more has to be set. Raises StoreError: StoreBusyError
-    when another process has the rank's folder, StoreFormatError when no store made it; ConfigError
-    for a setting out of its range, and TypeError for an argument of a wrong type.
+    ...): a store of another identity finds none of them. `name` is the readable part of the
+    folder's name. `config` replaces `path` and `capacity_bytes` to change other settings. Raises
+    StoreBusyError if another process owns the rank's folder, StoreFormatError if no store made it,
+    StoreError for other reasons, ConfigError for a setting out of range, and TypeError for an
+    argument of a wrong type.
     """
     if not isinstance(identity, Mapping):
         raise TypeError(f"identity is a mapping of plain data, not {type(identity).__name__}")
@@ -60,10 +61,10 @@ def page_key(text: str | bytes) -> PageKey:
 
 
 class Store:
-    """An open store. Any thread; nothing raises because the disk failed. Close it, or use it in a
+    """An open store. Any thread; no call raises because the disk failed. Close it, or use it in a
     `with` block.
 
-    `pages` is the store beneath, with ordered reads, deadlines and pools
+    `pages` is the underlying store, with ordered reads, deadlines and pools
     (`sgl_kvtier.store.base.PageStore`).
     """
 
@@ -74,20 +75,18 @@ class Store:
     def put(
         self, pages: Mapping[PageKey, bytes | bytearray | memoryview]
     ) -> dict[PageKey, PutOutcome]:
-        """Writes pages and returns when they can be read back. A key that is there already is never
-        rewritten (KEPT).
-        """
+        """Writes pages; returns when they can be read. Never rewrites an existing key (KEPT)."""
         if not isinstance(pages, Mapping):
             raise TypeError(f"pages are a mapping of key to bytes, not {type(pages).__name__}")
         writes = [PageWrite(key, [_bytes_of(data)]) for key, data in pages.items()]
         return dict(zip(pages, self.pages.put(writes), strict=True))
 
     def get(self, key: PageKey) -> bytes | None:
-        """One page as it was put, or None: not there, or damaged and dropped."""
+        """One page as it was put, or None if it is missing, or was damaged and dropped."""
         return self.get_many([key]).get(key)
 
     def get_many(self, keys: Iterable[PageKey]) -> dict[PageKey, bytes]:
-        """The pages that are there, read together in the order given."""
+        """The pages that are stored, read together in the order of `keys`."""
         wanted = list(dict.fromkeys(_checked(keys)))
         lengths = self._disk.lengths(wanted)
         found = {
@@ -109,7 +108,7 @@ class Store:
         return self.pages.delete(_checked(keys))
 
     def stats(self) -> StoreStats:
-        """Counters since it was opened, and its size."""
+        """Counters since the store was opened, and its size."""
         return self.pages.stats()
 
     def close(self) -> None:
@@ -142,7 +141,7 @@ def _checked(keys: Iterable[PageKey]) -> list[PageKey]:
 
 
 def _bytes_of(data: bytes | bytearray | memoryview) -> memoryview:
-    """A page as its bytes. Raises TypeError or ValueError for what is no contiguous memory."""
+    """A page as a view of its bytes. Raises TypeError if it is no contiguous memory."""
     try:
         return memoryview(data).cast("B")
     except (BufferError, TypeError) as error:

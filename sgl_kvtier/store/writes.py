@@ -1,4 +1,4 @@
-"""Putting pages: which are new, where they go, and writing neighbours in one go."""
+"""The write path: which pages are new, where they go, and writing neighbours together."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ from sgl_kvtier.store.io.threads import IOThreads
 from sgl_kvtier.tenants import NOBODY, parted
 
 _ROUNDS = 2
-"""Making room can evict a page of the same batch that was just there: it gets a second chance."""
+"""Making space can evict a stored page of the same batch, which gets a second chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The batch of one put: the pages as given, and the same as columns."""
+    """The batch of one put: the pages as given, and as columns."""
 
     pages: Sequence[PageWrite]
     columns: Columns
     digests: list[str]
     whose: NDArray[np.int64]
-    """The tenant of each page, by its place among `digests`."""
+    """For each page, the index of its tenant in `digests`."""
     names: NDArray[np.bytes_]
     outcomes: list[PutOutcome]
     claimed: list[Rows]
-    """Slots taken for pages of the batch that are not written yet. They are released on every path.
-    """
+    """Slots allocated for pages of the batch that are not written yet. Every path releases them."""
 
     @property
     def slot_bytes(self) -> NDArray[np.int64]:
@@ -49,14 +48,14 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _New:
-    """Pages of a batch that have a slot each."""
+    """Pages of a batch that have a slot allocated."""
 
     indexes: Rows
     located: Located
 
     @property
     def in_order(self) -> bool:
-        """All pages of the batch, in its order."""
+        """Whether these are the batch's first pages, in its order."""
         return bool((self.indexes == np.arange(len(self.indexes))).all())
 
 
@@ -71,7 +70,7 @@ class Writer:
         self._admission = admission_of(core.config)
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        """Writes pages that are not there yet and that the admission filter lets in; REFUSED where
+        """Writes pages that are not stored yet and that the admission filter admits; REFUSED if
         that fails. Never raises OSError.
         """
         columns = columns_of(pages)
@@ -88,7 +87,7 @@ class Writer:
 
     def _put(self, batch: _Batch) -> None:
         core, columns = self._core, batch.columns
-        # Siblings would not learn of a page that the log does not name, nor delete it.
+        # Siblings would neither find a page that the log does not name, nor delete it.
         only_kept = core.stamps and core.log.lost
         alike = None if only_kept else self._claim_alike(batch)
         if alike is not None:
@@ -104,7 +103,7 @@ class Writer:
         for _ in range(_ROUNDS):
             with self._core.lock:
                 here = find_pages(self._core, columns, fitting)
-                # Used now, so that other pages are evicted before those of this batch.
+                # Marked as used, so that pages of this batch are not evicted first.
                 self._core.table.touch(here[here != EMPTY])
                 absent = fitting[here == EMPTY]
             sizes, counts = np.unique(batch.slot_bytes[absent], return_counts=True)
@@ -121,10 +120,8 @@ class Writer:
         self._await_others(others, batch.outcomes)
 
     def _claim_alike(self, batch: _Batch) -> _New | None:
-        """Slots for all pages at once in the ordinary case: new pages of one size and pool, and
-        slots that are free.
-
-        None in every other case, with nothing claimed.
+        """Fast path: allocates slots for all pages at once if they are new, of one size, pool and
+        tenant, and the slots are free. None otherwise, with nothing allocated.
         """
         lengths = batch.columns.lengths
         length = int(lengths[0]) if len(lengths) else 0
@@ -145,9 +142,7 @@ class Writer:
             return self._claim_slots(batch, np.arange(len(lengths)), size, batch.digests[0])
 
     def _worth_it(self, batch: _Batch, indexes: Rows) -> Rows:
-        """The pages that are there already or that the admission filter lets in. Others become
-        NOT_ADMITTED.
-        """
+        """The pages that are stored already or admitted. Others become NOT_ADMITTED."""
         if self._admission is None:
             return indexes
         pools = batch.columns.pools
@@ -167,21 +162,21 @@ class Writer:
     def _enter(
         self, batch: _Batch, indexes: Rows
     ) -> tuple[list[_New], list[tuple[int, int, int]], Rows]:
-        """Locked. Claims slots for new pages.
+        """Locked. Allocates slots for new pages.
 
-        Returns them, (index, row, sequence) of pages being written already, and the pages that
-        found no slot.
+        Returns these, (index, row, sequence) of pages that another put is writing, and the pages
+        for which there was no slot.
         """
         table = self._core.table
         found = find_pages(self._core, batch.columns)
         here, there = found[indexes], found[found != EMPTY]
         missing = indexes[here == EMPTY].tolist()
-        # Of a page that is in the batch twice only the first is written. The loop runs backwards,
-        # so that the first stays.
+        # If a page is in the batch twice, only the first is written. The loop runs backwards, so
+        # that the first stays.
         name = {i: (batch.pages[i].key, batch.columns.pools[i]) for i in missing}
         first = {name[i]: i for i in reversed(missing)}
         fresh = missing if len(first) == len(missing) else sorted(first.values())
-        # No page of a batch is evicted for another one of it: its outcome would be wrong.
+        # Pinned, so that no page of the batch is evicted for another: its outcome would be wrong.
         table.pin(there)
         try:
             new = self._claim(batch, np.array(fresh, np.int64))
@@ -211,7 +206,7 @@ class Writer:
         return new, others, np.array([i for i in indexes.tolist() if row_of[i] == EMPTY], np.int64)
 
     def _claim(self, batch: _Batch, indexes: Rows) -> list[_New]:
-        """Locked. A slot for each page as long as there are any, in the given order."""
+        """Locked. Allocates a slot for each page, in the given order, until there are no more."""
         core = self._core
         if core.closing:
             return []
@@ -225,7 +220,7 @@ class Writer:
         return new
 
     def _claim_slots(self, batch: _Batch, indexes: Rows, size: int, digest: str) -> _New:
-        """Locked. Slots of one size, for as many of the pages, of one tenant, as there are."""
+        """Locked. Allocates slots of one size for as many of these pages of a tenant as it can."""
         core, columns = self._core, batch.columns
         tenant = core.table.tenant_id(digest)
         rows = self._room.take(size, len(indexes), tenant)
@@ -252,12 +247,13 @@ class Writer:
 
     def _write_all(self, new: _New, batch: _Batch) -> None:
         frames: list[Frame] = []
-        # The log's frame is made while the device is busy, and names only pages that were written.
+        # The log's frame is packed while the device is busy. It is used only if all pages were
+        # written.
         written = self._write(new, batch, lambda: frames.append(Frame(new.located.records(PUT))))
         self._publish(new, self._say(new, written, frames), batch)
 
     def _give_up(self, batch: _Batch) -> None:
-        """Frees the claimed slots. Neither the new page nor the one before is found again."""
+        """Erases and frees allocated slots. Neither their new nor their old pages are found."""
         core = self._core
         rows = np.concatenate([np.empty(0, np.int64), *batch.claimed])
         try:
@@ -272,7 +268,7 @@ class Writer:
                 core.lock.notify_all()
 
     def _write(self, new: _New, batch: _Batch, meanwhile: Callable[[], None]) -> Rows:
-        """Those of the pages that are on disk."""
+        """Writes pages; returns the indexes of those that are on disk."""
         core, columns = self._core, batch.columns
         started = core.env.now()
         parts, buffers = columns.parts, columns.buffers
@@ -281,13 +277,13 @@ class Writer:
         failed = lambda error: core.complaints.about("writing pages", error)  # noqa: E731
         written = self._io_threads.write(new.located, parts, buffers, failed, meanwhile)
         for segment in new.located.segments.values():
-            # Not before: a sync that began meanwhile may not have covered these pages.
+            # Not earlier: a sync that began during the write may not cover these pages.
             segment.dirty = True
         if core.config.durable and len(written):
             try:
                 self._room.sync()
             except OSError as error:
-                # It is unknown which of them reached the device: none counts as stored.
+                # It is unknown which pages reached the device, so none counts as stored.
                 core.complaints.about("syncing pages", error)
                 written = written[:0]
         with core.lock:
@@ -295,12 +291,12 @@ class Writer:
         return written
 
     def _say(self, new: _New, written: Rows, frames: list[Frame]) -> Rows:
-        """Tells the log of the pages written; returns those that count as stored."""
+        """Appends the written pages to the log; returns those that count as stored."""
         core = self._core
         if not len(written):
             return written
         every = len(written) == len(new.indexes)
-        # Before they become readable, and so evictable: the log has a slot's records in the order
+        # Before they can be read, and so evicted: the log must have a slot's records in the order
         # of its pages.
         named = core.log.append_frame(
             frames[0] if every and frames else Frame(new.located.at(written).records(PUT))
@@ -311,7 +307,7 @@ class Writer:
             try:
                 core.log.sync()
             except OSError as error:
-                # As with the pages themselves: it is unknown which of them would be found again.
+                # As for the pages themselves, it is unknown which of them would be found again.
                 core.complaints.about("syncing the index", error)
                 return written[:0]
         return written
@@ -327,8 +323,8 @@ class Writer:
         )
         with core.lock:
             core.table.publish(good.rows)
-            # Pages not written stay claimed until nothing on disk names them or the pages that
-            # stood there.
+            # Slots of pages that were not written stay allocated until nothing on disk names these
+            # pages or the slots' previous ones.
             batch.claimed[:] = [] if whole else [np.setdiff1d(new.located.rows, good.rows)]
             core.counters.pages_written += len(written)
             core.counters.bytes_written += nbytes
@@ -340,7 +336,7 @@ class Writer:
             self._give_up(batch)
 
     def _await_others(self, others: list[tuple[int, int, int]], outcomes: list[PutOutcome]) -> None:
-        """Another thread, or this batch itself, writes the same page: its outcome is used."""
+        """Waits for pages that another put, or this batch, is writing. KEPT if that succeeds."""
         if not others:
             return
         table = self._core.table
@@ -363,7 +359,7 @@ class Writer:
 
 
 def _upwards(claimed: list[_New]) -> _New:
-    """All of them in the order of their slots, so that neighbours are written together."""
+    """All new pages in the order of their slots, so that neighbours are written together."""
     indexes = np.concatenate([new.indexes for new in claimed])
     located = Located.join([new.located for new in claimed])
     order = np.argsort(located.rows)
@@ -373,7 +369,7 @@ def _upwards(claimed: list[_New]) -> _New:
 
 
 def _parted(columns: Columns) -> tuple[Columns, list[str], NDArray[np.int64]]:
-    """(the pages by their pools' own names, the tenants' digests, whose each page is)."""
+    """(columns whose pools name no tenant, the tenants' digests, each page's index in them)."""
     whose = np.zeros(len(columns.pools), np.int64)
     if columns.pool is not None:
         pool, digest = parted(columns.pool)
@@ -389,8 +385,8 @@ def _parted(columns: Columns) -> tuple[Columns, list[str], NDArray[np.int64]]:
 
 
 def pool_names(columns: Columns) -> NDArray[np.bytes_]:
-    """The pools' names as in headers. Raises ValueError for one that no header can hold, and
-    TypeError for one that is no text.
+    """The pool names as stored in headers. Raises ValueError for a name that no header can hold,
+    and TypeError for one that is no text.
     """
     known: set[str] = set()
     for pool in columns.pools if columns.pool is None else [columns.pool]:
@@ -411,7 +407,7 @@ def pool_names(columns: Columns) -> NDArray[np.bytes_]:
 
 
 def find_pages(core: Core, pages: Columns, which: Rows | None = None) -> Rows:
-    """Locked. The row of each page's key in its pool, or EMPTY; of all pages or of `which`."""
+    """Locked. The row of each page, or EMPTY; for all pages or for `which`."""
     keys = pages.keys if which is None else pages.keys[which]
     if pages.pool is not None:
         return core.table.find_words(keys, pages.pool)

@@ -1,6 +1,4 @@
-"""Page-aligned memory for direct I/O: for headers always, for payloads when the caller's memory is
-not aligned.
-"""
+"""Page-aligned memory for direct I/O: for slot headers, and for payloads that are not aligned."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from sgl_kvtier.store.disk.format import BLOCK
 
 
 class Scratch:
-    """Aligned memory for one thread at a time, grown on demand and kept for the next batch."""
+    """Aligned memory for one thread at a time. It grows on demand and is reused."""
 
     def __init__(self) -> None:
         self._heads = memoryview(mmap.mmap(-1, BLOCK))
@@ -24,7 +22,7 @@ class Scratch:
         return [self._heads[i * BLOCK : (i + 1) * BLOCK] for i in range(count)]
 
     def bounce(self, nbytes: int) -> memoryview:
-        """At least `nbytes` of aligned memory with old contents, valid until the next call."""
+        """`nbytes` of aligned memory, not cleared, valid until the next call."""
         if len(self._bounce) < nbytes:
             self._bounce = memoryview(mmap.mmap(-1, nbytes))
         return self._bounce[:nbytes]

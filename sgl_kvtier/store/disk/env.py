@@ -1,9 +1,8 @@
-"""Every operating-system call of the store, behind one object, so that a test can make call number
-N fail.
+"""All operating-system calls of the store, in one object, so that a test can make call N fail.
 
-No other module of this room opens a file, moves bytes, reads the clock or locks a directory.
-Methods raise OSError as the system does; `read_fully` and `write_fully` hide short transfers, EINTR
-and EAGAIN.
+No other module of this package opens a file, moves bytes, reads the clock or locks a directory.
+Methods raise OSError as the system does. `read_fully` and `write_fully` retry short transfers,
+EINTR and EAGAIN.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _FOR_OTHERS = 64
 SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that say nothing of a file: there are too few descriptors, or too little memory."""
+"""Errors that say nothing about the file: the process or host lacks descriptors or memory."""
 _RETRIES = 100
 """Consecutive EINTR or EAGAIN results that are retried before they count as an error."""
 
 
 class NotOursError(OSError):
-    """A file or folder that others own, or may write. `advice` is one line with what to do."""
+    """A file or folder that other users own or may write. `advice`: one line with what to do."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(errno.EPERM, why, path)
@@ -45,26 +44,21 @@ class NotOursError(OSError):
 
 
 class Env:
-    """The operating system as the store uses it. Stateless, any thread. Subclass it to inject
-    faults.
+    """The operating system as the store uses it. Stateless; any thread. Tests inject faults here.
 
-    Paths are never followed through a symbolic link in their last part, and files are closed on
-    exec.
+    A symbolic link in the last part of a path is never followed, and files are closed on exec.
     """
 
     native = True
-    """Whether native I/O threads may bypass this. False in subclasses that see every call."""
+    """Whether compiled I/O threads may bypass this. False in subclasses that see every call."""
     native_module: Any = None
-    """The native I/O threads, in another build than the ordinary one: the laboratory's, with
-    faults.
-    """
+    """Another build of the compiled I/O threads: the laboratory's, with fault injection."""
 
     def open(self, path: str, flags: int) -> int:
-        """A descriptor of a regular file, or of a folder with O_DIRECTORY. Anything else is refused
-        at once, even if opening it would block.
+        """Opens a regular file, or a folder with O_DIRECTORY. Refuses anything else at once.
 
         A file opened for writing belongs to this user and has mode 0600 afterwards, whatever the
-        umask says. Raises NotOursError where it belongs to another user.
+        umask. Raises NotOursError if it belongs to another user.
         """
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
         try:
@@ -75,7 +69,7 @@ class Env:
                 check_owned(path, found)
                 if found.st_mode & (FILE_MODE | _OTHERS) != FILE_MODE:
                     os.fchmod(fd, FILE_MODE)
-            # Non-blocking only while opening: io_uring fails requests on such files where it would
+            # Non-blocking only during the open: on such files io_uring fails requests that would
             # block.
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
         except BaseException:
@@ -84,7 +78,7 @@ class Env:
         return fd
 
     def open_to_read(self, path: str, flags: int = 0) -> int:
-        """A descriptor of a regular file of this user, for reading. Raises NotOursError."""
+        """Opens a regular file of this user for reading. Raises NotOursError."""
         fd = self.open(path, os.O_RDONLY | flags)
         try:
             check_owned(path, os.fstat(fd))
@@ -94,17 +88,17 @@ class Env:
         return fd
 
     def leaves_enough(self, fd: int, share: float = 1.0) -> bool:
-        """Whether a descriptor that was just opened is within the `share` of those that segments
-        may take. A quarter of what this process may open, and at least 64, is for the rest of it.
+        """Whether a new descriptor is within `share` of the descriptors that segments may use. A
+        quarter of the process's limit, and at least 64, is reserved for everything else.
         """
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if limit == resource.RLIM_INFINITY:
             return True
-        # A new descriptor has the lowest free number: all lower ones are in use.
+        # A new descriptor gets the lowest free number, so all lower ones are in use.
         return fd < share * (limit - min(max(_FOR_OTHERS, limit // 4), limit // 2))
 
     def close(self, fd: int) -> None:
-        """Closes a descriptor; an error is ignored, since nothing can be done about it."""
+        """Closes a descriptor; errors are ignored, since nothing can be done about them."""
         with contextlib.suppress(OSError):
             os.close(fd)
 
@@ -115,7 +109,7 @@ class Env:
         return os.pwritev(fd, list(buffers), offset)
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Reserves disk space for `nbytes`; sets only the length where that cannot be done."""
+        """Reserves disk space for `nbytes`; if that is not supported, sets only the length."""
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
@@ -124,7 +118,7 @@ class Env:
             os.ftruncate(fd, nbytes)
 
     def read_exactly(self, fd: int) -> None:
-        """Reads through the page cache bring what they request at once, and nothing after it."""
+        """Turns read-ahead off: reads through the page cache load only the requested bytes."""
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -142,14 +136,14 @@ class Env:
         return os.lstat(path)
 
     def same_file(self, fd: int, path: str) -> bool:
-        """Whether an open file is the one that a path names now."""
+        """Whether a path still names this open file."""
         try:
             return os.path.samestat(os.fstat(fd), os.lstat(path))
         except FileNotFoundError:
             return False
 
     def bytes_on_disk(self, path: str) -> int:
-        """Bytes that a file occupies, which is less than its length where it is sparse."""
+        """Disk blocks that a file occupies, in bytes: less than its length if it is sparse."""
         return os.lstat(path).st_blocks * 512
 
     def modified_ns(self, path: str) -> int:
@@ -170,13 +164,13 @@ class Env:
         return sorted(os.listdir(path))
 
     def make_directory(self, path: str) -> None:
-        """A directory with mode 0700; one that exists already is left as it is."""
+        """Creates a directory with mode 0700; one that exists is left as it is."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, DIRECTORY_MODE)
 
     def make_private(self, path: str) -> bool:
-        """Makes a directory of this user private: mode 0700. Whether others could write it until
-        now. Raises NotOursError where another user owns it, or where the filesystem keeps no modes.
+        """Sets a directory of this user to mode 0700. Returns whether others could write it before.
+        Raises NotOursError if another user owns it, or if the filesystem does not store modes.
         """
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -194,9 +188,7 @@ class Env:
         return bool(found.st_mode & OTHERS_WRITE)
 
     def make_sticky(self, path: str) -> None:
-        """Lets only the owner of an entry of a directory rename or remove it, and the directory's
-        owner: as in /tmp.
-        """
+        """Sets the sticky bit: only an entry's or the directory's owner may rename the entry."""
         os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) | stat.S_ISVTX)
 
     def unlink(self, path: str) -> None:
@@ -214,7 +206,7 @@ class Env:
         return info.f_bavail * info.f_frsize
 
     def filesystem_bytes(self, path: str) -> int:
-        """Size of the filesystem of `path`; 0 where it does not say, as ramfs."""
+        """Size of the filesystem of `path`; 0 if it reports none, as ramfs."""
         info = os.statvfs(path)
         return info.f_blocks * info.f_frsize
 
@@ -227,13 +219,11 @@ class Env:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def lock_shared(self, fd: int) -> None:
-        """Takes a lock that excludes only the exclusive one, or raises BlockingIOError at once.
-        Ends with the descriptor.
-        """
+        """A shared lock, which only `lock` conflicts with. Raises BlockingIOError at once."""
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def process_exists(self, pid: int) -> bool:
-        """Whether a process of that number runs, as far as this process sees."""
+        """Whether a process with this id exists, as far as this process can see."""
         try:
             os.kill(pid, 0)
         except (ProcessLookupError, OverflowError):
@@ -246,7 +236,7 @@ class Env:
         time.sleep(seconds)
 
     def now(self) -> float:
-        """Seconds that only go forward."""
+        """Seconds of a monotonic clock."""
         return time.monotonic()
 
     def wall_ns(self) -> int:
@@ -255,7 +245,7 @@ class Env:
 
 
 def read_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fills the buffers from `offset` on. Returns bytes read, fewer at the end. Raises OSError."""
+    """Reads into the buffers. Returns the bytes read, fewer at the file's end. Raises OSError."""
     done = 0
     rest = list(buffers)
     for _ in _attempts():
@@ -275,7 +265,7 @@ def read_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) ->
 
 
 def write_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Writes the buffers from `offset` on. Raises OSError; any part may then be written."""
+    """Writes the buffers at `offset`. Raises OSError; any part may have been written then."""
     done = 0
     rest = list(buffers)
     for _ in _attempts():
@@ -298,7 +288,7 @@ def read_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) -> bytes
 
 
 def read_large_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) -> memoryview:
-    """A file of at most `most` bytes, copied once. Raises OSError, EFBIG where it is longer."""
+    """A file of at most `most` bytes, copied once. Raises OSError, EFBIG if it is longer."""
     fd = env.open(path, flags)
     try:
         nbytes = env.size(fd)
@@ -311,7 +301,9 @@ def read_large_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) ->
 
 
 def create_file(env: Env, path: str, flags: int) -> int:
-    """A new file in place of an earlier run's, which is not opened or cut. Raises OSError."""
+    """Creates a file. One of the same name from an earlier run is unlinked first, never opened or
+    truncated. Raises OSError.
+    """
     flags |= os.O_CREAT | os.O_EXCL
     try:
         return env.open(path, flags)
@@ -321,7 +313,7 @@ def create_file(env: Env, path: str, flags: int) -> int:
 
 
 def write_file(env: Env, path: str, data: bytes) -> None:
-    """Writes a small file; after a crash it is the old one or the new one. Raises OSError."""
+    """Replaces a small file: after a crash it has the old or the new content. Raises OSError."""
     fresh = f"{path}.{unique_number()}.new"
     fd = env.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
@@ -332,22 +324,22 @@ def write_file(env: Env, path: str, data: bytes) -> None:
             env.close(fd)
         env.rename(fresh, path)
     except BaseException:
-        # On a full disk another file needs the space.
+        # Free the space: the disk may be full.
         with contextlib.suppress(OSError):
             env.unlink(fresh)
         raise
 
 
 def unique_number() -> int:
-    """A number for the name of a draft. Several ranks write the same file at once, and in
-    containers their process ids are the same.
+    """A random number for a temporary file's name. Several ranks write the same file at once, and
+    in containers their process ids may be equal.
     """
     return secrets.randbits(63)
 
 
 def check_private(path: str, found: os.stat_result) -> None:
-    """Raises NotOursError where others own a directory or may write it. `ssh` demands the same of
-    its folders, for the same reason.
+    """Raises NotOursError if other users own a directory or may write it. `ssh` requires the same
+    of its folders, for the same reason.
     """
     check_owned(path, found)
     if found.st_mode & OTHERS_WRITE:
@@ -360,7 +352,7 @@ def check_private(path: str, found: os.stat_result) -> None:
 
 
 def check_owned(path: str, found: os.stat_result) -> None:
-    """Raises NotOursError where a file or directory is another user's."""
+    """Raises NotOursError if a file or directory belongs to another user."""
     if found.st_uid != os.geteuid():
         raise NotOursError(
             path, f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}. "

@@ -1,7 +1,7 @@
-"""Folders that this process owns, so that a process forked from it lets go of them.
+"""Folders that this process owns, so that a forked child releases them.
 
-A folder's lock is held as long as any process has its descriptor. A child that kept it would hold
-the folder for its whole life, and only the thread that forked continues in it.
+A folder's lock is held as long as any process has its descriptor open. A forked child would keep
+the folder locked for its whole life, although none of the store's threads runs in it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.namespace import RankFolder
 
 _owned: dict[int, weakref.WeakMethod[Callable[[], None]] | None] = {}
-"""Each folder not released, by its lock's descriptor; None while its store is being opened."""
+"""Every owned folder by its lock's descriptor, with the method to call in a forked child; None
+while the store is being opened.
+"""
 
 
 def owns(folder: RankFolder, leave: Callable[[], None] | None = None) -> None:
-    """From now on a forked child closes this folder's lock and calls `leave`, a method of the store
-    that is open there.
+    """Registers a folder: a forked child closes this folder's lock and calls `leave`, a method of
+    the store that is open there.
     """
     _owned[folder.lock_fd] = weakref.WeakMethod(leave) if leave is not None else None
 
 
 def release(env: Env, folder: RankFolder) -> None:
-    """Releases a folder, so that another process may own it."""
+    """Releases a folder, so that another process can own it."""
     _owned.pop(folder.lock_fd, None)
     folder.release(env)
 

@@ -1,9 +1,9 @@
-"""Where every byte of the store's files is: the only module that knows offsets. It is
-docs/design/store-format.md in code.
+"""The byte layout of the store's files; no other module knows offsets. It implements
+docs/design/store-format.md.
 
-A segment file is one 4 KiB head and then slots of one size; a slot is a 4 KiB header and a payload
-padded to 4 KiB. The index log is a 64-byte head and then frames of fixed-size records. Integers are
-little-endian.
+A segment file is a 4 KiB head followed by slots of equal size; a slot is a 4 KiB header and a
+payload padded to 4 KiB. The index log is a 64-byte head followed by frames of fixed-size records.
+Integers are little-endian.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ RECORD = np.dtype(
         ("kind", "<u4"),
     ]
 )
-"""One record of the index log. PUT: a slot now holds a page. DROP: it holds none. SETTLED: nothing
-was written that the records before do not name. GONE is in a list of deletes: no folder has this
-key, or any where the pool is empty, from a write up to this sequence.
+"""One record of the index log. PUT: a slot now holds a page. DROP: the slot is empty. SETTLED: a
+page written up to this sequence number exists only if an earlier record names it. GONE (only in a
+list of deletes): the page with this key, or every page if the pool is empty, is deleted if its
+sequence number is not larger than this one.
 """
 
 FIRST_WORD = np.dtype(
@@ -84,7 +85,7 @@ _ZEROS = bytes(BLOCK)
 
 @dataclass(frozen=True, slots=True)
 class SlotHead:
-    """What a slot says of its page. `sequence` is unique to one write: no stale slot passes."""
+    """The header of a slot. `sequence` is unique to one write, so a stale slot never matches."""
 
     identity: bytes
     key: bytes
@@ -95,7 +96,7 @@ class SlotHead:
     slot: int
 
     def fields(self) -> bytes:
-        """The meaningful part of the header, its checksum left zero."""
+        """The header's fields, without the zero padding, with a zero checksum."""
         return _SLOT.pack(
             _SLOT_MAGIC,
             VERSION,
@@ -111,12 +112,12 @@ class SlotHead:
         )
 
     def pack(self) -> bytes:
-        """The 4 KiB header block with its checksum left zero."""
+        """The 4 KiB header block with a zero checksum."""
         return self.fields() + _ZEROS[_SLOT.size :]
 
     @classmethod
     def unpack(cls, block: bytes | memoryview) -> SlotHead | None:
-        """What a header block says, without checking its checksum; None when it is not a header."""
+        """Parses a header block without verifying its checksum; None if it is not a header."""
         magic, version, size, identity, key, pool, sequence, length, segment, slot, _ = (
             _SLOT.unpack_from(block)
         )
@@ -138,16 +139,16 @@ def heads_of(
     segments: np.ndarray,
     slots: np.ndarray,
 ) -> np.ndarray:
-    """The fields of many slots' headers, as `SlotHead.fields` makes one."""
-    # Repeated bytes rather than a column of text at a time: numpy releases Python's lock for each
-    # of those.
+    """The header fields of many slots: `SlotHead.fields` in one array."""
+    # Starts from repeated bytes, because numpy releases the GIL for each assignment of a text
+    # column.
     pools = np.asarray(pools, f"S{POOL_BYTES}")
     alike = bytes(pools[0]) if len(pools) else b""
     one = SlotHead(identity, bytes(KEY_BYTES), alike.decode(), 0, 0, 0, 0).fields()
     heads = np.frombuffer(bytearray(one * len(keys)), HEAD)
     as_words = heads.view("<u8").reshape(-1, HEAD.itemsize // 8)
     first = HEAD.fields["key"][1] // 8  # type: ignore[index]
-    # One column at a time: numpy keeps the lock for fewer than 500 items.
+    # One column at a time: numpy keeps the GIL for fewer than 500 items.
     for word in range(KEY_BYTES // 8):
         as_words[:, first + word] = keys[:, word]
     if pools.tobytes() != alike.ljust(POOL_BYTES, b"\0") * len(keys):
@@ -160,7 +161,7 @@ def heads_of(
 
 
 def checksum(head: bytes, payload: Iterable[memoryview]) -> bytes:
-    """XXH3-128 over a header block whose checksum is zero and over the payload: 16 bytes."""
+    """XXH3-128 over a header block with a zero checksum and the payload: 16 bytes."""
     digest = xxhash.xxh3_128(head)
     for part in payload:
         digest.update(part)
@@ -173,8 +174,8 @@ def seal(head: bytes, digest: bytes) -> bytes:
 
 
 def matches(block: memoryview, head: bytes, payload: Iterable[memoryview]) -> bool:
-    """Whether a header block from disk is the expected one, and its checksum the payload's."""
-    # A memoryview compares byte by byte, bytes compare at memory speed.
+    """Whether a header block from disk is the expected one and its checksum fits the payload."""
+    # Copied to bytes, which compare much faster than a memoryview.
     found = bytes(block)
     if found[:_SUM_AT] != head[:_SUM_AT] or found[_SUM_AT + 16 :] != head[_SUM_AT + 16 :]:
         return False
@@ -182,7 +183,7 @@ def matches(block: memoryview, head: bytes, payload: Iterable[memoryview]) -> bo
 
 
 def same_head(block: memoryview, head: bytes) -> bool:
-    """Whether a header block read from disk is the expected one, whatever its checksum."""
+    """Whether a header block from disk is the expected one, ignoring its checksum."""
     return bytes(block[:_SUM_AT]) == head[:_SUM_AT]
 
 
@@ -215,8 +216,8 @@ def pack_segment_head(identity: bytes, segment: int, nbytes: int, slots: int) ->
 
 
 def unpack_segment_head(block: bytes, identity: bytes) -> tuple[int, int, int] | None:
-    """(segment number, slot size in bytes, slots) from the first block of a segment; None when it
-    is of another identity or damaged.
+    """(segment number, slot size in bytes, number of slots) from the first block of a segment; None
+    if it belongs to another identity or is damaged.
     """
     if len(block) < BLOCK:
         return None
@@ -229,13 +230,13 @@ def unpack_segment_head(block: bytes, identity: bytes) -> tuple[int, int, int] |
 
 
 def spoiled_segment_head() -> bytes:
-    """The first block of a discarded segment: the magic tells it from an unknown file."""
+    """The first block of a discarded segment. The magic still marks it as one of the store's."""
     return _SEGMENT_MAGIC + _ZEROS[len(_SEGMENT_MAGIC) :]
 
 
 def may_begin_a_segment(blocks: bytes) -> bool:
-    """Whether the first two blocks of a file are those of a segment, be it damaged, discarded or
-    never finished (all zero). A shorter file may have fewer.
+    """Whether the first two blocks of a file are those of a segment, including one that is damaged,
+    discarded or never finished (all zero). A shorter file may have fewer blocks.
     """
     if blocks[:BLOCK].startswith(_SEGMENT_MAGIC) or blocks[BLOCK:].startswith(_SLOT_MAGIC):
         return True
@@ -243,10 +244,8 @@ def may_begin_a_segment(blocks: bytes) -> bool:
 
 
 def settled(sequence: int) -> np.ndarray:
-    """The record that says: everything written up to this sequence number and not in the records
-    before is gone.
-    """
-    # Segments are counted from 1: this record is about no slot.
+    """The SETTLED record: pages up to this sequence exist only if an earlier record names them."""
+    # Segments are numbered from 1: this record names no slot.
     return np.array([(b"", b"", sequence, 0, 0, 0, SETTLED)], RECORD)
 
 
@@ -262,7 +261,7 @@ def pack_frame(records: np.ndarray) -> bytes:
 
 
 def unpack_log(data: bytes | memoryview, identity: bytes) -> tuple[np.ndarray, bool]:
-    """(records as written, whether the log is whole). Stops at a frame that does not fit."""
+    """(records in written order, whether the log is complete). Stops at the first invalid frame."""
     if data[:LOG_HEAD_BYTES] != pack_log_head(identity):
         return np.empty(0, RECORD), False
     records, used = unpack_frames(data[LOG_HEAD_BYTES:])
@@ -270,7 +269,7 @@ def unpack_log(data: bytes | memoryview, identity: bytes) -> tuple[np.ndarray, b
 
 
 def unpack_frames(data: bytes | memoryview) -> tuple[np.ndarray, int]:
-    """(records as written, bytes used) up to the first frame that is not whole."""
+    """(records in written order, bytes parsed) up to the first incomplete or invalid frame."""
     frames = []
     at = 0
     while at + FRAME_HEAD_BYTES <= len(data):
@@ -282,5 +281,5 @@ def unpack_frames(data: bytes | memoryview) -> tuple[np.ndarray, int]:
             break
         frames.append(body)
         at += FRAME_HEAD_BYTES + len(body)
-    # A log that was just rewritten is one frame, which is not copied.
+    # A log that was just rewritten is a single frame, which needs no copy.
     return np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), RECORD), at

@@ -1,4 +1,4 @@
-"""Everything that must be equal for a page to mean the same thing, and its fingerprint."""
+"""What must be equal for a page to mean the same, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Identity:
 
     fields: Mapping[str, Any]
     name: str = "pages"
-    """The readable part of the folder's name. It is for people and is not compared."""
+    """The readable part of the folder's name. It is not compared."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", dict(self.fields))
@@ -45,7 +45,7 @@ class Identity:
         return hash(self.fingerprint)
 
     def canonical(self) -> str:
-        """The fields and the format as JSON with sorted keys: equal texts, equal identities."""
+        """The fields and the format version as JSON with sorted keys."""
         data = {"fields": dict(self.fields), "store_format": VERSION}
         return _canonical(data)
 
@@ -56,13 +56,13 @@ class Identity:
 
     @property
     def directory_name(self) -> str:
-        """A folder name that shows the model and cannot leave its parent folder."""
+        """A folder name that shows the model, without "/" or a leading dot."""
         readable = _UNSAFE.sub("-", self.name).strip("-.")[-64:].strip("-.") or "pages"
         return f"{readable}-{self.fingerprint.hex()[:16]}"
 
 
 def fingerprint_of(data: Any) -> bytes:
-    """The fingerprint of an identity as its folder's config.json has it."""
+    """The fingerprint of the `identity` object in a folder's config.json."""
     return hashlib.sha256(_canonical(data).encode()).digest()
 
 

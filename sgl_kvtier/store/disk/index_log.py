@@ -1,9 +1,8 @@
-"""The index on disk: an append-only log that says which slot holds which page. It is a hint: every
-page read is checked anyway.
+"""The index on disk: an append-only log that says which slot holds which page. It is a hint; every
+page is verified when it is read.
 
-It is a log of our own rather than a database for three reasons. The tests that make the pages' I/O
-fail, tear and reorder do the same to it; it opens a million entries with two numpy calls; and it
-never syncs unless told to.
+It is a log of our own and not a database: the tests that inject I/O faults into pages do the same
+to it, a million entries are opened with two numpy calls, and it never syncs unless told to.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ logger = logging.getLogger(__name__)
 
 NAME = "index.log"
 _SLACK = 512
-"""The log is rewritten once it has this many records more than twice the live ones."""
+"""The log is rewritten when it has this many records more than twice the number of live pages."""
 _AGAIN_S = 10.0
-"""Seconds until a rewrite is tried again, where it failed or the log misses records again at once:
-each try takes a pass over all pages.
+"""Minimum seconds between two rewrites if one failed, or if records were lost again right after it:
+each rewrite takes a pass over all pages.
 """
 INDEX_BYTES_PER_SLOT = 3 * RECORD.itemsize
-"""Bytes of the log per slot: two records, and one in the new log while it replaces the old one."""
+"""Log bytes reserved per slot: two records, and one in the new log while it replaces the old."""
 _READ_BYTES_PER_SLOT = 4 * (RECORD.itemsize + FRAME_HEAD_BYTES)
 _READ_FIXED_BYTES = 1 << 20
 
 
 def most_bytes(slots: int) -> int:
-    """The longest log that is read for this many slots: twice what is kept, else damaged."""
+    """The longest log that is read for this many slots, twice what the store writes."""
     return _READ_FIXED_BYTES + slots * _READ_BYTES_PER_SLOT
 
 
 class Frame:
-    """Records as the log will have them, packed before they become true."""
+    """Records packed into a frame in advance, before they are valid."""
 
     def __init__(self, records: np.ndarray) -> None:
         self.count = len(records)
@@ -55,12 +54,12 @@ class Frame:
 
 
 class IndexLog:
-    """The log of one rank's folder. Any thread; its own lock is held while it writes. A read waits
-    for it only if a page turns out to be damaged.
+    """The index log of one folder. Any thread; its own lock is held during writes. A read waits for
+    it only if a page turns out to be damaged.
 
-    An append that fails loses hints, never pages: `append` and `rewrite` return False and go on. A
-    log that misses records gets a torn end, so that it does not pass for whole, until `rewrite` has
-    made another. With `durable` a new log is synced before it replaces the old one.
+    A failed append loses index records, never pages: `append` and `rewrite` return False and do not
+    raise. A log that lacks records gets a torn last frame, so that no reader takes it for complete,
+    until `rewrite` replaces it. With `durable` a new log is synced before it replaces the old one.
     """
 
     def __init__(
@@ -72,8 +71,8 @@ class IndexLog:
         *,
         durable: bool = False,
     ) -> None:
-        """`check_owner` raises OSError once the folder no longer belongs to this process: then
-        nothing in it is made, replaced or removed.
+        """`check_owner` raises OSError once the folder no longer belongs to this process: from then
+        on no file in it is created, replaced or removed.
         """
         self._env = env
         self._check_owner = check_owner
@@ -86,7 +85,7 @@ class IndexLog:
         self._records = 0
         self._lost = 0
         self._passes = True
-        """Whether the log on disk would pass for whole."""
+        """Whether a reader would take the log on disk for complete."""
         self._again_at = 0.0
         self._mended_at = -_AGAIN_S
         self._closed = False
@@ -99,15 +98,16 @@ class IndexLog:
 
     @property
     def lost(self) -> bool:
-        """Whether records are missing on disk: the next opening would read the slots' headers."""
+        """Whether records are missing on disk: the next open would scan all slot headers."""
         return self._lost != 0
 
     def load(self, slots: int) -> tuple[np.ndarray, bool]:
-        """(records as written, whether complete) of a folder with this many slots. Raises OSError
-        only where this process may open no more files: the log says what was deleted.
+        """(records in written order, whether the log is complete) for a folder with this many
+        slots. Raises OSError only if descriptors or memory are short: without the log, deleted
+        pages would come back.
         """
         try:
-            # Opened for writing, which refuses a log that another user made.
+            # Opened for writing, because `Env.open` then refuses another user's file.
             data = read_large_file(self._env, self._path, most_bytes(slots), os.O_RDWR)
         except FileNotFoundError:
             return np.empty(0, RECORD), False
@@ -120,7 +120,7 @@ class IndexLog:
         return records, self._passes
 
     def resume(self, records: int) -> bool:
-        """Continues at the end of the whole log that `load` found with this number of records.
+        """Opens the complete log that `load` read, with this number of records, for appending.
         Raises OSError as `load` does.
         """
         with self._lock:
@@ -136,13 +136,13 @@ class IndexLog:
             return True
 
     def rewrite(self, snapshot: Callable[[], np.ndarray]) -> bool:
-        """Replaces the log by one that says only what `snapshot` returns. The old one stays if that
-        fails, or after `close`.
+        """Replaces the log by one with only the records that `snapshot` returns. If that fails, or
+        after `close`, the old one stays.
 
-        `snapshot` is called while no append can happen, so no record is lost between the two logs.
+        `snapshot` is called with appends blocked, so no record is lost between the two logs.
         """
         with self._lock:
-            # The folder may already belong to another process.
+            # After close the folder may belong to another process.
             if self._closed:
                 return False
             live = snapshot()
@@ -163,7 +163,7 @@ class IndexLog:
                     self._env.close(fd)
                     with contextlib.suppress(OSError):
                         self._check_owner()
-                        # On a full disk another file needs the space.
+                        # Free the space: the disk may be full.
                         self._env.unlink(fresh)
                 if not isinstance(error, OSError):
                     raise
@@ -178,11 +178,11 @@ class IndexLog:
             return True
 
     def append(self, records: np.ndarray) -> bool:
-        """Adds records after those written before."""
+        """Appends records. False if they were not written."""
         return self.append_frame(Frame(records)) if len(records) else True
 
     def append_frame(self, frame: Frame) -> bool:
-        """Like `append`, for records that were packed already."""
+        """`append` for records that are packed already."""
         data = frame.data
         with self._lock:
             if self._closed or self._lost:
@@ -200,15 +200,13 @@ class IndexLog:
             return True
 
     def worth_rewriting(self, live: int) -> bool:
-        """Whether most records are about pages that are gone, or some records are missing. False
-        for a while after a rewrite failed.
-        """
+        """Whether most records are obsolete, or some missing. False for a while after a failure."""
         return (
             self.lost or self._records > 2 * live + _SLACK
         ) and self._env.now() >= self._again_at
 
     def sync(self) -> None:
-        """Makes all records survive a power loss. Raises OSError, also when some are missing."""
+        """Makes all records survive a power loss. Raises OSError, also if records are missing."""
         with self._lock:
             if self._lost:
                 raise OSError(self._lost, "index records were lost")
@@ -216,7 +214,7 @@ class IndexLog:
                 self._env.sync(self._fd)
 
     def close(self) -> None:
-        """Nothing is written from now on. Idempotent."""
+        """Stops all writes. Idempotent."""
         with self._lock:
             self._closed = True
             self._drop_descriptor()
@@ -227,13 +225,12 @@ class IndexLog:
         self.close()
 
     def _lose(self, error: OSError) -> None:
-        """Locked. Makes a log that misses records end in the middle of a frame, or removes it. Its
-        earlier records stay true of the time before. Even a full disk lets a file be extended
-        without data, or removed.
+        """Locked. Marks a log that lacks records as incomplete: lengthens it by a torn frame, or
+        removes it. A full disk allows both. Its earlier records stay valid for the time before.
         """
         logger.debug("index records were lost: %s", error)
         self._lost = error.errno or errno.EIO
-        # A disk that is full again at once.
+        # The disk may be full again right after a rewrite.
         self._again_at = max(self._again_at, self._mended_at + _AGAIN_S)
         try:
             if self._fd < 0:

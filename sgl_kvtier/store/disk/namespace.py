@@ -1,10 +1,10 @@
-"""Folders: one per identity with a readable config.json, one per rank below it, each with one
-owner.
+"""The store's folders: one per identity with a readable config.json, and in it one per rank, each
+with one owner.
 
     <path>/<name>-<fingerprint>/config.json
                                /<rank>/lock  index.log  seg-00000001 ...
 
-Folders are 0700, files 0600, all of one user, and no symbolic link is followed below <path>.
+Folders have mode 0700, files 0600, of one user, and no symbolic link is followed below <path>.
 """
 
 from __future__ import annotations
@@ -40,23 +40,21 @@ from sgl_kvtier.store.disk.segment import PROBE, segment_number
 logger = logging.getLogger(__name__)
 
 GONE_LIST = "gone"
-"""Deletes that siblings have to follow."""
+"""The list of deletes that siblings have to apply too."""
 WANTED = "wanted"
-"""Its time of change is the last time that its owner found no room although its part is larger."""
+"""An empty file. Its mtime: when its owner, with less than its part, last found no space."""
 
 CONFIG = "config.json"
 LOCK = "lock"
 PROFILE = "restore-profile.json"
-"""The learned costs and bandwidths of a server. The store only reserves the name."""
+"""A server's learned costs and bandwidths. The store only reserves the name."""
 PROOF = "proof.json"
-"""What servers have shown of their restorations. The store only reserves the name."""
+"""What servers have proved about restoration. The store only reserves the name."""
 DIGESTS, DIGESTS_LOCK = "files.json", "files.lock"
-"""In the root: digests of the files of models. The store only reserves the names, and makes them
-private.
-"""
+"""In the root: digests of model files. The store reserves the names and makes them private."""
 ABOUT = "sgl_kvtier page store"
 PATIENT = 50
-"""Tries before a lock counts as another process's: `is_open` holds it for a moment."""
+"""Attempts before a lock counts as another process's: `is_open` also holds it for a moment."""
 _PAUSE_S = 0.02
 _SHARED_FILES = {CONFIG, PROFILE, PROOF}
 _MOST_CONFIG_BYTES = 1 << 20
@@ -69,15 +67,15 @@ _GONE_NEW = re.compile(rf"^{GONE_LIST}\.[0-9]+\.new$")
 _DRAFT = re.compile(
     rf"^({re.escape(CONFIG)}\.[0-9]+\.new|\.({re.escape(PROFILE)}|{re.escape(PROOF)})\.[0-9]+)$"
 )
-"""Files that are being written in an identity's folder, or were when their writer was killed."""
+"""Temporary files in an identity's folder, being written or left by a writer that was killed."""
 _MOST_OWNERS = 1024
 _BRIEF = 10
-"""Tries where another folder does as well."""
+"""Attempts if another folder would do as well."""
 
 
 _held: dict[tuple[int, int], int] = {}
-"""The process that holds a lock, by the lock's device and inode. The process id in a lock does not
-tell containers apart: the first process of each is number 1.
+"""The process that holds a lock, by the lock file's device and inode. The process id in a lock file
+does not suffice: in every container the first process has id 1.
 """
 
 
@@ -90,8 +88,8 @@ class RankFolder:
     lock_fd: int
 
     def check(self, env: Env) -> None:
-        """Raises OSError, with ESTALE once the lock at this path is not the one held: the folder
-        was removed or replaced.
+        """Raises OSError: ESTALE if the lock file at this path is not the one this process holds,
+        because the folder was removed or replaced.
         """
         if not env.same_file(self.lock_fd, os.path.join(self.path, LOCK)):
             raise OSError(errno.ESTALE, "the folder is no longer this process's", self.path)
@@ -105,16 +103,16 @@ class RankFolder:
 def own_shared_folder(
     env: Env, root: str, identity: Identity, rank: str, alike: str, *, writes: bool
 ) -> RankFolder:
-    """Makes or takes over a folder that no process owns, of those with one rank's pages.
+    """Creates or takes over a folder that no process owns, among those that hold one rank's pages.
 
-    They have the name `rank`, or one that fits the regular expression `alike`, both also with a
-    point and a number behind. Folders with segments go to those who write, empty ones to the
-    others. Raises StoreError, which says what to do.
+    Their names are `rank` or match the regular expression `alike`; both may end with a dot and a
+    number. A process that writes takes a folder with segments first, then an empty one, then a new
+    one; any other takes an empty or a new one. Raises StoreError, which says what to do.
     """
     _prepare_root(env, root)
     namespace = os.path.join(root, identity.directory_name)
     there: dict[str, str] = {}
-    # What cannot be listed is said where the folder is made.
+    # An error in listing is reported when the folder is created.
     with contextlib.suppress(OSError):
         there = {os.path.basename(path): path for path in list_alike(env, namespace, alike)}
     free = [name for name, path in there.items() if _is_free(env, path)]
@@ -129,8 +127,8 @@ def own_shared_folder(
 
 
 def list_alike(env: Env, namespace: str, alike: str) -> list[str]:
-    """Folders whose names fit a regular expression, with or without a number behind; also those
-    that hold nothing yet, since nothing in `namespace` tells when they get a lock. Raises OSError.
+    """Folders whose names match a regular expression, with or without a number at the end. Empty
+    folders are included: nothing in `namespace` changes when they get a lock. Raises OSError.
     """
     fits = re.compile(rf"(?:{alike})(?:\.([0-9]{{1,4}}))?")
     names = [name for name in env.list(namespace) if is_rank_name(name) and fits.fullmatch(name)]
@@ -138,14 +136,14 @@ def list_alike(env: Env, namespace: str, alike: str) -> list[str]:
 
 
 def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankFolder:
-    """Makes and locks the folder of a rank. Raises StoreError, which says what to do."""
+    """Creates and locks the folder of a rank. Raises StoreError, which says what to do."""
     _prepare_root(env, root)
     return _own_rank_folder(env, root, identity, rank, PATIENT)
 
 
 def _prepare_root(env: Env, root: str) -> None:
-    """Makes the folder of a store if it is not there, and takes from other users what they may
-    write of this user's stores in it. Raises StoreError.
+    """Creates the folder of a store if it does not exist, and revokes other users' write access to
+    this user's stores in it. Raises StoreError.
     """
     if not root:
         raise StoreError("store.path is not set: give the folder that pages are kept in")
@@ -175,11 +173,13 @@ def _prepare_root(env: Env, root: str) -> None:
 
 
 def _make_private(env: Env, root: str) -> int:
-    """Folders and files of this user's stores below `root` that others could write until now."""
+    """Makes folders and files of this user's stores below `root` private. Returns how many others
+    could write until now.
+    """
     loose = 0
     for namespace in list_namespaces(env, root):
         ranks = list_ranks(env, namespace)
-        # Folders first: nobody puts another file into one that is private.
+        # Folders first: nobody can add a file to a private folder.
         for folder in (namespace, *ranks):
             with contextlib.suppress(OSError):
                 loose += env.make_private(folder)
@@ -235,9 +235,9 @@ def _own_rank_folder(env: Env, root: str, identity: Identity, rank: str, tries: 
 
 
 def keep_apart(env: Env, root: str) -> None:
-    """Sees to it that no other user renames or replaces folders of a store below `root`: if it is
-    this user's and others may write it, it gets the sticky bit, and the log says so. Raises
-    StoreError where `check_root` does or the bit does not stay, and OSError.
+    """Prevents other users from renaming or replacing a store's folders below `root`: if it belongs
+    to this user and others may write it, sets the sticky bit and logs a warning. Raises OSError,
+    and StoreError as `check_root` does or if the bit does not stay.
     """
     check_root(root)
     found = os.stat(root)
@@ -256,12 +256,12 @@ def keep_apart(env: Env, root: str) -> None:
 
 
 def check_root(root: str) -> None:
-    """Raises StoreError where others than root may write `root`, which belongs to a third user,
-    and could replace a store's folders. Changes nothing. May raise OSError.
+    """Raises StoreError if `root` belongs to a third user and can be written by others, who could
+    replace a store's folders. Changes nothing. May raise OSError.
 
-    A folder of root's that others may write is taken, as volumes of Kubernetes are: what others put
-    there is known by its owner and never used, and nobody but this user can write what is. One of
-    this user's is taken too: `keep_apart` sees to it.
+    A folder of root that others may write is accepted, like volumes of Kubernetes: files of other
+    users are recognized by their owner and never used, and only this user can write the store's
+    files. A folder of this user is accepted too, because `keep_apart` secures it.
     """
     found = os.stat(root)
     if _may_be_exchanged(found) and found.st_uid not in (0, os.geteuid()):
@@ -269,11 +269,12 @@ def check_root(root: str) -> None:
 
 
 def _may_be_exchanged(found: os.stat_result) -> bool:
-    """Whether others may rename what is in a directory, and put something of theirs there."""
+    """Whether other users may rename a directory's entries and put something in their place."""
     shared = found.st_mode & stat.S_IWOTH or (
         found.st_mode & stat.S_IWGRP and not _has_only_this_user(found.st_gid)
     )
-    # As in /tmp: every user may add there, and may rename and remove only their own.
+    # With the sticky bit, as on /tmp, every user may add entries, but rename and remove only their
+    # own.
     return bool(shared and not found.st_mode & stat.S_ISVTX)
 
 
@@ -286,7 +287,7 @@ def _exchangeable(root: str, found: os.stat_result) -> StoreError:
 
 
 def _unusable(root: str, error: OSError) -> StoreError:
-    """What to do about an error on the way to a rank's folder."""
+    """The StoreError for an OSError while a rank's folder was created, with advice."""
     what = error.strerror or str(error)
     if error.filename not in (None, root):
         what += f" ({error.filename})"
@@ -314,8 +315,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 
 
 def lock_folder(env: Env, path: str, tries: int = 1) -> int:
-    """The descriptor that holds a rank folder's lock. Raises StoreBusyError when another process
-    has it, or OSError.
+    """Locks a rank's folder; returns the descriptor that holds the lock. Raises StoreBusyError if
+    another process has it, or OSError.
     """
     name = os.path.join(path, LOCK)
     for tried in range(tries):
@@ -324,8 +325,8 @@ def lock_folder(env: Env, path: str, tries: int = 1) -> int:
         fd = env.open(name, os.O_RDWR | os.O_CREAT)
         try:
             env.lock(fd)
-            # A process removes a folder's lock while holding it: a lock file opened before that
-            # guards nothing.
+            # A process that removes a folder removes the lock file while holding it: a lock file
+            # opened before that protects nothing.
             if env.same_file(fd, name):
                 _sign(env, fd)
                 return fd
@@ -362,7 +363,7 @@ def _is_held_here(env: Env, lock: str) -> bool:
 
 def is_open(env: Env, rank: str) -> bool:
     """Whether a running process owns this rank's folder. Changes nothing in it. Raises
-    PermissionError where it may not look.
+    PermissionError if the lock may not be read.
     """
     try:
         fd = env.open(os.path.join(rank, LOCK), os.O_RDONLY)
@@ -371,7 +372,8 @@ def is_open(env: Env, rank: str) -> bool:
     except OSError:
         return False
     try:
-        # A shared lock disturbs no other `is_open`, and a server that starts now tries again.
+        # A shared lock does not conflict with other `is_open` calls, and a server that starts now
+        # retries.
         env.lock_shared(fd)
     except BlockingIOError:
         return True
@@ -381,8 +383,8 @@ def is_open(env: Env, rank: str) -> bool:
 
 
 def read_identity(env: Env, namespace: str) -> dict[str, Any]:
-    """The content of the config.json of an identity's folder: `fields` and `store_format`. Raises
-    StoreFormatError where it is no folder of a store.
+    """The `identity` object (`fields` and `store_format`) of an identity folder's config.json.
+    Raises StoreFormatError if it is no folder of a store.
     """
     path = os.path.join(namespace, CONFIG)
     try:
@@ -406,7 +408,7 @@ def read_identity(env: Env, namespace: str) -> dict[str, Any]:
 
 
 def list_namespaces(env: Env, root: str) -> list[str]:
-    """Folders below a root named like an identity's, no links; `read_identity` tells."""
+    """Folders below a root that are named like an identity's; `read_identity` verifies one."""
     try:
         names = [name for name in env.list(root) if _NAMESPACE.fullmatch(name)]
     except OSError:
@@ -416,7 +418,7 @@ def list_namespaces(env: Env, root: str) -> list[str]:
 
 
 def list_ranks(env: Env, namespace: str) -> list[str]:
-    """Folders of ranks below an identity's folder: those with a file that the store makes there."""
+    """Folders of ranks in an identity's folder: those with a file that the store creates there."""
     found = []
     with contextlib.suppress(OSError):
         for name in env.list(namespace):
@@ -434,19 +436,19 @@ def is_rank_name(name: str) -> bool:
 
 
 def is_rank_file(name: str) -> bool:
-    """Whether the store makes files of this name in a rank's folder."""
+    """Whether the store creates files of this name in a rank's folder."""
     return name in _RANK_FILES or segment_number(name) is not None or is_left_over(name)
 
 
 def is_left_over(name: str) -> bool:
-    """Whether a file of this name was being written by a process that has ended, unless its owner
-    is writing it now.
+    """Whether this is the name of a temporary file: left by a process that was killed, unless the
+    folder's owner is writing it now.
     """
     return bool(_GONE_NEW.match(name))
 
 
 def folder_bytes(env: Env, path: str) -> int:
-    """Bytes on disk of the store's files in one folder. Files that vanish meanwhile count as 0."""
+    """Bytes on disk of the store's files in a folder. Files that disappear meanwhile count as 0."""
     total = 0
     with contextlib.suppress(OSError):
         for name in filter(is_rank_file, env.list(path)):
@@ -474,7 +476,7 @@ def _has_segments(env: Env, path: str) -> bool:
 
 def _make_and_lock(env: Env, namespace: str, path: str, tries: int) -> int:
     for _ in range(PATIENT):
-        # Another server or a purge removed the folder at this moment.
+        # FileNotFoundError: another server or a purge is removing the folder.
         with contextlib.suppress(FileNotFoundError):
             _make_folder(env, namespace)
             _make_folder(env, path)
@@ -519,14 +521,12 @@ def _settle_config(env: Env, namespace: str, identity: Identity) -> None:
     except FileNotFoundError:
         if not env.exists(path):
             raise
-        # Another server was faster, and a third one has swept the draft away.
+        # Another server created it first, and a third one has removed the temporary file.
         _settle_config(env, namespace, identity)
 
 
 def _sweep(env: Env, namespace: str) -> None:
-    """Removes drafts of servers that were killed while they wrote. Who is writing one now looks
-    again.
-    """
+    """Removes temporary files of killed servers. A server that is writing one now retries."""
     with contextlib.suppress(OSError):
         for name in filter(_DRAFT.match, env.list(namespace)):
             with contextlib.suppress(OSError):
@@ -540,8 +540,8 @@ def _sign(env: Env, fd: int) -> None:
 
 
 def _owner(env: Env, lock: str) -> str:
-    """The signature in a lock, if its process lives. A process that has ended leaves its signature
-    until the next owner's.
+    """The owner's process id from the lock file, if that process exists. The id of a process that
+    has ended stays there until the next owner.
     """
     with contextlib.suppress(OSError, ValueError):
         pid = int(read_file(env, lock, _MOST_LOCK_BYTES))
@@ -551,8 +551,8 @@ def _owner(env: Env, lock: str) -> str:
 
 
 def _has_only_this_user(group: int) -> bool:
-    """Whether a group is the one that some systems make for each user. Then only this user may
-    write what the group may.
+    """Whether this is the private group that some systems create for each user, so that group
+    access is this user's alone.
     """
     try:
         name, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)

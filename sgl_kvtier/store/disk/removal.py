@@ -1,8 +1,7 @@
-"""Removing an identity's folder that no process has open. It is checked first, and removed only if
-everything in it is the store's.
+"""Removes the folder of an identity that no process has open. It is checked first, and removed only
+if everything in it is the store's.
 
-A folder counts as a store's by its content, not by its name. One that holds anything else stays as
-it is, whole.
+A folder is recognized by its content, not by its name. If it holds anything else, all of it stays.
 """
 
 from __future__ import annotations
@@ -42,23 +41,23 @@ _NAMESPACE_FILE = re.compile(
 
 
 def remove_namespace(env: Env, namespace: str, tries: int = 1) -> int:
-    """Removes an identity's folder. Returns the bytes freed: 0 when it is in use, or another
-    process has removed it or is about to.
+    """Removes an identity's folder. Returns the bytes freed: 0 if it is in use, or another process
+    has removed it or is removing it.
 
-    Raises StoreError, with nothing removed, where the folder holds something that no store made or
-    is another user's. May raise OSError.
+    Raises StoreError, with nothing removed, if the folder holds something that no store made or
+    belongs to another user. May raise OSError.
     """
     locks: dict[str, int] = {}
     try:
         keep_apart(env, os.path.dirname(namespace))
-        # A cheap check first: a server that needs room calls often, and a folder stays in use for
-        # long.
+        # A cheap check first: a server that needs space calls this often, and a folder in use stays
+        # in use for long.
         with contextlib.suppress(PermissionError):
             if any(is_open(env, rank) for rank in list_ranks(env, namespace)):
                 return 0
         for rank in look_through(env, namespace):
             locks[rank] = lock_folder(env, rank, tries)
-        # Once more: now no other process changes it.
+        # Checked again: with the locks held no other process changes it.
         ranks = look_through(env, namespace)
         if ranks.keys() != locks.keys():
             return 0
@@ -67,7 +66,7 @@ def remove_namespace(env: Env, namespace: str, tries: int = 1) -> int:
             for name in names:
                 if name != LOCK:
                     env.unlink(os.path.join(rank, name))
-        # Locks last: until then no other process can open a folder that is half removed.
+        # Locks last, so that no process opens a folder that is half removed.
         for rank in ranks:
             env.unlink(os.path.join(rank, LOCK))
             env.remove_directory(rank)
@@ -81,8 +80,8 @@ def remove_namespace(env: Env, namespace: str, tries: int = 1) -> int:
 
 
 def others_by_age(env: Env, own: str, *, says: bool = True) -> list[tuple[str, int]]:
-    """(folder, bytes) of the other identities below the same root that are this user's, the one
-    opened longest ago first. The log says which folders do not count, unless `says` is off.
+    """(folder, bytes) of the other identities below the same root that belong to this user, the one
+    opened longest ago first. Ignored folders are logged, unless `says` is off.
     """
     found = []
     for path in list_namespaces(env, os.path.dirname(own)):
@@ -102,7 +101,7 @@ def others_by_age(env: Env, own: str, *, says: bool = True) -> list[tuple[str, i
 
 
 def check_namespace(env: Env, namespace: str) -> None:
-    """Raises StoreError unless a folder is an identity's and this user's alone, or OSError."""
+    """Raises StoreError unless a folder is an identity's and private to this user, or OSError."""
     try:
         check_private(namespace, env.status(namespace))
     except NotOursError as error:
@@ -111,7 +110,7 @@ def check_namespace(env: Env, namespace: str) -> None:
 
 
 def look_through(env: Env, namespace: str) -> dict[str, list[str]]:
-    """The files of each rank, by its folder. Raises StoreError for foreign ones, or OSError."""
+    """The file names of each rank's folder. Raises StoreError for foreign files, or OSError."""
     check_root(os.path.dirname(namespace))
     check_namespace(env, namespace)
     ranks = {}
@@ -149,13 +148,11 @@ def _check_file(env: Env, path: str, named_as_ours: bool) -> None:
 
 
 def _remove_config(env: Env, namespace: str) -> None:
-    """Removes the rest of a folder whose ranks are gone, unless a server or another rank has put
-    something there meanwhile.
-    """
+    """Removes a folder without ranks, unless a server or rank has added something meanwhile."""
     names = env.list(namespace)
     if not all(map(_NAMESPACE_FILE.match, names)):
         return
-    # Last: until then the folder can be recognized by it.
+    # config.json last: the folder is recognized by it.
     for name in sorted(names, key=lambda name: name == CONFIG):
         env.unlink(os.path.join(namespace, name))
     env.remove_directory(namespace)

@@ -1,4 +1,4 @@
-"""One pre-allocated file of equal slots: made, opened again, closed, discarded."""
+"""A segment: one pre-allocated file of equal slots. Creates, opens, closes and discards it."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from sgl_kvtier.store.disk.format import (
 
 PROBE = "probe"
 MOST_SEGMENT_NUMBER = 1 << 20
-"""Tables by segment number stay small: after this number the free ones are used again from the
-start.
-"""
+"""Largest segment number; tables are indexed by it. After it, free numbers are reused from 1."""
 NUMBER_MASK = (1 << 21) - 1
-"""The bits of a segment's number on disk; those above tell whose folder it is in."""
+"""The bits of a segment's number on disk. In memory, higher bits hold a sibling's folder number."""
 _PREFIX = "seg-"
 _SHARE_OF_SIBLINGS = 0.75
-"""Of the descriptors that segments may take: an owner can always make some of its own."""
+"""Fraction of the segments' descriptors that siblings' segments may use, so that an owner can
+always open some of its own.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectIO:
-    """How files are opened for page I/O. `alignment` is what O_DIRECT demands of addresses and
-    lengths, in bytes; 1 = page cache.
+    """How files are opened for page I/O. `alignment`: what O_DIRECT requires of addresses and
+    lengths, in bytes; 1 for the page cache.
     """
 
     flags: int
     alignment: int
 
     def opened(self, env: Env, fd: int) -> int:
-        """The descriptor of a file that was opened with these flags, prepared for page I/O."""
+        """Prepares the descriptor of a file that was opened with these flags for page I/O."""
         if not self.flags:
             env.read_exactly(fd)
         return fd
 
     def fits(self, buffers: list[memoryview]) -> bool:
-        """Whether the device may write into or read from this memory itself."""
+        """Whether direct I/O can use this memory without a copy."""
         if self.alignment == 1:
             return True
         return all((address(buffer) | len(buffer)) % self.alignment == 0 for buffer in buffers)
@@ -93,7 +93,7 @@ def segment_number(name: str) -> int | None:
 def create_segment(
     env: Env, folder: str, number: int, slot_bytes: int, slots: int, identity: bytes, io: DirectIO
 ) -> Segment:
-    """A new file with its disk space reserved. Raises OSError and leaves nothing behind."""
+    """Creates a segment file and reserves its disk space. On OSError nothing is left behind."""
     path = os.path.join(folder, segment_name(number))
     fd = io.opened(env, env.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | io.flags))
     segment = Segment(number, slot_bytes, slots, path, fd)
@@ -111,7 +111,7 @@ def create_segment(
 
 
 class NotASegmentError(OSError):
-    """A file with a segment's name and other content. Its owner is unknown."""
+    """A file with a segment's name but other content. Its origin is unknown."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.EINVAL, "holds something else than a segment: move it away", path)
@@ -120,8 +120,7 @@ class NotASegmentError(OSError):
 def open_segment(
     env: Env, folder: str, number: int, identity: bytes, io: DirectIO
 ) -> Segment | None:
-    """A segment that an earlier run made; None where that run made a segment that holds no page of
-    this identity.
+    """Opens an existing segment; None if it is one, but damaged or of another identity.
 
     Raises NotASegmentError for any other content, and OSError.
     """
@@ -142,8 +141,8 @@ def open_segment(
 
 
 def open_to_read(env: Env, folder: str, number: int, identity: bytes, io: DirectIO) -> Segment:
-    """A segment in another owner's folder. Raises OSError, NotASegmentError also where its head is
-    not there yet.
+    """Opens a segment in another owner's folder for reading. Raises OSError, and NotASegmentError
+    also if its head is not written yet.
     """
     path = os.path.join(folder, segment_name(number))
     fd = io.opened(env, env.open_to_read(path, io.flags))
@@ -164,13 +163,13 @@ def _check_enough_left(env: Env, fd: int, path: str, share: float = 1.0) -> None
 
 
 def named_apart(segment: Segment, folder: int) -> Segment:
-    """The same segment with the number of its folder (from 1 on) above its own number."""
+    """Puts the number of the segment's folder (from 1 on) into the high bits of its own number."""
     segment.number |= folder << NUMBER_MASK.bit_length()
     return segment
 
 
 def is_segment(env: Env, path: str) -> bool:
-    """Whether a file holds a segment, of whatever identity. Raises OSError."""
+    """Whether a file holds a segment of any identity. Raises OSError."""
     fd = env.open(path, os.O_RDONLY)
     try:
         return may_begin_a_segment(_beginning(env, fd, 2))
@@ -179,12 +178,12 @@ def is_segment(env: Env, path: str) -> bool:
 
 
 def spoil_segment(env: Env, segment: Segment) -> None:
-    """Overwrites the head of a file that cannot be removed: no segment then. Raises OSError."""
+    """Invalidates the head of a segment that cannot be removed. Raises OSError."""
     write_fully(env, segment.fd, [_aligned(spoiled_segment_head())], 0)
 
 
 def probe_direct_io(env: Env, folder: str, setting: str) -> DirectIO:
-    """Tests O_DIRECT in this folder. Raises OSError where it is `on` and does not work."""
+    """Tests O_DIRECT in this folder. Raises OSError if it is `on` and does not work."""
     if setting == "off":
         return BUFFERED
     path = os.path.join(folder, PROBE)
@@ -215,7 +214,7 @@ def _direct_alignment(env: Env, path: str) -> int:
 
 
 def _beginning(env: Env, fd: int, blocks: int) -> bytes:
-    """Up to `blocks` blocks of a file's start: a segment's head, its first slot's header."""
+    """The first `blocks` blocks of a file, fewer if it is shorter."""
     buffer = _aligned(bytes(blocks * BLOCK))
     return bytes(buffer[: read_fully(env, fd, [buffer], 0)])
 

@@ -1,5 +1,5 @@
-"""Whether a page could be written below a folder now, and if not, why: one sentence for the log,
-the start of a server and `kvtier doctor`.
+"""Whether a page could be written below a folder now. If not, the reason in one sentence, for the
+log, the start of a server and `kvtier doctor`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from sgl_kvtier.store.disk.format import BLOCK, slot_bytes
 from sgl_kvtier.store.disk.index_log import INDEX_BYTES_PER_SLOT
 
 _INDEX_FIXED_BYTES = 128 << 10
-"""Bytes left for the index log's head, its slack, and the small files beside it (an eighth of the
-capacity where that is less).
+"""Bytes reserved for the index log's head, its slack, and the small files next to it, but at most
+an eighth of the capacity.
 """
 
 
@@ -23,23 +23,23 @@ class NoRoom(NamedTuple):
     """Why no page can be written."""
 
     why: str
-    """One sentence without a full stop: the free and the needed bytes, and what to change."""
+    """One sentence without a full stop: the free and the required bytes, and what to change."""
     lasting: bool
-    """Whether it stays so when files of other programs are removed."""
+    """Whether the reason remains if other programs remove their files."""
 
 
 def fixed_bytes(share_bytes: int) -> int:
-    """Bytes of a share of the capacity that a folder's small files may take."""
+    """Bytes that a folder's small files may take out of its share of the capacity."""
     return min(_INDEX_FIXED_BYTES, share_bytes // 8)
 
 
 def no_room(
     env: Env, folder: str, config: StoreConfig, *, ranks: int = 1, page_bytes: int = 1
 ) -> NoRoom | None:
-    """Why no page of `page_bytes` could be written below `folder` now; None where one could be.
+    """Why no page of `page_bytes` could be written below `folder` now; None if one could be.
 
-    Looks only. A folder that is not there yet is judged by its nearest parent that is. Where the
-    filesystem cannot be asked, the answer is None: opening the store says what is wrong with it.
+    Changes nothing. If the folder does not exist, its nearest existing parent is checked. None also
+    if the filesystem cannot be queried: opening the store then reports the error.
     """
     share = config.capacity_bytes // ranks
     needed = BLOCK + slot_bytes(page_bytes)
@@ -94,7 +94,7 @@ def _no_room_on(env: Env, there: str, config: StoreConfig, needed: int) -> NoRoo
 
 
 def _nearest(env: Env, folder: str) -> str:
-    """The folder, or its nearest parent that is there."""
+    """The folder, or its nearest existing parent."""
     path = os.path.abspath(folder)
     while not env.exists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)

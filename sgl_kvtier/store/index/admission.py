@@ -1,6 +1,4 @@
-"""Which new pages are worth a write: all, or those offered a second time. Flash wears by bytes
-written.
-"""
+"""The admission filter: all new pages are written, or only those put twice (flash wears)."""
 
 from __future__ import annotations
 
@@ -10,17 +8,15 @@ from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.types import PageKey
 
 _REMEMBERED = 1 << 17
-"""Pages per generation; two generations are kept. A page is remembered by 8 bytes of its key and
-its pool.
-"""
+"""Pages per generation; two are remembered. A page takes 8 bytes of its key, and its pool."""
 
 
 class SecondHit:
-    """Admits a page when it is offered for the second time. The core's lock guards it.
+    """Admits a page the second time it is put. The core's lock guards it.
 
-    Memory is bounded: the pages of the last one to two generations of first offers are remembered,
-    older ones forgotten. Two keys of a pool that share 8 bytes admit each other, which costs a
-    write and nothing else.
+    Memory is bounded: it remembers one to two generations of first puts and forgets older ones. Two
+    keys of a pool with the same first 8 bytes admit each other, which costs one extra write and
+    nothing else.
     """
 
     def __init__(self, remembered: int = _REMEMBERED) -> None:
@@ -29,9 +25,7 @@ class SecondHit:
         self._old: set[bytes] = set()
 
     def admit(self, pages: Iterable[tuple[PageKey, str]]) -> list[bool]:
-        """Whether each page, none of which is in the store, should be written now. `pages`: key and
-        pool.
-        """
+        """Whether each page, key and pool, should be written now. None of them is in the store."""
         return [self._admit_one(key[:8] + pool.encode()) for key, pool in pages]
 
     def _admit_one(self, short: bytes) -> bool:
@@ -44,5 +38,5 @@ class SecondHit:
 
 
 def admission_of(config: StoreConfig) -> SecondHit | None:
-    """The filter that the settings name; None when every page is written."""
+    """The filter that the settings name; None if every page is written."""
     return SecondHit() if config.admission == "second-hit" else None

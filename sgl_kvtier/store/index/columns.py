@@ -42,8 +42,8 @@ class Columns:
 
 
 def columns_of(pages: Sequence[PageRead] | Sequence[PageWrite]) -> Columns:
-    """Raises ValueError for keys that are not 32 bytes and for memory that is not contiguous, and
-    TypeError for what are no pages.
+    """The columns of a batch. Raises ValueError for keys that are not 32 bytes and for memory that
+    is not contiguous, and TypeError for anything but pages.
     """
     try:
         return _columns_of(pages)

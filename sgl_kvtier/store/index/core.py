@@ -1,4 +1,4 @@
-"""What the parts of one open store share: settings, lock, slot table, counters."""
+"""State that the parts of an open store share: settings, lock, slot table, counters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ADVICE = {
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since the store was opened. Changed under the lock, read without."""
+    """Counts since the store was opened. Written under the lock, read without it."""
 
     pages_read: int = 0
     bytes_read: int = 0
@@ -55,12 +55,12 @@ class Counters:
 
 
 def advice(error: OSError) -> str:
-    """What an error of the operating system means here and what to do."""
+    """What an error of the operating system means for the store and what to do."""
     return _ADVICE.get(error.errno or 0, os.strerror(error.errno or 0))
 
 
 class Complaints:
-    """One warning per kind of trouble, with what to do; the counters say how often."""
+    """Logs one warning per kind of error, with what to do; counters say how often it happened."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -80,7 +80,7 @@ class Complaints:
         )
 
     def unexpected(self, doing: str, error: Exception) -> None:
-        """An exception that is no answer of the operating system: once per kind, with where."""
+        """Logs an exception other than OSError, once per kind, with its traceback."""
         kind = (f"{doing}: {type(error).__name__}", 0)
         if kind in self._said:
             return
@@ -94,9 +94,7 @@ class Complaints:
         )
 
     def about_room(self, why: str, *, kept: bool) -> None:
-        """That no new page finds room, once until `room_again`. `kept`: new pages take the place
-        of older ones.
-        """
+        """Logs a lack of space, once until `room_again`. `kept`: new pages replace older ones."""
         if self._no_room:
             return
         self._no_room = True
@@ -110,14 +108,14 @@ class Complaints:
         )
 
     def room_again(self) -> None:
-        """A page found new room: the next time that none does is said again."""
+        """New space was found: the next time that there is none is logged again."""
         self._no_room = False
 
 
 @dataclass(slots=True)
 class Core:
-    """The shared part of an open store. `lock` guards the table, the room's books, the counters and
-    the sequence; no I/O under it.
+    """The shared state of an open store. `lock` guards the table, the space accounting, the
+    counters and the sequence number; no I/O is done under it.
 
     `log`'s own lock is taken before `lock`, never inside it.
     """
@@ -130,26 +128,29 @@ class Core:
     log: IndexLog
     complaints: Complaints
     check_owner: Callable[[], None] = lambda: None
-    """Raises OSError (ESTALE) once the folder is no longer this process's: it stays untouched."""
+    """Raises OSError (ESTALE) once the folder, which must then not change, is not this process's.
+    """
     table: SlotTable = field(default_factory=SlotTable)
     counters: Counters = field(default_factory=Counters)
     lock: threading.Condition = field(default_factory=threading.Condition)
     sequence: int = 0
     stamps: bool = False
-    """Sequence numbers follow the clock, so that those of several folders can be compared."""
+    """Whether sequence numbers follow the clock, which makes those of several folders comparable.
+    """
     closing: bool = False
-    """Set once, under the lock: from then on nothing is claimed, doomed or made."""
+    """Set once, under the lock. From then on no slot is allocated or dropped, no segment created.
+    """
 
     def failed_once(self, doing: str, error: Exception) -> None:
-        """Counts an exception that nobody expected, of a thread or step that goes on without it.
-        Each kind is logged once, with its traceback.
+        """Counts and logs an unexpected exception in a thread or step that continues. Each kind is
+        logged once, with its traceback.
         """
         with self.lock:
             self.counters.follow_failures += 1
         self.complaints.unexpected(doing, error)
 
     def next_sequence(self, count: int) -> int:
-        """The first of `count` sequence numbers never used before. Under the lock."""
+        """Locked. The first of `count` sequence numbers that were never used before."""
         if self.stamps:
             self.sequence = max(self.sequence, self.env.wall_ns())
         first = self.sequence + 1

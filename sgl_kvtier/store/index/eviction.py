@@ -1,6 +1,4 @@
-"""Which page is evicted: of those that nobody asked to keep the one used longest ago, or a whole
-segment of another slot size.
-"""
+"""Eviction: the least recently used page that nobody retains, or a segment of another slot size."""
 
 from __future__ import annotations
 
@@ -14,28 +12,28 @@ from sgl_kvtier.store.index.retention import Retention
 from sgl_kvtier.store.index.slots import Rows, SlotTable, State
 
 _SHARE = 64
-"""One refill sorts out 1/64 of the pages, so that its cost is spread over as many evictions."""
+"""A refill finds at least 1/64 of the pages, so that its cost is spread over as many evictions."""
 _AT_LEAST = 256
 
 
 class LeastRecentlyUsed:
-    """Victims among the segments of one slot size, in the order of last use, retained pages after
-    all others. The engine's lock guards it.
+    """LRU victims among the segments of one slot size; retained pages come after all others. The
+    core's lock guards it.
 
-    The oldest few rows are found at once and kept in order. A row used since then is skipped: every
-    row used or written after the refill is younger than all of them. So is one that is retained;
-    once it is not any more, a later refill finds it.
+    A refill finds the oldest rows at once and queues them in order. A queued row that was used or
+    retained since then is skipped: all queued rows are older than any row used or written after the
+    refill. Once a skipped row is no longer retained, a later refill finds it.
     """
 
     def __init__(self, table: SlotTable, retention: Retention, group: int | None = None) -> None:
-        """`group`: only pages of these tenants (`SlotTable.group`); None: all."""
+        """`group`: evict only pages of this group of tenants (`SlotTable.group`); None: of all."""
         self._table = table
         self._retention = retention
         self._group = group
         self._queue: deque[tuple[int, int]] = deque()
 
     def victims(self, count: int, segments: Iterable[Segment]) -> Rows:
-        """Up to `count` unpinned live rows, oldest first. Fewer only when there are no more."""
+        """Up to `count` unpinned live rows, oldest first. Fewer only if there are no more."""
         table, retention = self._table, self._retention
         chosen: list[int] = []
         refilled = False
@@ -50,7 +48,7 @@ class LeastRecentlyUsed:
                 refilled = True
                 continue
             row, used = self._queue.popleft()
-            # A use has a moment of its own: a row that has another page by now has another one.
+            # Every use has its own timestamp: if the row holds another page by now, it differs.
             same = table.used[row] == used
             if table.state[row] != State.LIVE or table.pins[row] or not same:
                 continue
@@ -59,7 +57,7 @@ class LeastRecentlyUsed:
         return np.array(chosen, np.int64)
 
     def oldest(self, segments: Iterable[Segment]) -> int | None:
-        """Last use of the first victim, on the table's own clock; None when there is none."""
+        """Last use of the first victim, on the table's own clock; None if there is none."""
         rows = self.victims(1, segments)
         if not len(rows):
             return None
@@ -90,14 +88,14 @@ class LeastRecentlyUsed:
         return rows
 
     def _oldest_first(self, rows: Rows) -> Rows:
-        # Among pages of one batch the lower slot goes first, so that neighbours are freed together
-        # and written together.
+        # Pages of one batch have the same timestamp. Their lower slots go first, so that neighbours
+        # are freed and later written together.
         ordered: Rows = rows[np.lexsort((rows, self._table.used[rows]))]
         return ordered
 
 
 def coldest_segment(table: SlotTable, segments: Iterable[Segment]) -> tuple[Segment, int] | None:
-    """(segment, last use) of the segment unused for longest that has no I/O."""
+    """(segment, last use) of the least recently used segment without I/O in flight."""
     best: tuple[Segment, int] | None = None
     for segment in segments:
         rows = slice(segment.base, segment.base + segment.slots)

@@ -1,4 +1,4 @@
-"""The row of a key: open addressing in two numpy arrays, 10 bytes a page, in whole batches."""
+"""A hash table from key to row: open addressing in a numpy array, 8 to 24 bytes per page."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ Rows = NDArray[np.int64]
 
 
 class HashTable:
-    """Maps (key, pool) to a row of the arrays it was given. Not thread-safe: the slot table's lock
-    guards it.
+    """Maps (key, pool) to a row of the caller's arrays. Not thread-safe: the core's lock guards it.
 
-    Keys are four 64-bit words. The full key is compared, so a lookup is exact.
+    A key is four 64-bit words. The full key is compared, so a lookup is exact.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class HashTable:
         keys: NDArray[np.uint64],
         pools: NDArray[np.uint16],
     ) -> Rows:
-        """The row of each wanted key, EMPTY where there is none."""
+        """The row of each wanted key, EMPTY if it is not in the table."""
         rows = np.full(len(wanted), EMPTY, np.int64)
         if not self._live:
             return rows
@@ -74,14 +73,14 @@ class HashTable:
         return rows
 
     def insert(self, rows: Rows, keys: NDArray[np.uint64], pools: NDArray[np.uint16]) -> None:
-        """Adds rows whose keys are not in the table and differ from each other."""
+        """Adds rows, whose keys must be new and distinct."""
         if (self._live + self._gone + len(rows)) * 2 > len(self._buckets):
             self._rebuild(len(rows), keys, pools)
         self._place(np.asarray(rows, np.int64), keys, pools)
         self._live += len(rows)
 
     def remove(self, rows: Rows, keys: NDArray[np.uint64], pools: NDArray[np.uint16]) -> None:
-        """Takes out rows that are in the table."""
+        """Removes rows that are in the table."""
         mask = len(self._buckets) - 1
         at = key_hash(keys[rows], pools[rows]) & mask
         open_ = np.arange(len(rows))
@@ -101,8 +100,8 @@ class HashTable:
         at = key_hash(keys[rows], pools[rows]) & mask
         while len(rows):
             free = self._buckets[at] == EMPTY
-            # Of several rows that hash to one bucket the last one written stays; the others move on
-            # to the next.
+            # If several rows hash to one bucket, the last one written stays; the others try the
+            # next.
             self._buckets[at[free]] = rows[free]
             rest = self._buckets[at] != rows
             rows = rows[rest]

@@ -1,4 +1,4 @@
-"""Where the pages of a read or write lie and what their slots must say, as columns."""
+"""Where the pages of a read or write are on disk, and the headers of their slots, as columns."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sgl_kvtier.store.index.slots import EMPTY, Rows
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """One entry per page, with row EMPTY where there is no such page. Rows found are pinned until
-    they are read, or claimed until they are written.
+    """One entry per page; its row is EMPTY if there is no such page. Rows stay pinned until they
+    are read, or allocated until they are written.
     """
 
     identity: bytes
@@ -28,11 +28,11 @@ class Located:
     slots: Rows
     segment: NDArray[np.uint32]
     segments: dict[int, Segment]
-    """The segments these pages are in, by number (in siblings' folders: `segment.named_apart`)."""
+    """The segments of these pages by number (in siblings' folders: `segment.named_apart`)."""
 
     @classmethod
     def nothing(cls, identity: bytes, count: int) -> Located:
-        """`count` entries, none of which is there."""
+        """`count` entries without a page."""
         none = np.zeros(count, np.int64)
         return cls(
             identity,
@@ -54,7 +54,7 @@ class Located:
 
     @classmethod
     def join(cls, some: Sequence[Located]) -> Located:
-        """All entries of several that have one identity, in the given order."""
+        """The entries of several, in the given order. All must have the same identity."""
         if len(some) == 1:
             return some[0]
         columns = {
@@ -91,7 +91,7 @@ class Located:
         return records
 
     def head(self, index: int) -> SlotHead:
-        """What the slot of a page that was found must say."""
+        """The header that the slot of a page must have. The page must have been found."""
         return SlotHead(
             self.identity,
             self.keys[index].tobytes(),
@@ -103,7 +103,7 @@ class Located:
         )
 
     def heads(self) -> np.ndarray:
-        """The same for all pages at once; meaningless where a page was not found."""
+        """`head` for all pages at once; meaningless for pages that were not found."""
         return heads_of(
             self.identity,
             self.keys,

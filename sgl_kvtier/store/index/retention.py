@@ -1,4 +1,4 @@
-"""Pages that clients asked to keep until a moment: others are evicted before them."""
+"""Pages that clients asked to keep for a time: others are evicted first."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sgl_kvtier.types import PageKey
 
 
 class Retention:
-    """Which pages are kept, for whom and until when. A page may be kept before it is written, and
-    by several owners. Not kept over a restart. The engine's lock guards every call.
+    """Which pages are retained, for whom and until when. A page may be retained before it is
+    written, and by several owners. A restart forgets it. The core's lock guards every call.
     """
 
     def __init__(self, table: SlotTable, now: Callable[[], float]) -> None:
-        """`now`: seconds of a clock that never goes back."""
+        """`now`: seconds of a monotonic clock."""
         self._table = table
         self._now = now
         self._owners: dict[str, tuple[float, tuple[PageKey, ...], int]] = {}
@@ -31,21 +31,21 @@ class Retention:
         return key in self._kept
 
     def __len__(self) -> int:
-        """How many pages are kept."""
+        """Number of retained pages."""
         self._expire()
         return len(self._kept)
 
     def retain(self, owner: str, keys: Sequence[PageKey], seconds: float, most_bytes: int) -> int:
-        """Keeps the first of these pages for `seconds` from now, as many as fit with those of other
-        owners into `most_bytes` of pages; returns how many. They take the place of what was kept
-        for this owner so far: with 0 seconds nothing is.
+        """Retains these pages for `seconds` from now: the first ones, as many as fit into
+        `most_bytes` together with the pages of other owners. Returns how many. Replaces what was
+        retained for this owner; 0 seconds retain nothing.
         """
         self._expire()
         self._give_up(owner)
         if seconds <= 0 or not keys:
             return 0
         for name, (until, kept, nbytes) in self._owners.items():
-            if not nbytes:  # retained in a store that had no page yet
+            if not nbytes:  # retained while the store had no page to estimate from
                 self._owners[name] = (until, kept, int(self._bytes_of(kept).sum()))
         room = most_bytes - sum(nbytes for _, _, nbytes in self._owners.values())
         sums = np.cumsum(self._bytes_of(keys))
@@ -58,12 +58,12 @@ class Retention:
         return count
 
     def clear(self) -> None:
-        """Keeps nothing any more."""
+        """Ends every retention."""
         for owner in list(self._owners):
             self._give_up(owner)
 
     def rows(self) -> Rows:
-        """The rows of the kept pages that are there."""
+        """The rows of the retained pages that are in the table."""
         self._expire()
         keys = list(self._kept)
         found = [] if not keys else [self._table.find(keys, pool) for pool in self._table.pools]
@@ -72,8 +72,8 @@ class Retention:
         return kept
 
     def _bytes_of(self, keys: Sequence[PageKey]) -> Rows:
-        """Payload bytes of each page in all its pools; of one that is not there, those of the
-        largest that is.
+        """Payload bytes of each page in all its pools. A page that is not there counts as much as
+        the largest page that is.
         """
         table = self._table
         sums = np.zeros(len(keys), np.int64)

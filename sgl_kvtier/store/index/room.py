@@ -1,4 +1,4 @@
-"""Where a new page may go: free slots, new segments within the budget, slots of evicted pages."""
+"""Space for new pages: free slots, new segments within the budget, slots of evicted pages."""
 
 from __future__ import annotations
 
@@ -38,30 +38,31 @@ from sgl_kvtier.tenants import parse_tenants
 logger = logging.getLogger(__name__)
 
 _MOST_SEGMENTS = 512
-"""Open files a store may need; a larger capacity gets larger segments."""
+"""Number of segments, and so of open files, to aim for; a larger capacity gets larger segments."""
 _FEWEST_SEGMENTS = 8
-"""A small capacity gets smaller segments, so that two slot sizes can live side by side."""
+"""A small capacity gets smaller segments, so that two slot sizes can exist side by side."""
 _NAMES_TRIED = 10_000
 _AGAIN_S = 1.0
-"""Seconds until a full owner looks again at what other identities take."""
+"""Seconds until a full owner measures again what other identities take."""
 
 
 class Siblings(Protocol):
     """The other owners of folders with the same pages. The caller holds `Room.changing`."""
 
     def measure(self) -> None:
-        """Brings `Room.held_by_siblings` up to this moment. Does I/O; never raises OSError."""
+        """Updates `Room.held_by_siblings`. Does I/O; never raises OSError."""
 
     def make_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` were freed in a folder without an owner. Where there is none, the
-        owners that hold more than their part learn that this one wants room. Never raises OSError.
+        """Tries to find `nbytes` for a segment of an owner that holds less than its part. True if a
+        segment in a folder without an owner was removed. Otherwise it asks the owners that hold
+        more than their part to give segments back. Never raises OSError.
         """
 
 
 class Room:
-    """The segments of one open store and the bytes they may take.
+    """The segments of one open store, and the space they may take.
 
-    Methods marked "locked" are called with the core's lock held and do no I/O; the others take it
+    "Locked" methods are called with the core's lock held and do no I/O; the others take it
     themselves.
     """
 
@@ -70,28 +71,28 @@ class Room:
         self._namespace = namespace
         self._ranks = ranks
         self.changing = threading.Lock()
-        """Held while segments are made, removed or closed. Taken before log's and core's locks."""
+        """Held while segments are created, removed or closed. Taken before the log's and core's
+        locks.
+        """
         self._syncing = threading.Lock()
         self._free: dict[int, list[int]] = defaultdict(list)
         self._lru: dict[tuple[int, int | None], LeastRecentlyUsed] = {}
         self.retention = Retention(core.table, core.env.now)
-        """Pages that are evicted after all others. The core's lock guards it."""
+        """Pages that are evicted last. The core's lock guards it."""
         named = parse_tenants(core.config.tenants)
         self.shares = Shares(core.table, named, ranks) if named else None
-        """What tenants are sure of; None where none is named."""
+        """Guaranteed shares of tenants; None if no tenant is named."""
         self._next_number = 1
         self._stuck_bytes = 0
         self._aside: dict[int, int] = {}
         self.aside = np.zeros(0, RECORD)
-        """The pages in segments that could not be opened, as the log names them. The core's lock
-        guards it.
-        """
+        """Records of the pages in segments that could not be opened. The core's lock guards it."""
         self._others: list[tuple[str, int]] = []
         """The other identities' folders and their bytes, as last measured."""
         self._beside = 0
         """Bytes in this identity's other folders, as last measured."""
         self._kept = 0
-        """Bytes of these pages that other identities do not take while this store is open."""
+        """Bytes that other identities cannot take from these pages while this store is open."""
         self._measure_at = 0.0
         self._held_then = 0
         """`held_by_siblings` when the others were measured."""
@@ -100,15 +101,15 @@ class Room:
         self._said_why = False
         self.segments: dict[int, Segment] = {}
         self.theirs: dict[int, Segment] = {}
-        """Segments in siblings' folders, by the numbers that `named_apart` gives."""
+        """Open segments of siblings' folders, by the number that `named_apart` gives."""
         self.siblings: Siblings | None = None
         self.held_by_siblings = 0
         self.giving = False
-        """Holds more than its part while a sibling wants room: makes no segment."""
+        """Holds more than its part while a sibling wants space, and so creates no segment."""
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of all segments, and of those that could not be opened or removed."""
+        """Bytes of all segments, including those that could not be opened or removed."""
         open_bytes = sum(s.nbytes for s in list(self.segments.values()))
         return open_bytes + self.aside_bytes + self._stuck_bytes
 
@@ -119,15 +120,15 @@ class Room:
 
     @property
     def charged_bytes(self) -> int:
-        """`bytes_used`, and the bytes that the index log can grow to for their slots."""
+        """`bytes_used`, plus the bytes that the index log can grow to for their slots."""
         return self.bytes_used + INDEX_BYTES_PER_SLOT * sum(
             s.slots for s in list(self.segments.values())
         )
 
     @property
     def whole(self) -> int:
-        """Bytes that all owners of these pages may take: their share of the capacity less what
-        other identities take. What these owners held already when others grew stays theirs.
+        """Bytes that all owners of these pages may take: their share of the capacity that other
+        identities leave. Bytes they held before other identities grew stay theirs.
         """
         share = max(0, self._core.config.capacity_bytes - self._others_bytes) // self._ranks
         return max(self._kept, share - fixed_bytes(share))
@@ -139,20 +140,20 @@ class Room:
 
     @property
     def allowance(self) -> int:
-        """Bytes this owner may take: what siblings leave of the whole."""
+        """Bytes this owner may take: `whole` minus the bytes of siblings."""
         return self.whole - self.held_by_siblings
 
     @property
     def _limit(self) -> int:
-        """Bytes this owner may grow to: its allowance, and no more than all other folders leave of
-        the capacity.
-        """
+        """Bytes this owner may grow to: its allowance, and what all other folders leave."""
         elsewhere = self._others_bytes + self._beside
         left = self._core.config.capacity_bytes - elsewhere - self.fixed_bytes
         return min(self.allowance, max(0, left))
 
     def _fits_alone(self) -> bool:
-        """Whether the capacity would hold this rank's segments if there were no other identity."""
+        """Whether this rank's segments would fit its share of the capacity without other
+        identities.
+        """
         share = self._core.config.capacity_bytes // self._ranks
         return self.charged_bytes <= share - fixed_bytes(share)
 
@@ -162,14 +163,14 @@ class Room:
 
     @property
     def segment_target(self) -> int:
-        """Bytes that a new segment should have."""
+        """Target size of a new segment."""
         config = self._core.config
         share = config.capacity_bytes // self._ranks
         return min(max(config.segment_bytes, share // _MOST_SEGMENTS), share // _FEWEST_SEGMENTS)
 
     def no_room(self, page_bytes: int = 1) -> NoRoom | None:
-        """Why no segment for a page of `page_bytes` could be made now, even without the pages of
-        identities that no process has open; None where one could be.
+        """Why no segment for a page of `page_bytes` could be created now, even after removing
+        identities that no process has open; None if one could be.
         """
         core = self._core
         found = no_room(
@@ -184,7 +185,9 @@ class Room:
         return found
 
     def adopt(self, segments: list[Segment], aside: list[int]) -> None:
-        """Takes over segments found; files set aside only count. Before any other thread runs."""
+        """Registers the segments found at open. Those that could not be opened (`aside`) only count
+        towards the budget. Called before any other thread runs.
+        """
         for number in aside:
             self._next_number = max(self._next_number, number + 1)
             self._aside[number] = 0
@@ -197,8 +200,8 @@ class Room:
             self._next_number = max(self._next_number, segment.number + 1)
 
     def settle(self, highest_number: int) -> None:
-        """After the rows were filled: lists the free ones, and shrinks to the budget. Before any
-        other thread runs.
+        """Called after the rows were filled, before any other thread runs: lists the free rows and
+        removes segments beyond the budget.
         """
         self._next_number = max(self._next_number, highest_number + 1)
         for segment in self.segments.values():
@@ -222,7 +225,7 @@ class Room:
             )
 
     def release(self, rows: Rows) -> None:
-        """Locked. Makes free rows usable again; those of removed segments are skipped."""
+        """Locked. Returns free rows to the free lists, except those of removed segments."""
         for row in rows.tolist():
             segment = self.segments.get(int(self._core.table.segment[row]))
             if segment is not None:
@@ -231,15 +234,15 @@ class Room:
     def slots_of(
         self, rows: Rows, numbers: NDArray[np.uint32], which: NDArray[np.bool_]
     ) -> tuple[Rows, NDArray[np.uint32], dict[int, Segment]]:
-        """Locked. (slot of each row, its segment's number, those segments by number). Only the
-        `which` entries mean anything.
+        """Locked. (slot of each row, number of its segment, those segments by number). Only the
+        entries in `which` are meaningful.
         """
         known = numbers[which]
         if len(known) and (known == known[0]).all():
             segment = self._segment(int(known[0]))
             return rows - segment.base, numbers, {segment.number: segment}
-        # Not np.unique: it sorts, and sorting releases Python's lock, which costs 5 ms beside a
-        # busy thread.
+        # Not np.unique: sorting releases the GIL, and getting it back takes 5 ms next to a busy
+        # thread.
         segments = {n: self._segment(n) for n in set(known.tolist())}
         bases = np.array(
             [segments[n].base if n in segments else 0 for n in numbers.tolist()], np.int64
@@ -247,7 +250,7 @@ class Room:
         return rows - bases, numbers, segments
 
     def records(self, rows: Rows, kind: int) -> NDArray[np.void]:
-        """Locked. Records for the index log of what these rows hold or held last."""
+        """Locked. Index records of what these rows hold or held last."""
         table = self._core.table
         bases = np.zeros(max(self.segments, default=0) + 1, np.int64)
         for number, segment in self.segments.items():
@@ -263,12 +266,13 @@ class Room:
         return records
 
     def has_free(self, slot_bytes: int, count: int) -> bool:
-        """Locked. Whether `take` would find `count` slots without evicting anything."""
+        """Locked. Whether `take` would find `count` free slots without evicting."""
         return len(self._free[slot_bytes]) >= count
 
     def take(self, slot_bytes: int, count: int, tenant: int = 0) -> Rows:
-        """Locked. Up to `count` free rows for a tenant's pages, evicting the pages used longest ago
-        where needed, and as `shares` has it. Neighbours stay together.
+        """Locked. Allocates up to `count` rows for a tenant's pages. If too few are free, it evicts
+        pages: the least recently used ones, or as `shares` decides. The rows are sorted, so that
+        neighbours stay together.
         """
         free = self._free[slot_bytes]
         missing = count - len(free)
@@ -285,8 +289,8 @@ class Room:
         return np.sort(taken)
 
     def make(self, slot_bytes: int, count: int) -> None:
-        """Adds segments until `count` rows are free, as far as budget and disk allow. Does I/O;
-        never raises OSError.
+        """Adds segments until `count` rows are free, within budget and disk space. Does I/O; never
+        raises OSError.
         """
         with self.changing:
             while True:
@@ -298,9 +302,7 @@ class Room:
                     return
 
     def remove(self, segment: Segment) -> None:
-        """Deletes and closes a segment whose rows were removed under the lock. Does I/O; never
-        raises OSError.
-        """
+        """Deletes and closes a segment after `forget`. Does I/O; never raises OSError."""
         env = self._core.env
         try:
             self._core.check_owner()
@@ -309,7 +311,7 @@ class Room:
         except OSError as error:
             self._stuck_bytes += segment.nbytes
             self._core.complaints.about("removing a segment", error)
-            # With ESTALE another process owns the folder by now.
+            # After ESTALE the folder may belong to another process.
             if error.errno != errno.ESTALE:
                 self._disown(segment)
         # Another thread may be syncing the segment.
@@ -317,9 +319,7 @@ class Room:
             env.close(segment.fd)
 
     def _disown(self, segment: Segment) -> None:
-        """Marks a segment that stays on disk, so that its pages do not come back at the next
-        opening, whatever the log or its slots say.
-        """
+        """Marks a segment whose file cannot be removed, so that the next open ignores its pages."""
         try:
             spoil_segment(self._core.env, segment)
         except OSError:
@@ -333,7 +333,7 @@ class Room:
             self._core.log.append(dropped)
 
     def forget(self, segment: Segment) -> None:
-        """Locked. Drops a segment's rows and pages; `remove` has to follow outside the lock."""
+        """Locked. Drops a segment's rows and pages. `remove` must follow, without the lock."""
         self._core.table.remove_rows(segment.base, segment.slots)
         del self.segments[segment.number]
         span = range(segment.base, segment.base + segment.slots)
@@ -342,7 +342,7 @@ class Room:
         ]
 
     def give_back_idle(self) -> int:
-        """Deletes segments without I/O, and their pages; returns how many. Never raises OSError."""
+        """Deletes segments without I/O in flight; returns their pages. Never raises OSError."""
         with self.changing:
             idle = []
             with self._core.lock:
@@ -355,7 +355,8 @@ class Room:
             for segment in idle:
                 self.remove(segment)
             for number in [] if self._core.closing else list(self._aside):
-                # What cannot be removed has records that say its pages are gone.
+                # If the file cannot be removed, DROP records in the log say that its pages are
+                # gone.
                 with contextlib.suppress(OSError):
                     self._core.check_owner()
                     self._core.env.unlink(self._path(number))
@@ -369,14 +370,15 @@ class Room:
             self._core.env.close(segment.fd)
 
     def leave_to_parent(self) -> None:
-        """Closes all files in a forked child, where the locks' holders may not exist."""
+        """Closes all files in a forked child, where the threads that hold the locks are gone."""
         self.changing, self._syncing = threading.Lock(), threading.Lock()
         self.close()
         self.segments, self.theirs = {}, {}
 
     def sync(self) -> None:
         """Makes everything written so far survive a power loss. Raises OSError."""
-        # One at a time: what another thread is about to sync is not safe before it is done.
+        # One thread at a time: a segment that another thread is syncing is not safe before that has
+        # ended.
         with self._syncing:
             for segment in list(self.segments.values()):
                 if segment.dirty:
@@ -400,7 +402,7 @@ class Room:
             env.close(fd)
 
     def retire_coldest(self) -> bool:
-        """Deletes the segment unused for longest. The caller holds `changing`."""
+        """Deletes the least recently used segment. The caller holds `changing`."""
         return self._retire_coldest(None)
 
     def _path(self, number: int) -> str:
@@ -426,15 +428,15 @@ class Room:
         return len(victims)
 
     def _promised(self, at_least: int = 0) -> list[int]:
-        """Locked. Bytes of slots that are each group of tenants', in all the slots there are, or
-        `at_least` in so many bytes.
+        """Locked. Bytes of slots that each group of tenants is guaranteed, out of this store's
+        slots or of `at_least` bytes.
         """
         here = sum(segment.slots * segment.slot_bytes for segment in self.segments.values())
         shares = self.shares
         return [] if shares is None else shares.promised(self.whole, max(here, at_least))
 
     def holdings(self) -> list[Holding]:
-        """Locked. What the tenants of the settings hold; none where none is named."""
+        """Locked. What the tenants of the settings hold; empty if none is named."""
         promised = self._promised(self.allowance)
         return [] if self.shares is None else self.shares.holdings(promised)
 
@@ -456,7 +458,7 @@ class Room:
             return False
         self._said_why = False
         core.complaints.room_again()
-        # Another owner may have made one at the same time. At least one of both sees that.
+        # Another owner may have created one at the same time. At least one of the two sees that.
         self._measure()
         if self.charged_bytes + segment.nbytes > self._limit:
             self.remove(segment)
@@ -468,14 +470,14 @@ class Room:
         return True
 
     def _measure(self) -> None:
-        """Brings what siblings, other ranks and other identities take up to this moment. Does I/O;
-        never raises OSError. The caller holds `changing`.
+        """Measures what siblings, other ranks and other identities take. Does I/O; never raises
+        OSError. The caller holds `changing`.
         """
         core = self._core
         if self.siblings is not None:
             self.siblings.measure()
-        # Others find no more than what was free: nothing is to be given back because they grew.
-        # First, since other threads look at `whole` at any time.
+        # Before `_others` changes, because other threads read `whole` at any time. The other
+        # identities could take only what was free, so their growth takes nothing from this store.
         self._kept = min(self.whole, self.charged_bytes + self.held_by_siblings)
         self._others = others_by_age(core.env, self._namespace, says=False)
         beside = [path for path in list_ranks(core.env, self._namespace) if path != core.folder]
@@ -484,7 +486,7 @@ class Room:
         self._measure_at = core.env.now() + _AGAIN_S
 
     def _create(self, slot_bytes: int, slots: int) -> Segment:
-        """A segment under the next number whose name is free in the folder. Raises OSError."""
+        """Creates a segment under the next number whose file name is free. Raises OSError."""
         core = self._core
         for _ in range(_NAMES_TRIED):
             number = self._next_number if self._next_number <= MOST_SEGMENT_NUMBER else 1
@@ -498,7 +500,7 @@ class Room:
         raise OSError(errno.EEXIST, "every name of a segment is taken")
 
     def _slots_of_new(self, slot_bytes: int) -> int:
-        """Slots that the next segment of this size may have; 0 when there is no room for it."""
+        """Number of slots that the next segment of this size may have; 0 if there is no space."""
         if self.giving:
             return 0
         full = max(1, (self.segment_target - BLOCK) // slot_bytes)
@@ -507,15 +509,15 @@ class Room:
         slots = min(full, (self._limit - self.charged_bytes - BLOCK) // cost)
         if slots > 0:
             slots = min(slots, (self._spare_bytes(BLOCK + slot_bytes) - BLOCK) // slot_bytes)
-        # A remainder much smaller than a segment is not worth a file, unless pages of this size
-        # have no place at all.
+        # A file is not worth it for much less than a full segment, unless pages of this size have
+        # no slot at all.
         if slots < 1 or (slots < full // 8 and self._of_size(slot_bytes)):
             return 0
         return slots
 
     def _spare_bytes(self, wanted: int) -> int:
-        """Bytes that the filesystem has above `store.min_free_bytes`. Where they are fewer than
-        `wanted`, pages of other identities make room if they hold enough.
+        """Bytes that the filesystem has free above `store.min_free_bytes`. If they are fewer than
+        `wanted`, removes other identities, provided they hold enough.
         """
         core = self._core
         least = core.config.min_free_bytes
@@ -524,7 +526,7 @@ class Room:
             if spare >= wanted:
                 return spare
             if least == 0 and core.env.filesystem_bytes(core.folder) == 0:
-                return wanted + self.segment_target  # it does not say how much is free
+                return wanted + self.segment_target  # the filesystem does not report free space
             for path, nbytes in list(self._others):
                 if spare + self._others_bytes < wanted or spare >= wanted:
                     break
@@ -536,7 +538,7 @@ class Room:
             return 0
 
     def _complain(self, slot_bytes: int) -> None:
-        """Says once why pages of this size find no new room, unless an error said it."""
+        """Logs once why there is no new space for pages of this size, unless an error did."""
         if self._said_why:
             return
         kept = bool(self._of_size(slot_bytes))
@@ -554,8 +556,9 @@ class Room:
             )
 
     def _take_from_others(self, slot_bytes: int) -> bool:
-        """Discards the coldest segment of another slot size when all its pages are older than the
-        one that would be evicted.
+        """Asks siblings for space. Else removes the least recently used segment of another slot
+        size, if all its pages are older than the page that would be evicted. Returns whether it got
+        space.
         """
         if self.siblings is not None and self.siblings.make_room(self.segment_target):
             return True
@@ -572,8 +575,8 @@ class Room:
             candidates = [s for s in self.segments.values() if s.slot_bytes != keep_size]
             if self.shares is not None:
                 spared = list(self.shares.spared(candidates, self._promised()))
-                # Pages of this size have slots already: they do without more rather than take what
-                # a tenant was promised.
+                # If pages of this size have slots already, they get no more at the cost of another
+                # tenant's guarantee.
                 candidates = spared or ([] if older_than is not None else candidates)
             kept = set(self._core.table.segment[self.retention.rows()].tolist())
             others = [segment for segment in candidates if segment.number not in kept]
@@ -592,9 +595,7 @@ class Room:
         return True
 
     def _evict_others(self, wanted: int) -> None:
-        """Removes other identities that no process has open, the one opened longest ago first,
-        until `wanted` bytes fit.
-        """
+        """Removes identities that no process has open, oldest first, until `wanted` bytes fit."""
         for path, nbytes in list(self._others):
             if wanted <= self._limit:
                 return
@@ -607,7 +608,7 @@ class Room:
             if path not in self._left_alone:
                 freed = remove_namespace(env, path)
         except StoreError as error:
-            # Checking such a folder again and again would slow every put.
+            # Skipped from now on: checking this folder again would slow every put.
             self._left_alone.add(path)
             logger.warning(
                 "%s. This server needs the room, and tries again when it is started again", error

@@ -1,5 +1,5 @@
-"""What tenants are sure of: how many bytes of this store's slots are each one's, and whose page is
-evicted for whose.
+"""Guaranteed shares of tenants: how many bytes of this store's slots each is entitled to, and whose
+page is evicted for whose.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ from sgl_kvtier.store.index.slots import Rows, SlotTable, State
 from sgl_kvtier.tenants import OTHERS, Tenant
 
 Evict = Callable[[int, int], int]
-"""Evicts up to so many pages of a group, the one used longest ago first; returns how many."""
+"""Evicts up to the given number of a group's least recently used pages; returns how many."""
 
 
 class Holding(NamedTuple):
-    """What one tenant of the settings has, or all others together."""
+    """The slots and evictions of one tenant of the settings, or of all others together."""
 
     name: str
     nbytes: int
-    """Bytes of slots with its pages, here."""
+    """Bytes of this store's slots that hold its pages."""
     promised: int
-    """Bytes that nobody else's pages take from it, here."""
+    """Bytes of this store's slots that no other tenant's pages can take from it."""
     evicted: int
     """Its pages evicted since the store was opened."""
 
 
 class Shares:
-    """The promises to tenants in one store. The core's lock guards it.
+    """The guaranteed shares in one store. The core's lock guards it.
 
-    A promise is about all that the owners of the same pages may take (`Room.whole`). What a tenant
-    has in siblings' folders counts towards it. Where the rest of all promises is more than this
-    store's slots, each tenant has the same part of its own.
+    A guarantee refers to the bytes that all owners of the same pages may take (`Room.whole`). A
+    tenant's pages in siblings' folders count towards it. If the remaining guarantees exceed this
+    store's slots, all are scaled down in proportion.
     """
 
     def __init__(self, table: SlotTable, tenants: Sequence[Tenant], ranks: int) -> None:
-        """Before the table is filled. `ranks` stores share the capacity, as promised bytes."""
+        """Must be called before the table is filled. `ranks` stores share the capacity, and
+        guarantees given in bytes.
+        """
         self._table = table
         self._tenants = tenants
         self._ranks = ranks
@@ -46,8 +48,8 @@ class Shares:
         table.count_by([tenant.digest for tenant in tenants])
 
     def promised(self, whole: int, here: int) -> list[int]:
-        """Bytes of this store's slots that are each group's. `whole`: bytes that all owners may
-        take, `here`: bytes of all slots of this one.
+        """Bytes of this store's slots that each group is guaranteed. `whole`: bytes that all owners
+        may take; `here`: bytes of all slots of this store.
         """
         theirs = self._table.held[1].tolist()
         left = [0]
@@ -60,9 +62,10 @@ class Shares:
     def evict(
         self, group: int, count: int, free: int, nbytes: int, promised: list[int], evict: Evict
     ) -> None:
-        """Makes up to `count` slots of `nbytes` free for pages of a group that takes `free` ones
-        besides. Up to its promise it takes from those above theirs, the one furthest above first;
-        after that its own pages go. Nobody falls below a promise for another.
+        """Frees up to `count` slots of `nbytes` for a group that also takes `free` free ones. Up to
+        its guarantee it takes them from groups above theirs, the one furthest above first. Beyond
+        it, its own pages go first, then those of groups above theirs. No group falls below its
+        guarantee.
         """
         held = self._table.held[0]
         may = max(0, promised[group] - int(held[group]) - free * nbytes) // nbytes
@@ -79,7 +82,7 @@ class Shares:
                 got += freed
 
     def spared(self, segments: Sequence[Segment], promised: list[int]) -> Iterator[Segment]:
-        """The segments that can go without anybody's falling below a promise."""
+        """The segments whose removal leaves no group below its guarantee."""
         table, held = self._table, self._table.held[0]
         for segment in segments:
             rows: Rows = np.arange(segment.base, segment.base + segment.slots)
@@ -95,7 +98,7 @@ class Shares:
                 yield segment
 
     def gone(self, segment: Segment) -> None:
-        """Counts the pages of a segment that is about to go as evicted."""
+        """Counts the pages of a segment as evicted. Called before it is removed."""
         rows = slice(segment.base, segment.base + segment.slots)
         live = self._table.state[rows] == State.LIVE
         groups = self._table.group[self._table.tenant[rows][live]]
@@ -103,7 +106,7 @@ class Shares:
             self.evicted[group] += count
 
     def holdings(self, promised: list[int]) -> list[Holding]:
-        """One for each tenant of the settings, and one for all others."""
+        """One entry for all other tenants, then one for each tenant of the settings."""
         names = [OTHERS, *(tenant.name for tenant in self._tenants)]
         held = self._table.held[0].tolist()
         return [Holding(*one) for one in zip(names, held, promised, self.evicted, strict=True)]

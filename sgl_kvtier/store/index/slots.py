@@ -1,7 +1,7 @@
-"""Every slot of a store as one row of numpy arrays: its page, its last use, and the reads of it in
+"""Every slot of a store as one row of numpy arrays: its page, its last use, and its reads in
 flight.
 
-About 82 bytes a slot. Not thread-safe: the engine's lock guards every call, and no call does I/O.
+78 to 105 bytes per slot. Not thread-safe: the core's lock guards every call. No call does I/O.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ from sgl_kvtier.tenants import NOBODY, pool_of
 from sgl_kvtier.types import PageKey
 
 MOST_POOLS = 1 << 16
-"""Pools that a row's number of its pool can tell apart."""
+"""Largest number of pools: a row stores its pool in 16 bits."""
 FEW_TENANTS = 1 << 16
-"""Tenants that get numbers before those without pages give theirs back."""
+"""Number of tenants from which on the numbers of tenants without pages are reused."""
 
 
 class State(enum.IntEnum):
-    """The state of a row. FREE -> WRITING -> LIVE -> FREE, or LIVE -> DOOMED -> FREE while a read
-    of the slot is in flight. From LIVE on a page can be read.
+    """The state of a row. FREE -> WRITING -> LIVE -> FREE, or LIVE -> DOOMED -> FREE if it is
+    dropped while a read is in flight. From LIVE on (in number) a page can be read.
     """
 
     NONE = 0
-    """No slot: a gap left by a segment that was discarded."""
+    """No slot: the gap of a removed segment."""
     FREE = 1
     WRITING = 2
     DOOMED = 3
     LIVE = 4
     THEIRS = 5
-    """A page in a sibling's folder: read, never written or erased by this process."""
+    """A page in a sibling's folder: this process reads it, and never writes or erases it."""
 
 
 class SlotTable:
-    """Rows of slots, and the row of a key. A row is the same slot until its segment goes."""
+    """The rows of all slots, and a hash table from key to row. A row stays the same slot until its
+    segment is removed.
+    """
 
     def __init__(self) -> None:
         self.keys: NDArray[np.uint64] = np.zeros((0, 4), np.uint64)
@@ -51,25 +53,25 @@ class SlotTable:
         self.pins: NDArray[np.uint16] = np.zeros(0, np.uint16)
         self.state: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.tenant: NDArray[np.uint32] = np.zeros(0, np.uint32)
-        """Whose each page is: a number in `tenants`. A key belongs to one tenant, so that it is no
-        part of what is looked up.
+        """The tenant of each page, an index into `tenants`. A key belongs to one tenant, so lookups
+        do not compare it.
         """
         self.pools: list[str] = []
         self._pool_ids: dict[str, int] = {}
         self.tenants: list[str] = [NOBODY]
-        """Digests by number; 0 is nobody."""
+        """Digests by number; number 0 stands for no tenant."""
         self._tenant_ids: dict[str, int] = {NOBODY: 0}
         self._unused: list[int] = []
         self._look_at = FEW_TENANTS
         self._groups: dict[str, int] = {}
         self.group: NDArray[np.uint8] = np.zeros(0, np.uint8)
-        """Of each tenant's number its group: from 1 on the tenants that were promised a share, 0
-        all others. Empty where nobody was: nothing is counted then.
+        """The group of each tenant's number: 1 and up for the tenants with a guaranteed share, 0
+        for all others. Empty if no tenant has one: then nothing is counted.
         """
         self.held: NDArray[np.int64] = np.zeros((2, 1), np.int64)
-        """Bytes of slots that each group's pages have, here and in siblings' folders."""
+        """Bytes of slots with each group's pages, in this store and in siblings' folders."""
         self.losses = 0
-        """Grows whenever keys were forgotten or rows became free: another copy may be entered."""
+        """Grows whenever pages are dropped or rows freed: another copy may be entered then."""
         self._table = HashTable()
         self._clock = 0
         self._own = 0
@@ -78,19 +80,17 @@ class SlotTable:
         self._rows = 0
 
     def __len__(self) -> int:
-        """Number of pages of this store's own: written or being written. One number, which may be
-        read without the lock.
-        """
+        """Number of own pages, written or being written. May be read without the lock."""
         return self._own
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the rows and the hash table take."""
+        """Memory of the rows and the hash table, in bytes."""
         return sum(column.nbytes for column in self._columns().values()) + self._table.nbytes
 
     def pool_id(self, pool: str) -> int:
-        """The small number that stands for the name of a pool with pages in this process. Raises
-        ValueError where there are more pools than it can number.
+        """The number of a pool's name in this process, assigned on first use. Raises ValueError
+        beyond `MOST_POOLS` pools.
         """
         found = self._pool_ids.get(pool)
         if found is None:
@@ -101,8 +101,8 @@ class SlotTable:
         return found
 
     def tenant_id(self, digest: str) -> int:
-        """The number that stands for a tenant from now on. Another tenant may get it once this one
-        has no pages, but not before the lock was given up.
+        """The number of a tenant, assigned on first use. Another tenant may get it once this one
+        has no pages, but not before the lock was released.
         """
         return int(self.tenant_ids([digest])[0])
 
@@ -127,13 +127,13 @@ class SlotTable:
         return np.array([ids[digest] for digest in digests], np.uint32)
 
     def known_tenant(self, digest: str) -> int | None:
-        """The number of a tenant that may have pages."""
+        """The number of a tenant; None if it certainly has no pages."""
         return self._tenant_ids.get(digest)
 
     def _look_for_unused(self, wanted: Sequence[str]) -> None:
-        """Takes their numbers from tenants without pages, but for those of the settings and the
-        `wanted` ones. It reads the whole table, so that it is done again only after the tenants
-        with pages have doubled.
+        """Frees the numbers of tenants without pages, except those of the settings and the `wanted`
+        ones. It scans the whole table, so it runs again only after the tenants with pages have
+        doubled.
         """
         there = (self.state != State.NONE) & (self.state != State.FREE)
         used = np.zeros(len(self.tenants), bool)
@@ -146,8 +146,8 @@ class SlotTable:
         self._look_at = max(FEW_TENANTS, 2 * int(used.sum()))
 
     def count_by(self, digests: Sequence[str]) -> None:
-        """From now on counts what each of these tenants holds, in this order from group 1 on. While
-        the table is empty.
+        """Starts counting what each of these tenants holds, as group 1, 2, ... in this order. The
+        table must be empty.
         """
         assert not len(self._table)
         self._groups = {digest: i + 1 for i, digest in enumerate(digests)}
@@ -156,7 +156,7 @@ class SlotTable:
         self.tenant_ids(digests)
 
     def _count_held(self, rows: Rows, sign: int, theirs: NDArray[np.bool_] | None = None) -> None:
-        """`theirs`: which of the rows are siblings'; None: none."""
+        """`theirs`: which of the rows are siblings' pages; None: none of them."""
         if not len(self.group):
             return
         nbytes = BLOCK - (-self.length[rows].astype(np.int64) // BLOCK) * BLOCK
@@ -167,9 +167,10 @@ class SlotTable:
         self.held += sign * sums.astype(np.int64).reshape(self.held.shape)
 
     def names_of(self, rows: Rows) -> NDArray[np.bytes_]:
-        """The pools' names of rows as on disk, with the tenants."""
+        """The pool names of rows as stored on disk, with the tenant."""
         label = (self.tenant[rows].astype(np.int64) << 16) | self.pool[rows]
-        # A set, no sorting: that releases Python's lock, which costs 5 ms beside a busy thread.
+        # A set, because sorting releases the GIL, and getting it back takes 5 ms next to a busy
+        # thread.
         names = {
             one: pool_of(self.pools[one & 0xFFFF], self.tenants[one >> 16]).encode()
             for one in set(label.tolist())
@@ -181,11 +182,11 @@ class SlotTable:
         return np.array([names[one] for one in label.tolist()], f"S{POOL_BYTES}")
 
     def reserve(self, count: int) -> None:
-        """Makes room for `count` rows at once, so that adding them copies nothing."""
+        """Allocates memory for `count` rows, so that adding them copies nothing."""
         self._grow(self._rows + count)
 
     def add_rows(self, count: int, segment: int) -> int:
-        """Free rows for a new segment; returns the first one."""
+        """Adds the free rows of a new segment; returns the first one."""
         for i, (start, stop) in enumerate(self._gaps):
             if stop - start >= count:
                 self._gaps[i] = (start + count, stop)
@@ -200,7 +201,7 @@ class SlotTable:
         return start
 
     def remove_rows(self, start: int, count: int) -> None:
-        """Drops the rows of a segment, none of which may be pinned or being written."""
+        """Removes the rows of a segment, none of which may be pinned or being written."""
         rows = np.arange(start, start + count)
         self.drop(rows[self.state[rows] == State.LIVE])
         assert not self.pins[rows].any() and (self.state[rows] == State.FREE).all()
@@ -208,8 +209,8 @@ class SlotTable:
         self._gaps.append((start, start + count))
 
     def find(self, keys: Sequence[PageKey], pool: str) -> Rows:
-        """The row of each key, or EMPTY. Raises TypeError or ValueError for keys that are not 32
-        bytes and for a pool that is no text.
+        """The row of each key, or EMPTY. Raises ValueError for keys that are not 32 bytes, and
+        TypeError for other types of keys or pool.
         """
         if not isinstance(pool, str):
             raise TypeError(f"the name of a pool is a text, not {type(pool).__name__}")
@@ -223,7 +224,7 @@ class SlotTable:
         return self._table.find(keys, pool_id, self.keys, self.pool)
 
     def touch(self, rows: Rows) -> None:
-        """Marks rows as the most recently used ones."""
+        """Marks rows as most recently used."""
         self._clock += 1
         self.used[rows] = self._clock
 
@@ -243,8 +244,8 @@ class SlotTable:
         tenants: NDArray[np.uint32] | int = 0,
         theirs: bool = False,
     ) -> None:
-        """Turns free rows into WRITING rows of new, distinct keys; with `theirs` into pages of a
-        sibling's folder, used longer ago than any other. `tenants`: whose they are.
+        """Turns free rows into WRITING rows of new, distinct keys. With `theirs` they become pages
+        of a sibling's folder, older than any use. `tenants`: their numbers.
         """
         assert (self.state[rows] == State.FREE).all()
         self.keys[rows] = keys
@@ -253,7 +254,7 @@ class SlotTable:
         self.sequence[rows] = sequences
         self.tenant[rows] = tenants
         self._table.insert(rows, self.keys, self.pool)
-        # Last, once they can be found: `drop` looks them up to remove them.
+        # Last, after they can be found, because `drop` looks up the rows it removes.
         if theirs:
             self.state[rows] = State.THEIRS
             self.used[rows] = 0
@@ -270,7 +271,7 @@ class SlotTable:
         self.state[rows] = State.LIVE
 
     def drop(self, rows: Rows) -> Rows:
-        """Forgets pages; returns the rows free now. A pinned row is free with its last `unpin`."""
+        """Drops pages; returns the rows that are free now. Pinned rows become free with `unpin`."""
         self._table.remove(rows, self.keys, self.pool)
         self._count_held(rows, -1, self.state[rows] == State.THEIRS if self._theirs else None)
         theirs = int((self.state[rows] == State.THEIRS).sum()) if self._theirs else 0
@@ -283,7 +284,7 @@ class SlotTable:
         return rows[~pinned]
 
     def pin(self, rows: Rows) -> None:
-        """Keeps slots from being reused. Pins are counted: each needs one unpin."""
+        """Keeps slots from being reused. Pins are counted: each needs an `unpin`."""
         self._count(rows, 1)
 
     def unpin(self, rows: Rows) -> Rows:
@@ -300,8 +301,8 @@ class SlotTable:
         if len(set(rows.tolist())) == len(rows):
             self.pins[rows] += np.uint16(step % (1 << 16))
         else:
-            # A row that is there twice has to count twice; this also releases Python's lock, which
-            # costs 5 ms beside a busy thread.
+            # Counts a row twice if it is there twice. This releases the GIL, and getting it back
+            # takes 5 ms next to a busy thread.
             np.add.at(self.pins, rows, np.uint16(step % (1 << 16)))
 
     def key_of(self, row: int) -> bytes:
@@ -309,7 +310,7 @@ class SlotTable:
         return key
 
     def check(self) -> None:
-        """Asserts the invariants that hold between calls; for tests."""
+        """Asserts the table's invariants; for tests."""
         live = np.flatnonzero((self.state >= State.LIVE) | (self.state == State.WRITING))
         assert len(live) == len(self._table) == self._own + self._theirs
         assert self._theirs == int((self.state == State.THEIRS).sum())
@@ -332,7 +333,7 @@ class SlotTable:
     def _grow(self, rows: int) -> None:
         if rows <= len(self.state):
             return
-        # A quarter more than needed, so that a store that grows segment by segment is not copied
+        # Grows by a quarter at least, so that adding segment after segment does not copy everything
         # each time.
         rows = max(rows, len(self.state) * 5 // 4)
         for name, column in self._columns().items():
@@ -343,7 +344,7 @@ class SlotTable:
 
 def words(keys: Sequence[PageKey]) -> NDArray[np.uint64]:
     """Keys as rows of four 64-bit words. Raises ValueError for keys that are not 32 bytes, and
-    TypeError for what is no sequence of keys.
+    TypeError for anything but a sequence of keys.
     """
     try:
         right, joined = set(map(len, keys)) <= {KEY_BYTES}, b"".join(keys)

@@ -1,1 +1,1 @@
-"""I/O threads: they move the bytes of pages."""
+"""I/O threads: they read and write pages."""

@@ -1,4 +1,4 @@
-"""Read jobs: the pages of one read in their order, how many have begun, and how each ended."""
+"""Read jobs: the pages of one read in their order, which have begun, and how each ended."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sgl_kvtier.store.index.located import Located
 logger = logging.getLogger(__name__)
 
 Ended = list[tuple[int, ReadOutcome]]
-"""(index of a page in its job, how it ended)."""
+"""(index of a page in its job, its outcome) pairs."""
 
 
 class OrderedJob:
-    """A `ReadJob` whose pages the thread that serves it begins in order. Any thread. Every page
-    ends exactly once.
+    """A `ReadJob` whose pages are begun in order by the thread that serves it. Any thread. Every
+    page ends exactly once.
 
-    Of `count` pages, [0, next) were begun, by `begin` or by `end_rest`. Pages returned by `begin`
+    Of `count` pages, [0, next) have begun, by `begin` or by `end_rest`. Pages returned by `begin`
     are in flight until `finish`.
     """
 
@@ -51,7 +51,7 @@ class OrderedJob:
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing is left to begin."""
+        """Whether all pages have begun."""
         return self._next >= self.count
 
     def drain(self) -> Ended:
@@ -70,7 +70,7 @@ class OrderedJob:
         self.end_rest(ReadOutcome.CANCELLED)
 
     def begin(self) -> list[int]:
-        """The next pages to read together; empty when none is left."""
+        """The next pages to read together; empty if none is left."""
         with self._changed:
             start = self._next
             if start >= self.count:
@@ -80,22 +80,22 @@ class OrderedJob:
             return list(range(start, self._next))
 
     def finish(self, ended: Ended) -> None:
-        """Ends pages returned by `begin`: their memory belongs to the caller again."""
+        """Ends pages returned by `begin`. Their destinations belong to the caller again."""
         self._close(ended, begun=len(ended))
 
     def end_rest(self, outcome: ReadOutcome) -> None:
-        """Ends every page not begun with this outcome."""
+        """Ends every page that has not begun with this outcome."""
         with self._changed:
             rest = [(i, outcome) for i in range(self._next, self.count)]
             self._next = self.count
         self._close(rest, begun=0)
 
     def _run_end(self, start: int) -> int:
-        """The end of the run of pages that are begun together."""
+        """The end (exclusive) of the pages that are begun together."""
         return start + 1
 
     def _settle(self, ended: Ended) -> Ended:
-        """Called before outcomes become visible; returns those that do."""
+        """Called before outcomes become visible; may change them."""
         return ended
 
     def _close(self, ended: Ended, begun: int) -> None:
@@ -117,13 +117,13 @@ class OrderedJob:
 
 
 _calling = threading.local()
-"""`inside` is how many callbacks of reads this thread is in."""
+"""`inside`: how many callbacks of reads are on this thread's stack."""
 
 
 def call_back(on_page: Callable[[int, ReadOutcome], None], ended: Ended) -> None:
-    """Calls a reader's callback for pages that ended. Of what it raises the first is logged, and
-    the next page's is called: the thread belongs to the store, and other reads wait for it. Only
-    Ctrl-C on the main thread, which is never an I/O thread, is passed on, after the last page.
+    """Calls a reader's callback for pages that ended. If it raises, the first exception is logged
+    and the next page follows, because the thread belongs to the store and serves other reads. Only
+    Ctrl-C on the main thread, which is never an I/O thread, is raised again after the last page.
     """
     interrupt: KeyboardInterrupt | None = None
     failed = False
@@ -148,8 +148,8 @@ def call_back(on_page: Callable[[int, ReadOutcome], None], ended: Ended) -> None
 
 
 def refuse_in_callback() -> None:
-    """Raises RuntimeError on a thread that is in a callback of a read: if it waited for a read
-    without a limit, both could wait for each other.
+    """Raises RuntimeError on a thread that is in a callback of a read: waiting there for a read
+    without a timeout could deadlock.
     """
     if getattr(_calling, "inside", 0):
         raise RuntimeError(
@@ -158,8 +158,8 @@ def refuse_in_callback() -> None:
 
 
 def seconds_to_wait(timeout_s: float | None) -> float | None:
-    """A timeout that every clock takes; None = no limit. Raises TypeError for what is no number
-    and ValueError for NaN.
+    """Validates a timeout; None means no limit, as does a number beyond `threading.TIMEOUT_MAX`.
+    Raises TypeError for other types and ValueError for NaN.
     """
     if timeout_s is None:
         return None
@@ -171,25 +171,25 @@ def seconds_to_wait(timeout_s: float | None) -> float | None:
 
 
 def settled_or_failed(settle: Callable[[], Ended], ended: Ended) -> Ended:
-    """The outcomes that `settle` returns for pages that ended. FAILED where it raises, so that no
-    caller waits for ever.
+    """The outcomes that `settle` returns for pages that ended. If it raises, they are FAILED, so
+    that no caller waits for ever.
     """
     try:
         return settle()
     except Exception:
-        # Out of memory, or a mistake of ours: these pages must not count as right.
+        # Out of memory, or a bug: these pages must not count as OK.
         logger.exception("settling pages failed")
         return [(index, ReadOutcome.FAILED) for index, _ in ended]
 
 
 Settle = Callable[[Located, Ended], Ended]
-"""The engine's work on pages that ended, before their outcomes become visible: drop damaged ones,
-unpin, count.
+"""What the store does with pages that ended, before their outcomes become visible: drops damaged
+ones, unpins, counts.
 """
 
 
 class DiskReadJob(OrderedJob):
-    """An ordered job that begins neighbours on disk together, up or down the file."""
+    """An ordered job that begins neighbouring slots together, in ascending or descending order."""
 
     RUN_BYTES = 1 << 20
     RUN_PAGES = 64

@@ -1,9 +1,8 @@
-"""The same I/O threads in C (native/): I/O, checksums, order, deadlines and cancellation without
-Python's lock.
+"""I/O threads in C (native/): I/O, checksums, order, deadlines and cancellation without the GIL.
 
-A Python thread is needed to settle pages that ended. Usually that is the thread that waits for the
-job or queries it. A thread of this module settles only jobs with callbacks, and every `_SWEEP_S`
-seconds the jobs that no thread queries any more.
+Only settling pages that ended needs a Python thread. Usually it is the thread that waits for the
+job or queries it. A thread of this module settles jobs with callbacks, and every `_SWEEP_S` seconds
+the jobs that no thread queries any more.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ except ImportError:
 logger = logging.getLogger(__name__)
 
 NATIVE = _native is not None and HEAD.itemsize == _native.HEAD_BYTES
-"""Whether the extension module is there and has this version's format."""
+"""Whether the extension module is installed and has this version's format."""
 
 _READ_RUN_BYTES = 1 << 20
 _OUTCOMES = (
@@ -58,33 +57,29 @@ _OUTCOMES = (
 )
 """Indexed by the codes of native/runs.h."""
 _SWEEP_S = 0.25
-"""Seconds for which a job that no thread queries may keep its slots pinned after it has ended."""
+"""Seconds that a job which no thread queries may keep its slots pinned after it has ended."""
 _DEADLINE_POLL_S = 0.01
-"""Seconds by which the callback of a passed deadline may be late while every I/O thread hangs in
-the device.
-"""
+"""Seconds that the callback for a missed deadline may be late while all I/O threads hang."""
 
 
 _RING_RUNS = 16
 _RING_BYTES = 2 << 20
-"""Bytes that each ring has in flight: with 8 threads 128 runs, and 16 MiB where no run is larger
-than its share.
+"""Bytes in flight per ring. With 8 threads that is up to 128 runs, and 16 MiB unless single runs
+are larger than 2 MiB.
 """
 
 
 @functools.cache
 def io_uring_error() -> int:
-    """0 where this process may use io_uring, else the errno of the refusal. The kernel is asked
-    once.
-    """
+    """0 if this process may use io_uring, else an errno. The kernel is queried once."""
     return int(_native.probe_io_uring()) if NATIVE else errno.ENOSYS
 
 
 def ring_threads(setting: str, direct: bool, threads: int) -> int:
-    """Number of I/O threads that read through a ring of their own; 0 = plain reads.
+    """Number of I/O threads that read through their own io_uring; 0 means plain reads.
 
-    Without O_DIRECT the kernel reads pages that are not in memory in its own threads, so a ring
-    gains nothing there.
+    Without O_DIRECT, `auto` uses none: the kernel reads pages that are not cached in its own
+    threads, so a ring gains nothing.
     """
     if setting == "threads" or (setting == "auto" and not direct):
         return 0
@@ -100,7 +95,7 @@ def ring_threads(setting: str, direct: bool, threads: int) -> int:
 
 
 class NativeReadJob:
-    """A `ReadJob` whose pages the native pool moves. Any thread."""
+    """A `ReadJob` that the native pool serves. Any thread."""
 
     def __init__(
         self,
@@ -122,7 +117,7 @@ class NativeReadJob:
         self._job: Any = None
 
     def begin(self, job: Any) -> None:
-        """Sets the pool's job, once it is in flight."""
+        """Sets the pool's job, which is in flight."""
         self._job = job
 
     @property
@@ -153,18 +148,18 @@ class NativeReadJob:
             refuse_in_callback()
         if not self._job.wait(-1.0 if timeout_s is None else timeout_s):
             self._reap()
-            # All may have ended just now, or before this process was forked.
+            # All may have ended in the meantime, or before this process was forked.
             return self._unsettled == 0
         self._reap()
         with self._settling:
             return self._settled.wait_for(lambda: self._unsettled == 0, timeout_s)
 
     def cancel(self) -> None:
-        # Settling may take I/O: the next wait, query or sweep does it.
+        # Settling may do I/O, so the next wait, query or sweep does it.
         self._job.cancel()
 
     def settle_ended(self) -> bool:
-        """Settles pages that ended meanwhile; True when none is left. For the settling thread."""
+        """Settles pages that have ended; True if none is left. For the settling thread."""
         with self._settling:
             ended: Ended = self._job.take(_OUTCOMES)
             if ended:
@@ -174,7 +169,7 @@ class NativeReadJob:
             if self.on_page is None:
                 self._record(ended)
         if self.on_page is not None:
-            # Only one thread settles jobs with callbacks, so this keeps their order without holding
+            # Only one thread settles jobs with callbacks, so their order is kept without holding
             # the lock.
             try:
                 call_back(self.on_page, ended)
@@ -192,18 +187,18 @@ class NativeReadJob:
             self._settled.notify_all()
 
     def _reap(self) -> None:
-        # Callbacks belong to an I/O thread: their jobs are left to it.
+        # Jobs with callbacks are left to the settling thread.
         if self.on_page is None:
             self.settle_ended()
 
 
 class NativeIOThreads:
-    """The native pool, and the thread that settles pages no caller waits for."""
+    """The native pool, and a thread that settles pages that no caller waits for."""
 
     def __init__(
         self, threads: int, verify: bool, alignment: int, rings: int, module: Any = None
     ) -> None:
-        """`module`: another build of the ordinary extension module."""
+        """`module`: another build of the extension module, for tests."""
         self._pool = (module or _native).Pool(
             threads,
             verify,
@@ -226,7 +221,7 @@ class NativeIOThreads:
 
     @property
     def rings(self) -> int:
-        """Number of I/O threads that read through an io_uring of their own; 0 = plain reads."""
+        """Number of I/O threads that read through their own io_uring; 0 means plain reads."""
         return int(self._pool.rings)
 
     def read(
@@ -242,7 +237,7 @@ class NativeIOThreads:
         fds, sizes, offsets = _places(located)
         heads = located.heads()
         with self._lock:
-            # First: a job in flight must be settled.
+            # Before `submit`, so that a job in flight is always settled.
             self._jobs[id(job)] = job
             try:
                 job.begin(
@@ -282,7 +277,7 @@ class NativeIOThreads:
         try:
             meanwhile()
         finally:
-            # Even after an error: slots and memory belong to the device until it is done.
+            # Even after an error: the device may use slots and memory until the job has ended.
             job.wait(-1.0)
         if job.error:
             failed(OSError(job.error, "writing pages"))
@@ -313,7 +308,7 @@ class NativeIOThreads:
             try:
                 ended = job.settle_ended()
             except Exception:
-                # Out of memory, or a mistake of ours: tried again, and the thread lives on.
+                # Out of memory, or a bug: retried, and the thread goes on.
                 logger.exception("settling pages failed")
                 continue
             if ended:
@@ -322,7 +317,7 @@ class NativeIOThreads:
 
 
 def _places(located: Located) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(descriptor, slot size, offset) of each page; descriptor -1 where there is none."""
+    """(descriptor, slot size, offset) of each page; descriptor -1 if there is none."""
     count = len(located.rows)
     if len(located.segments) == 1 and (located.rows != EMPTY).all():
         (segment,) = located.segments.values()

@@ -1,9 +1,8 @@
-"""Reading a known list of pages piece by piece: the next piece is in flight while the present one
-is waited for.
+"""Read-ahead for a list of pages: the next piece is in flight during the wait for the current one.
 
 A Python caller that reads 128 pages, waits, and only then requests the next 128 leaves the device
-idle in between: for half a millisecond, and for 5 ms and more beside a busy Python thread.
-Requesting pages ahead hides that.
+idle in between: for 0.5 ms, or for 5 ms and more next to a busy Python thread. Requesting pages
+ahead hides that.
 """
 
 from __future__ import annotations
@@ -15,16 +14,15 @@ from sgl_kvtier.store.base import ReadJob, ReadOutcome
 
 AHEAD_BYTES = 32 << 20
 """Bytes requested beyond the pages waited for: what a device with 6.4 GB/s reads in 5 ms. Other
-reads wait for that much more.
+reads may have to wait for that much more.
 """
 
 
 class ReadAhead:
-    """The pages [0, count) of one read, collected in their order. One thread, except `cancel`.
+    """The pages [0, count) of one read, collected in order. One thread, except `cancel`.
 
-    `begin(first, last)` begins reading the pages [first, last). Destinations of pages that were
-    begun belong to the store until `collect` has returned them or `close` has returned; `close`
-    must be called.
+    `begin(first, last)` begins reading the pages [first, last). The store owns the destinations of
+    begun pages until `collect` has returned them or `close` has returned. `close` must be called.
     """
 
     def __init__(self, begin: Callable[[int, int], ReadJob], count: int, page_bytes: int) -> None:
@@ -43,13 +41,13 @@ class ReadAhead:
         return self._collected
 
     def collect(self, count: int) -> list[ReadOutcome | None]:
-        """Waits for the next `count` pages and returns how each ended. The pages after them are in
-        flight before the wait.
+        """Waits for the next `count` pages and returns their outcomes. Read-ahead of later pages
+        begins before the wait.
         """
         first, last = self._collected, min(self._collected + count, self._count)
         until = min(last + self._ahead, self._count)
         while self._begun < until:
-            # In the pieces in which they will be collected, so that no piece waits for the end of a
+            # In pieces of the size in which they are collected, so that none waits for the end of a
             # larger one.
             stop = last if self._begun < last else min(until, self._begun + count)
             self._jobs.append(self._begin(self._begun, stop))
@@ -59,23 +57,22 @@ class ReadAhead:
         while len(self._ended) < last - first:
             self._jobs[0].wait()
             self._ended += self._jobs[0].outcomes
-            # Not before its outcomes are there: those of the next pages would be taken for them.
+            # Only after its outcomes were read, or those of the next job would be taken for them.
             self._jobs.popleft()
         self._collected = last
         found, self._ended = self._ended[: last - first], self._ended[last - first :]
         return found
 
     def cancel(self) -> None:
-        """Pages not begun become CANCELLED, collected later or not. Never blocks; any thread."""
+        """Pages that have not begun become CANCELLED. Never blocks; any thread."""
         self._cancelled = True
-        # From the back: a page of a later piece must not begin where an earlier piece was given up.
+        # From the back, so that no page of a later piece begins after an earlier piece was
+        # cancelled.
         for job in reversed(tuple(self._jobs)):
             job.cancel()
 
     def close(self) -> None:
-        """Ends reads that were begun and not collected. Blocks until no destination is written to
-        any more. Idempotent.
-        """
+        """Cancels the rest. Blocks until no destination is written to any more. Idempotent."""
         self.cancel()
         while self._jobs:
             self._jobs[0].wait()

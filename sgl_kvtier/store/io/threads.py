@@ -1,8 +1,7 @@
-"""I/O threads in pure Python that serve read jobs by priority, one run of neighbouring pages at a
+"""I/O threads in pure Python: they serve read jobs by priority, one run of neighbouring pages at a
 time.
 
-`native_threads` does the same in C, for processes in which another Python thread is busy. The bytes
-are the same.
+`native_threads` does the same in C, for processes with another busy Python thread.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 WRITE_RUN_BYTES = 1 << 20
 _GIVE_WAY_S = 0.02
-"""Longest wait of a writer for readers before each run, in seconds: readers go first, and a writer
-still moves 50 MB/s beside them.
+"""Seconds that a writer waits for readers before each run: readers go first, and a writer still
+gets 50 MB/s next to them.
 """
 
 
 class IOThreads(Protocol):
-    """Moves pages between slots and memory. Any thread."""
+    """Reads and writes pages. Any thread."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which at least one I/O thread read and checked pages."""
+        """Seconds during which at least one I/O thread read or verified pages."""
 
     def read(
         self,
@@ -61,23 +60,22 @@ class IOThreads(Protocol):
         failed: Callable[[OSError], None],
         meanwhile: Callable[[], None],
     ) -> Rows:
-        """Writes pages in the order of their slots, `parts[i]` buffers each. Returns the indexes of
-        those written, in that order.
+        """Writes pages, which are in the order of their slots, from `parts[i]` buffers each.
+        Returns the indexes of those written, in that order.
 
-        `failed` is called with each error. `meanwhile` is called once, while the first pages are
-        being written if possible.
+        `failed` is called with each error. `meanwhile` is called once, if possible while the first
+        pages are being written.
         """
 
     def close(self) -> None:
-        """Ends the threads after their present reads; other jobs are CANCELLED. Idempotent."""
+        """Ends the threads after their current reads; other jobs are CANCELLED. Idempotent."""
 
 
 class PythonIOThreads:
-    """A queue of read jobs and the Python threads that serve it. The calling thread does the
-    writes.
+    """A queue of read jobs and the Python threads that serve it. Writes run on the calling thread.
 
-    Jobs of a lower priority number go first, equal ones in the order they came. Every submitted job
-    ends: read, past its deadline, cancelled, or CANCELLED by `close`.
+    Jobs of a lower priority number are served first, equal ones in the order of their calls. Every
+    job ends: read, past its deadline, cancelled, or CANCELLED by `close`.
     """
 
     def __init__(self, env: Env, movers: Callable[[], Mover], threads: int) -> None:
@@ -90,9 +88,9 @@ class PythonIOThreads:
         self._idle = threading.Condition(lock)
         self._closing = False
         self.busy_s = 0.0
-        """Seconds in which at least one thread read and checked pages."""
+        """See `IOThreads.busy_s`."""
         self._reading, self._marked = 0, 0.0
-        """Threads that read, and up to when `busy_s` is counted while there are some."""
+        """Number of threads that read, and the time up to which `busy_s` includes them."""
         self._threads = [
             threading.Thread(
                 target=self._serve, args=(movers(),), name=f"kvtier-read-{i}", daemon=True
@@ -122,7 +120,7 @@ class PythonIOThreads:
         parts = iter([memoryview(part).cast("B") for part in pages.buffers])
         into = [list(itertools.islice(parts, count)) for count in pages.parts.tolist()]
         job = DiskReadJob(into, located, deadline, on_page, settle)
-        # Converted first: a priority that cannot be compared would stay in the queue.
+        # Converted first, because a priority that cannot be compared would break the queue.
         entry = (operator.index(priority), next(self._order), job)
         with self._changed:
             closing = self._closing
@@ -137,7 +135,7 @@ class PythonIOThreads:
                     heapq.heappush(self._deadlines, (deadline, entry[1], job))
                     self._watch_changed.notify()
             except MemoryError:
-                # The job is in flight: an exception would say that it is not.
+                # The job is in flight: an exception would tell the caller that it is not.
                 job.end_rest(ReadOutcome.LATE)
         return job
 
@@ -174,7 +172,7 @@ class PythonIOThreads:
         return np.array(written, np.int64)
 
     def close(self) -> None:
-        """Ends the threads after their present reads; other jobs are CANCELLED. Idempotent."""
+        """See `IOThreads.close`."""
         with self._changed:
             self._closing = True
             left, self._queue = self._queue, []
@@ -211,7 +209,7 @@ class PythonIOThreads:
                 try:
                     ended = _read_run(mover, job, begun)
                 except Exception:
-                    # Out of memory, or a mistake of ours: these pages fail, the thread lives on.
+                    # Out of memory, or a bug: these pages fail, the thread goes on.
                     logger.exception("reading pages failed")
                     ended = [(i, ReadOutcome.FAILED) for i in begun]
                 with self._changed:
@@ -220,7 +218,7 @@ class PythonIOThreads:
                     self._marked = now
                     self._reading -= 1
                 job.finish(ended)
-            # An idle thread must not keep the last caller's memory.
+            # Otherwise an idle thread keeps the last caller's memory alive.
             del job
 
     def _watch_deadlines(self) -> None:
@@ -243,7 +241,7 @@ def _read_run(mover: Mover, job: DiskReadJob, begun: list[int]) -> Ended:
     located = job.located
     if not located.found(begun[0]):
         return [(begun[0], ReadOutcome.MISS)]
-    # A run may go down the file (back to front); the device always reads upwards.
+    # A run may go down the file; the device always reads upwards.
     upwards = sorted(begun, key=lambda i: located.slots[i])
     heads = [located.head(i) for i in upwards]
     outcomes = mover.read(located.segment_of(begun[0]), heads, [job.into[i] for i in upwards])
@@ -252,7 +250,7 @@ def _read_run(mover: Mover, job: DiskReadJob, begun: list[int]) -> Ended:
 
 
 def _runs(located: Located, data: Sequence[Sequence[memoryview]]) -> Iterator[list[int]]:
-    """Pages in neighbouring slots, up to the size of one large write."""
+    """Groups pages in neighbouring slots into writes of up to `WRITE_RUN_BYTES`."""
     run: list[int] = []
     nbytes = buffers = 0
     for i, parts in enumerate(data):

@@ -1,4 +1,4 @@
-"""Moves runs of neighbouring slots between segment and memory, and checks or makes checksums."""
+"""Reads and writes runs of neighbouring slots, and verifies or computes their checksums."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sgl_kvtier.store.disk.format import BLOCK, SlotHead, checksum, matches, pad
 from sgl_kvtier.store.disk.segment import DirectIO, Segment
 
 MOST_BUFFERS = 1000
-"""Below the kernel's limit of 1024 buffers in one call."""
+"""Most buffers in one call; the kernel's limit is 1024."""
 
 
 class Mover:
-    """The I/O of one thread at a time. Keeps aligned scratch memory between calls."""
+    """Page I/O for one thread at a time. Keeps its aligned scratch memory between calls."""
 
     def __init__(self, env: Env, io: DirectIO, verify: bool) -> None:
         self._env = env
@@ -26,7 +26,7 @@ class Mover:
     def read(
         self, segment: Segment, heads: list[SlotHead], into: list[Sequence[memoryview]]
     ) -> list[ReadOutcome]:
-        """Reads neighbouring slots, lowest first. One outcome each: OK, CORRUPT or, for all,
+        """Reads neighbouring slots, lowest first. One outcome per slot: OK, CORRUPT or, for all,
         FAILED. Never raises OSError.
         """
         blocks = self._scratch.heads(len(heads))
@@ -60,7 +60,7 @@ class Mover:
     def write(
         self, segment: Segment, heads: list[SlotHead], data: list[Sequence[memoryview]]
     ) -> None:
-        """Writes neighbouring slots, lowest first. Raises OSError; any of them may then be torn."""
+        """Writes neighbouring slots, lowest first. Raises OSError; any of them may be torn then."""
         blocks = self._scratch.heads(len(heads))
         for block, head, part in zip(blocks, heads, data, strict=True):
             packed = head.pack()
@@ -73,13 +73,13 @@ class Mover:
         write_fully(self._env, segment.fd, flat, segment.offset(heads[0].slot))
 
     def erase(self, segment: Segment, slot: int) -> None:
-        """Overwrites a slot's header, so that no scan finds its page again. Raises OSError."""
+        """Zeroes a slot's header, so that no scan finds its page again. Raises OSError."""
         block = self._scratch.heads(1)[0]
         block[:] = bytes(BLOCK)
         write_fully(self._env, segment.fd, [block], segment.offset(slot))
 
     def flip(self, segment: Segment, head: SlotHead, bit: int) -> None:
-        """Damages a stored page by one bit, to test what detects it. Raises OSError."""
+        """Flips one bit of a stored page, for fault injection. Raises OSError."""
         block = self._scratch.heads(1)[0]
         at = segment.offset(head.slot) + BLOCK + bit // 8 // BLOCK * BLOCK
         read_fully(self._env, segment.fd, [block], at)
@@ -93,13 +93,12 @@ class Mover:
     def _parts(
         self, blocks: list[memoryview], heads: list[SlotHead], payloads: list[Sequence[memoryview]]
     ) -> list[list[memoryview]]:
-        """Per slot its header, its payload's buffers, and the padding behind them."""
+        """Per slot its header, its payload's buffers, and the padding after them."""
         parts = []
         for block, head, payload in zip(blocks, heads, payloads, strict=True):
             part = [block, *payload]
             if padded(head.length) > head.length:
-                # Every slot's padding may share one block of memory: bytes read into it are never
-                # used.
+                # All slots share one block of padding: what is read into it is never used.
                 part.append(self._scratch.padding()[: padded(head.length) - head.length])
             parts.append(part)
         return parts

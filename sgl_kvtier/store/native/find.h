@@ -1,4 +1,4 @@
-/* hashtable.py's lookup: the same hash, the same buckets, without an array per step. */
+/* Lookup and insertion of hashtable.py, with the same hash and buckets, but without an array per probe. */
 #ifndef KVTIER_FIND_H
 #define KVTIER_FIND_H
 
@@ -17,8 +17,8 @@ static uint64_t find_hash(const uint64_t *key, uint16_t pool) {
     return mixed >> 1;
 }
 
-/* The row of each wanted key of one pool, or FIND_EMPTY. `mask` is the number of buckets less one. Row r's key is
- * keys[4 r .. 4 r + 4). Ends because the table always has an empty bucket. */
+/* The row of each wanted key in one pool, or FIND_EMPTY. `mask`: number of buckets minus one. Row r's key is keys[4 r .. 4 r
+ * + 4). The loop ends because the table always has an empty bucket. */
 static void find_rows(const int32_t *buckets, size_t mask, const uint64_t *keys, const uint16_t *pools, size_t table_rows,
                       const uint64_t *wanted, size_t count, uint16_t pool, int64_t *rows) {
     for (size_t i = 0; i < count; i++, wanted += 4) {
@@ -33,14 +33,14 @@ static void find_rows(const int32_t *buckets, size_t mask, const uint64_t *keys,
     }
 }
 
-/* Puts rows whose keys are not in the table into empty buckets, of which there are enough. */
+/* Inserts rows whose keys are not in the table. There must be enough empty buckets. */
 static void place_rows(int32_t *buckets, size_t mask, const uint64_t *keys, const uint16_t *pools, const int64_t *rows,
                        size_t count) {
     enum { AHEAD = 32 };
     size_t at[AHEAD];
     for (size_t i = 0; i < count; i += AHEAD) {
         size_t now = count - i < AHEAD ? count - i : AHEAD;
-        /* The buckets are all over memory: asking for a few at once hides how far away it is. */
+        /* The buckets are scattered over memory: prefetching several at once hides the latency. */
         for (size_t k = 0; k < now; k++) {
             at[k] = find_hash(keys + 4 * rows[i + k], pools[rows[i + k]]) & mask;
             __builtin_prefetch(buckets + at[k], 1);

@@ -1,7 +1,7 @@
-/* Python's door to pool.h: Pool (threads and a queue), Job (one ordered batch of pages) and checksum().
+/* The Python interface of pool.h: Pool (threads and a queue), Job (one ordered batch of pages) and checksum().
  *
- * Every wait for a device and every byte moved happens without Python's lock. A job holds its buffers until it is deallocated, and its
- * deallocation waits for pages in flight: whoever keeps memory alive through Python cannot lose it under a transfer.
+ * Waiting for a device and copying bytes happen without the GIL. A job holds its buffers until it is deallocated, and its
+ * deallocation waits for pages in flight: memory that Python keeps alive cannot be freed during a transfer.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -12,7 +12,7 @@
 typedef struct {
     PyObject_HEAD
     Pool pool;
-    pid_t owner; /* 0: not started. In any other process its threads are not there, and its locks may be held for ever. */
+    pid_t owner; /* 0: not started. Other processes do not have its threads, and its locks may stay locked for ever */
 } PoolObject;
 
 typedef struct {
@@ -59,7 +59,7 @@ static void stop(PoolObject *self) {
     pool->thread_count = pool->ring_thread_count = 0;
 }
 
-/* Starts `count` threads with rings and waits until each has said whether its ring works. Fewer, or none, are no error. */
+/* Starts `count` threads with rings and waits until each has reported whether its ring works. Fewer, or none, are no error. */
 static void start_ring_threads(Pool *pool, int count) {
 #ifdef KVTIER_URING
     pool->ring_threads = count > 0 ? calloc((size_t)count, sizeof(RingThread)) : NULL;
@@ -157,7 +157,7 @@ static PyObject *pool_busy(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
     return PyFloat_FromDouble((double)__atomic_load_n(&self->pool.busy_ns, __ATOMIC_RELAXED) * 1e-9);
 }
 
-/* An array of `n` items of `size` bytes, copied out of a buffer object. */
+/* Copies an array of `n` items of `size` bytes out of a buffer object. */
 static void *copied(PyObject *source, size_t n, size_t size, const char *name) {
     Py_buffer view;
     if (PyObject_GetBuffer(source, &view, PyBUF_C_CONTIGUOUS)) return NULL;
@@ -252,8 +252,8 @@ static PyObject *pool_submit(PoolObject *self, PyObject *args) {
         return NULL;
     }
     job->open = job->n;
-    /* Python's lock is kept: the pool's lock is held for microseconds and never by a thread that wants Python's, while
-     * getting Python's lock back beside a busy thread takes 5 ms. */
+    /* The GIL is kept: the pool's lock is held for microseconds and never by a thread that waits for the GIL, while getting
+     * the GIL back next to a busy thread takes 5 ms. */
     enter_queue(&self->pool, job);
     return (PyObject *)result;
 }
@@ -262,7 +262,7 @@ static void job_dealloc(JobObject *self) {
     Job *job = &self->job;
     int here = self->owner && is_here(self->owner);
     if (here && !__atomic_load_n(&job->open, __ATOMIC_ACQUIRE)) {
-        /* Who ended its last page may hold the lock still, to tell of it. For microseconds, so Python's lock is kept. */
+        /* The thread that ended the last page may still hold the lock, for microseconds, so the GIL is kept. */
         pthread_mutex_lock(&self->owner->pool.lock);
         pthread_mutex_unlock(&self->owner->pool.lock);
     } else if (here) {
@@ -279,7 +279,7 @@ static void job_dealloc(JobObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* take(outcomes): `outcomes` is a tuple of what the codes of the enum mean. */
+/* take(outcomes): `outcomes` is a tuple indexed by the outcome codes of runs.h. */
 static PyObject *job_take(JobObject *self, PyObject *outcomes) {
     Job *job = &self->job;
     Pool *pool = &self->owner->pool;
@@ -292,7 +292,7 @@ static PyObject *job_take(JobObject *self, PyObject *outcomes) {
     from = self->taken;
     to = job->n - job->open;
     pthread_mutex_unlock(&pool->lock);
-    /* What lies before `to` in `ended` does not change any more. */
+    /* Entries of `ended` before `to` do not change any more. */
     PyObject *list = PyList_New((Py_ssize_t)(to - from));
     for (size_t i = from; list && i < to; i++) {
         PyObject *index = PyLong_FromUnsignedLong(job->ended[i]);
@@ -305,7 +305,7 @@ static PyObject *job_take(JobObject *self, PyObject *outcomes) {
     return list;
 }
 
-/* The indexes of the pages that ended well, as bytes of int64 in their order. */
+/* The indexes of the pages that ended with OK, as bytes of int64, ascending. */
 static PyObject *job_good(JobObject *self, PyObject *Py_UNUSED(ignored)) {
     Job *job = &self->job;
     if (!is_here(self->owner)) return PyBytes_FromStringAndSize(NULL, 0);
@@ -325,7 +325,7 @@ static PyObject *job_wait(JobObject *self, PyObject *args) {
     double seconds;
     if (!PyArg_ParseTuple(args, "d", &seconds)) return NULL;
     uint64_t until = seconds < 0 ? 0 : later_ns(seconds);
-    /* Letting go of Python's lock can cost 5 ms beside a busy thread: not where there is nothing to wait for. */
+    /* Releasing the GIL can cost 5 ms next to a busy thread, so it is kept if there is nothing to wait for. */
     if (!is_here(self->owner)) Py_RETURN_FALSE; /* its pages land in the other process's memory */
     if (!__atomic_load_n(&self->job.open, __ATOMIC_ACQUIRE)) Py_RETURN_TRUE;
     Py_BEGIN_ALLOW_THREADS await_job(&self->owner->pool, &self->job, until);
@@ -391,8 +391,8 @@ static PyObject *find(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
-/* place(buckets, keys, pools, rows): enters rows, an array of int64, whose keys are not in the table. The caller sees to it
- * that there is an empty bucket for each and one more. */
+/* place(buckets, keys, pools, rows): inserts rows, an array of int64, whose keys are not in the table. The table must have
+ * an empty bucket for each and one more. */
 static PyObject *place(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer buckets, keys, pools, rows;
     PyObject *result = NULL;
@@ -419,7 +419,7 @@ static Py_ssize_t buffer_bytes(PyObject *part) {
     return view.len;
 }
 
-/* One page of columns(): appends its buffers; its key, how many buffers and how many bytes. */
+/* One page of columns(): appends its buffers, and sets its key, number of buffers and length in bytes. */
 static int take_page(PyObject *page, uint8_t *key, uint32_t *parts, int64_t *length, PyObject *buffers) {
     if (!PyTuple_Check(page) || PyTuple_GET_SIZE(page) < 3) {
         PyErr_SetString(PyExc_TypeError, "a page is (key, buffers, pool)");
@@ -449,7 +449,7 @@ static int take_page(PyObject *page, uint8_t *key, uint32_t *parts, int64_t *len
     return 0;
 }
 
-/* The pool of all pages, or None. Pages were looked at before: they are tuples of three or more. */
+/* The pool of all pages, or None. The pages were checked before: they are tuples of three or more. */
 static PyObject *common_pool(PyObject *pages) {
     Py_ssize_t n = PySequence_Fast_GET_SIZE(pages);
     PyObject *first = n ? PyTuple_GET_ITEM(PySequence_Fast_GET_ITEM(pages, 0), 2) : Py_None;
@@ -461,8 +461,8 @@ static PyObject *common_pool(PyObject *pages) {
     return Py_NewRef(first);
 }
 
-/* columns(pages) -> (keys, parts, lengths, buffers, pool): pages are tuples that begin with (key, buffers, pool). `pool` is None
- * unless all have the same. */
+/* columns(pages) -> (keys, parts, lengths, buffers, pool): pages are tuples that begin with (key, buffers, pool). `pool` is
+ * None unless all pages have the same. */
 static PyObject *columns(PyObject *Py_UNUSED(module), PyObject *pages) {
     PyObject *list = PySequence_Fast(pages, "pages are a sequence");
     if (!list) return NULL;

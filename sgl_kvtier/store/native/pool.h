@@ -1,8 +1,9 @@
-/* I/O threads and their queue of jobs, in plain C: nothing here knows Python or holds its lock.
+/* I/O threads and their queue of jobs, in plain C: nothing here uses Python or holds the GIL.
  *
- * A job is a list of pages, each in one slot of a file and in one or more buffers. Threads take runs of pages whose slots
- * are neighbours. Reads go by (priority, order); writes use threads that no read wants, and at least one run of a write
- * begins every WRITE_TURN_NS. Where threads with rings work (rings.h), they alone read and the threads here only write.
+ * A job is a list of pages, each in one slot of a file and in one or more buffers. Threads take runs of pages in
+ * neighbouring slots. Reads are ordered by (priority, order). Writes use threads that no read needs, and at least one run of
+ * a write begins every WRITE_TURN_NS. If threads with rings work (rings.h), they do all reads and the threads here only
+ * write.
  */
 #ifndef KVTIER_POOL_H
 #define KVTIER_POOL_H
@@ -11,13 +12,13 @@
 
 #include "runs.h"
 
-#define SMALL_RUN ((size_t)256 << 10) /* below this a system call costs more than it spreads */
+#define SMALL_RUN ((size_t)256 << 10) /* smaller runs cost more in system calls than the parallelism gains */
 #define WRITE_TURN_NS 20000000ull
 
 typedef struct {
     struct Pool *pool;
     pthread_t thread;
-    int started, wake_fd, sleeping; /* `sleeping`: would take more, if woken through wake_fd */
+    int started, wake_fd, sleeping; /* `sleeping`: waits for wake_fd and has room for runs */
 } RingThread;
 
 typedef struct Pool {
@@ -28,11 +29,11 @@ typedef struct Pool {
     RingThread *ring_threads;
     Device device;
     int thread_count, stopping, writers;
-    int ring_thread_count, rings, unready; /* `rings`: threads whose ring works; `unready`: those that have not said yet */
-    size_t read_run, write_run, flying, depth, depth_bytes; /* `flying`: runs being read; depths: of each ring */
+    int ring_thread_count, rings, unready; /* `rings`: threads whose ring works; `unready`: those not known yet */
+    size_t read_run, write_run, flying, depth, depth_bytes; /* `flying`: runs being read; depth*: limits of each ring */
     uint64_t orders, last_write_ns, ends;
-    uint64_t busy_ns, marked_ns; /* with a run being read; up to when that is counted, while there is one */
-    uint64_t look_ns; /* when await_any() returns by itself; UINT64_MAX while nobody is in it */
+    uint64_t busy_ns, marked_ns; /* time with a run being read; the time up to which it is counted */
+    uint64_t look_ns; /* when await_any() times out; UINT64_MAX while no thread waits in it */
 } Pool;
 
 static uint64_t now_ns(void) {
@@ -46,8 +47,8 @@ static void wait_until(pthread_cond_t *cond, pthread_mutex_t *lock, uint64_t unt
     pthread_cond_timedwait(cond, lock, &t);
 }
 
-/* Locked. One more thread that can read, if there is an idle one. Who takes a run wakes the next while there is more: so the
- * one who asks pays for one wake-up, not for all. */
+/* Locked. Wakes one idle thread that can read. A thread that takes a run wakes the next one if there is more, so the
+ * submitter pays for one wake-up only. */
 static void wake_reader(Pool *pool) {
     if (!pool->rings) {
         pthread_cond_signal(&pool->work);
@@ -62,7 +63,7 @@ static void wake_reader(Pool *pool) {
     }
 }
 
-/* Locked. Counters that are also read without the lock are written as a whole: by the lock's holder alone, so no more is needed. */
+/* Locked. Stores a counter that is read without the lock. Only the lock's holder writes it, so an atomic store suffices. */
 #define SET(counter, value) __atomic_store_n(&(counter), (value), __ATOMIC_RELEASE)
 
 /* Locked. */
@@ -74,7 +75,7 @@ static void end_page(Job *job, size_t index, int outcome) {
 
 /* Locked. */
 static void tell(Pool *pool, Job *job) {
-    /* A thread that waits wants all pages: waking it for each of them would take a processor from the I/O threads. */
+    /* Waiters need all pages: waking them for each would take a processor from the I/O threads. */
     if (!job->open) pthread_cond_broadcast(&job->progress);
     if (!job->notify) return;
     pool->ends++;
@@ -90,7 +91,7 @@ static void leave_queue(Pool *pool, Job *job) {
     job->queued = 0;
 }
 
-/* Locked. Pages not begun end now. */
+/* Locked. Ends all pages that have not begun. */
 static void end_rest(Pool *pool, Job *job, int outcome) {
     if (job->next >= job->n) return;
     while (job->next < job->n) end_page(job, job->next++, outcome);
@@ -105,7 +106,7 @@ static void expire(Pool *pool, Job *job) {
 
 static void enter_queue(Pool *pool, Job *job) {
     pthread_mutex_lock(&pool->lock);
-    /* Who settles its pages would sleep past its deadline, or may be about to. */
+    /* The settling thread may be about to sleep past this deadline: wake it. */
     if (job->notify && job->deadline_ns && job->deadline_ns < pool->look_ns) {
         pool->ends++;
         pthread_cond_broadcast(&pool->any_end);
@@ -127,7 +128,7 @@ static void enter_queue(Pool *pool, Job *job) {
     pthread_mutex_unlock(&pool->lock);
 }
 
-/* Locked. How many bytes the next run may have: smaller towards a job's end, so that all I/O threads end together. */
+/* Locked. Most bytes of the next run: less towards a job's end, so that all I/O threads finish together. */
 static size_t run_bytes(const Pool *pool, const Job *job, size_t start) {
     size_t most = job->writing ? pool->write_run : pool->read_run;
     size_t share = (job->n - start) * job->pages[start].slot_bytes / (size_t)pool->thread_count;
@@ -135,7 +136,7 @@ static size_t run_bytes(const Pool *pool, const Job *job, size_t start) {
     return share < most ? share : most;
 }
 
-/* Locked. How many pages from `start` on lie side by side: up (step 1) or, when reading, down (step -1) the file. */
+/* Locked. How many pages from `start` on are neighbours: upwards (step 1) or, for reads, downwards (step -1) in the file. */
 static size_t run_length(const Pool *pool, const Job *job, size_t start, int *step) {
     const Page *pages = job->pages;
     size_t bytes = pages[start].slot_bytes, parts = pages[start].parts + 2, count = 1;
@@ -156,7 +157,7 @@ static size_t run_length(const Pool *pool, const Job *job, size_t start, int *st
     return count;
 }
 
-/* Locked. Takes the next run of a job in the queue. */
+/* Locked. Takes the next run of a queued job. */
 static Run begin_run(Pool *pool, Job *job) {
     Run run = {.job = job, .start = job->next};
     run.count = run_length(pool, job, run.start, &run.step);
@@ -169,7 +170,7 @@ static Run begin_run(Pool *pool, Job *job) {
     return run;
 }
 
-/* Locked. The job may be gone once the lock is. */
+/* Locked. Once the lock is released the job may be freed. */
 static void end_run(Pool *pool, const Run *run, const uint8_t *outcomes) {
     Job *job = run->job;
     if (!job->writing) {
@@ -184,7 +185,7 @@ static void end_run(Pool *pool, const Run *run, const uint8_t *outcomes) {
     tell(pool, job);
 }
 
-/* Locked. The read that is next, if any. */
+/* Locked. The next read job, or NULL. */
 static Job *next_read(Pool *pool) {
     while (pool->reads) {
         Job *job = pool->reads;
@@ -194,10 +195,10 @@ static Job *next_read(Pool *pool) {
     return NULL;
 }
 
-/* Locked. The job that the next free thread should work on; if none, when to ask again (0: when woken). */
+/* Locked. The job for the next free thread, or NULL; then *again_ns is when to choose again (0: when woken). */
 static Job *choose(Pool *pool, uint64_t *again_ns) {
     Job *read = next_read(pool);
-    /* Rings take more than there are threads, and leave the queue empty while the device is busy. */
+    /* Rings take more runs than there are threads, and may empty the queue while the device is busy. */
     int reading = read || pool->flying >= (size_t)pool->thread_count;
     *again_ns = 0;
     if (pool->writes && pool->writers < (reading ? (pool->thread_count + 1) / 2 : pool->thread_count)) {
@@ -208,7 +209,7 @@ static Job *choose(Pool *pool, uint64_t *again_ns) {
     return pool->rings ? NULL : read;
 }
 
-/* A thread that writes, and reads where there are no rings. */
+/* A thread that writes, and also reads if there are no rings. */
 static void *serve(void *argument) {
     Pool *pool = argument;
     Scratch scratch;
@@ -252,7 +253,7 @@ static void *serve(void *argument) {
     return NULL;
 }
 
-/* Blocks until the job has ended or `until_ns` has come; expires it by its own deadline. */
+/* Blocks until the job has ended, or until `until_ns` (0: no limit). Applies the job's own deadline. */
 static void await_job(Pool *pool, Job *job, uint64_t until_ns) {
     pthread_mutex_lock(&pool->lock);
     for (;;) {
@@ -268,8 +269,8 @@ static void await_job(Pool *pool, Job *job, uint64_t until_ns) {
     pthread_mutex_unlock(&pool->lock);
 }
 
-/* Blocks until some job with `notify` ended a page after the `seen`th time or was submitted with a deadline before `until_ns`, or until
- * then. Returns the number of times so far. For one thread. */
+/* Blocks until `ends` differs from `seen`: a job with `notify` ended pages or was submitted with a deadline before
+ * `until_ns`; or until `until_ns`. Returns `ends`. Only one thread may call it. */
 static uint64_t await_any(Pool *pool, uint64_t seen, uint64_t until_ns) {
     pthread_mutex_lock(&pool->lock);
     pool->look_ns = until_ns;

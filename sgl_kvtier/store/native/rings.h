@@ -1,7 +1,8 @@
-/* I/O threads that read through a ring of their own: many runs in flight at once, each checked as it lands while the others go on.
+/* I/O threads that read through an io_uring of their own: many runs are in flight at once, and each is verified when it
+ * completes.
  *
- * One thread per ring begins runs, submits them and checks the pages that have landed: no page moves between threads.
- * A ring that stops working is left, and its thread reads one run after the other.
+ * One thread per ring begins runs, submits them and verifies completed pages; no page moves between threads. If a ring
+ * fails, its thread abandons it and reads one run after the other.
  */
 #ifndef KVTIER_RINGS_H
 #define KVTIER_RINGS_H
@@ -14,15 +15,15 @@
 #ifdef KVTIER_URING
 
 #define WAKE UINT64_MAX
-#define GROUP 8      /* runs handed over at once: the device starts on the first while more are laid out */
-#define STUBBORN 100 /* times in a row that the kernel may have no memory for a request */
+#define GROUP 8      /* runs submitted at once: the device starts on them while more are prepared */
+#define STUBBORN 100 /* consecutive times that the kernel may lack memory for a request */
 
 typedef struct {
     Run run;
     Scratch scratch;
     uint8_t *copy;
     size_t moved;
-    int buffers, made, error, unfinished; /* `unfinished`: what is left is to be read without the ring */
+    int buffers, made, error, unfinished; /* `unfinished`: the rest is read without the ring */
 } Flight;
 
 typedef struct {
@@ -30,7 +31,7 @@ typedef struct {
     Pool *pool;
     Ring ring;
     Flight *flights;
-    uint32_t *free, *landed; /* stack of the unused ones; queue of those to be checked */
+    uint32_t *free, *landed; /* stack of unused flights; queue of completed ones to be verified */
     size_t count, free_count, landed_head, landed_count, in_ring, in_ring_bytes;
     int broken, stubborn;
 } Rings;
@@ -45,7 +46,7 @@ static void leave_ring(Rings *r, uint32_t index) {
     land(r, index);
 }
 
-/* The ring does not work any more: what it did not take is read without it. */
+/* The ring has failed: runs that the kernel did not take are read without it. */
 static void give_up(Rings *r) {
     r->broken = 1;
     while (ring_pending(&r->ring)) {
@@ -76,14 +77,14 @@ static void collect(Rings *r) {
         Flight *flight = &r->flights[what];
         result = completed(flight->scratch.iov, flight->buffers, result);
         if (result > 0) flight->moved = (size_t)result;
-        /* At the file's end this asks once more and gets nothing. */
+        /* Also set at the file's end, where the next attempt reads nothing. */
         flight->unfinished = result == -EINTR || result == -EAGAIN || (result > 0 && (size_t)result < run_size(&flight->run));
         flight->error = result < 0 && !flight->unfinished ? -result : 0;
         leave_ring(r, (uint32_t)what);
     }
 }
 
-/* Hands over what was prepared; waits for something to land or to be woken if `wait`. */
+/* Submits prepared entries. With `wait`, waits for a completion or a wake-up. */
 static void enter(Rings *r, int wait) {
     if (!r->broken) {
         int error = ring_enter(&r->ring, (unsigned)wait);
@@ -91,14 +92,14 @@ static void enter(Rings *r, int wait) {
         if (r->stubborn > STUBBORN || (error && error != EINTR && !r->stubborn)) {
             give_up(r);
         } else if (r->stubborn) {
-            ring_reap(&r->ring); /* what has ended holds the memory that is missing */
+            ring_reap(&r->ring); /* completed requests hold the memory that is missing */
             poll(NULL, 0, 1);
         }
     } else {
         struct pollfd wake = {.fd = r->ring_thread->wake_fd, .events = POLLIN};
         uint64_t woken;
         if (wait && poll(&wake, 1, r->in_ring ? 1 : -1) > 0) (void)!read(r->ring_thread->wake_fd, &woken, sizeof woken);
-        /* What the ring took before it was left still lands in the callers' memory: their pages end when it has. */
+        /* Requests taken before the failure still write to the callers' memory: their pages end when they complete. */
         if (r->in_ring) ring_reap(&r->ring);
     }
     collect(r);
@@ -108,7 +109,7 @@ static int has_room(const Rings *r) {
     return r->free_count && r->in_ring < r->pool->depth && (!r->in_ring || r->in_ring_bytes < r->pool->depth_bytes);
 }
 
-/* Puts a run that was begun into the ring, or among the landed if there is nothing to read. */
+/* Adds a begun run to the ring, or to the completed ones if there is nothing to read. */
 static void launch(Rings *r, uint32_t index) {
     Flight *flight = &r->flights[index];
     const Page *first = &flight->run.job->pages[flight->run.low];
@@ -134,7 +135,7 @@ static void launch(Rings *r, uint32_t index) {
     r->in_ring_bytes += run_size(&flight->run);
 }
 
-/* Locked. Takes runs while there is room; lets go of the lock meanwhile. */
+/* Locked. Takes runs while there is room; releases the lock meanwhile. */
 static void begin_more(Rings *r) {
     Pool *pool = r->pool;
     Job *job;
@@ -149,7 +150,7 @@ static void begin_more(Rings *r) {
     }
 }
 
-/* Checks the run that landed first and ends its pages. Takes the lock and keeps it. */
+/* Verifies the run that completed first and ends its pages. Acquires the lock and keeps it. */
 static void finish_one(Rings *r) {
     uint32_t index = r->landed[r->landed_head];
     Flight *flight = &r->flights[index];
@@ -180,7 +181,7 @@ static int open_rings(Rings *r, RingThread *ring_thread) {
     return ring_open(&r->ring, (unsigned)ring_thread->pool->depth + 1);
 }
 
-/* The thread of one ring. Its ring is opened here, because only the thread that opens it may use it. */
+/* The thread of one ring, which it opens itself, because only the thread that opens a ring may use it. */
 static void *serve_ring(void *argument) {
     RingThread *ring_thread = argument;
     Pool *pool = ring_thread->pool;
@@ -194,7 +195,7 @@ static void *serve_ring(void *argument) {
     while (!unable) {
         begin_more(&r);
         if (pool->stopping && r.free_count == r.count) break;
-        /* What has landed is checked after more was handed over: the device works meanwhile. */
+        /* Completed runs are verified after more were submitted, so that the device works meanwhile. */
         int waiting = !r.landed_count;
         ring_thread->sleeping = waiting && has_room(&r);
         pthread_mutex_unlock(&pool->lock);

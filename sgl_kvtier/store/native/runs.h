@@ -1,6 +1,7 @@
-/* Runs: pages whose slots are neighbours in one file, laid out in memory, moved in one go, and checked or sealed.
+/* Runs: pages in neighbouring slots of one file, laid out in memory, read or written in one call, and verified or sealed
+ * with a checksum.
  *
- * Nothing here knows threads, queues or Python. A run's scratch memory belongs to one run at a time.
+ * Nothing here uses threads, queues or Python. Scratch memory serves one run at a time.
  */
 #ifndef KVTIER_RUNS_H
 #define KVTIER_RUNS_H
@@ -13,7 +14,7 @@
 #include "xxh3.h"
 
 #define BLOCK 4096
-#define HEAD_BYTES 152 /* the meaningful part of a slot header; the rest of its block is zero */
+#define HEAD_BYTES 152 /* the fields of a slot header; the rest of its block is zero */
 #define SUM_AT 136
 #define MAX_RUN 64
 #define MAX_IOV 1000
@@ -21,10 +22,10 @@
 enum { OPEN = 0, BEGUN = 1, OK = 2, MISS = 3, CORRUPT = 4, FAILED = 5, LATE = 6, CANCELLED = 7 };
 
 typedef struct {
-    int fd; /* -1: there is no such page */
+    int fd; /* -1: no such page */
     uint32_t slot_bytes, length;
     uint64_t offset;
-    uint32_t first, parts; /* its buffers: iov[first, first + parts) */
+    uint32_t first, parts; /* its buffers are iov[first, first + parts) */
 } Page;
 
 typedef struct Job {
@@ -36,11 +37,11 @@ typedef struct Job {
     Page *pages;
     uint8_t *heads, *state;
     struct iovec *iov;
-    uint32_t *ended; /* indexes in the order they ended: [0, n - open) */
+    uint32_t *ended; /* indexes in the order in which pages ended: [0, n - open) */
     pthread_cond_t progress;
 } Job;
 
-/* Pages low, low + step, ... of a job, the one lowest in the file first. */
+/* Pages low, low + step, ... of a job, in ascending order in the file. */
 typedef struct {
     Job *job;
     size_t start, low, count; /* `start`: where the run begins in the job's order */
@@ -60,7 +61,7 @@ typedef struct {
 
 static const uint8_t zeros[BLOCK];
 
-#ifndef KVTIER_FAULTS /* lab/stress/store/native/faulty.c has others, which fail by plan */
+#ifndef KVTIER_FAULTS /* lab/stress/store/native/faulty.c defines others, which fail on purpose */
 #define move_bytes(writing, fd, iov, count, at) ((writing) ? pwritev(fd, iov, count, at) : preadv(fd, iov, count, at))
 #define completed(iov, count, result) (result)
 #endif
@@ -94,7 +95,7 @@ static uint8_t *bounce(Scratch *scratch, size_t bytes) {
     return scratch->bounce;
 }
 
-/* Goes on behind the first `moved` bytes of `count` buffers. */
+/* Skips the first `moved` bytes of `count` buffers. */
 static void advance(struct iovec **iov, int *count, size_t moved) {
     while (*count && moved >= (*iov)->iov_len) {
         moved -= (*iov)->iov_len;
@@ -107,7 +108,7 @@ static void advance(struct iovec **iov, int *count, size_t moved) {
     }
 }
 
-/* Reads or writes all of it, behind the `*moved` bytes that were moved before. 0 or an errno; a file's end is no error. */
+/* Reads or writes the buffers after the first `*moved` bytes. Returns 0 or an errno; reading at a file's end is no error. */
 static int transfer(int writing, int fd, struct iovec *iov, int count, uint64_t offset, size_t *moved) {
     int stubborn = 0;
     advance(&iov, &count, *moved);
@@ -127,7 +128,7 @@ static int transfer(int writing, int fd, struct iovec *iov, int count, uint64_t 
     return 0;
 }
 
-/* Lays out one slot after the other: header, payload buffers, padding. Returns how many buffers that took. */
+/* Lays out slot after slot: header, payload buffers, padding. Returns the number of buffers. */
 static int lay_out(const Run *run, Scratch *scratch) {
     int n = 0;
     for (size_t i = 0; i < run->count; i++) {
@@ -166,8 +167,8 @@ static int check_page(const Device *device, const Job *job, size_t index, uint8_
 
 static size_t run_size(const Run *run) { return run->count * run->job->pages[run->low].slot_bytes; }
 
-/* Lays a run out for reading: how many buffers, 0 when memory is short. `*copy` is where the bytes come by if the device
- * cannot write where the caller wants them, else NULL. */
+/* Lays a run out for reading. Returns the number of buffers, 0 without memory. `*copy`: a bounce buffer if the device cannot
+ * write to the caller's buffers, else NULL. */
 static int prepare_read(const Device *device, const Run *run, Scratch *scratch, uint8_t **copy) {
     int n = lay_out(run, scratch);
     *copy = NULL;
@@ -177,7 +178,7 @@ static int prepare_read(const Device *device, const Run *run, Scratch *scratch, 
     return *copy != NULL;
 }
 
-/* One outcome per page of a run that was read: the lowest in the file first. */
+/* Sets one outcome per page of a run that was read, lowest in the file first. */
 static void judge_read(const Device *device, const Run *run, Scratch *scratch, const uint8_t *copy, int error, size_t moved,
                        uint8_t *outcomes) {
     if (error) {

@@ -1,6 +1,5 @@
-/* io_uring by its system calls alone: one ring that one thread submits to and waits on. No library is needed; where the headers
- * or the kernel do not have it, ring_open() says so.
- */
+/* io_uring by system calls only, without a library: one ring, which one thread submits to and waits on. If the headers or
+ * the kernel lack io_uring, ring_open() returns an error. */
 #ifndef KVTIER_URING_H
 #define KVTIER_URING_H
 
@@ -23,7 +22,7 @@
 
 #ifdef KVTIER_URING
 
-/* Newer than the oldest headers this builds with; a kernel that does not know them answers EINVAL. */
+/* Newer than the oldest supported headers; a kernel that does not know them returns EINVAL. */
 #ifndef IORING_SETUP_SINGLE_ISSUER
 #define IORING_SETUP_SINGLE_ISSUER (1U << 12)
 #endif
@@ -34,7 +33,7 @@
 typedef struct {
     int fd;
     uint32_t *sq_head, *sq_tail, *sq_array, *cq_head, *cq_tail;
-    uint32_t sq_mask, cq_mask, tail; /* `tail`: behind the last entry prepared */
+    uint32_t sq_mask, cq_mask, tail; /* `tail`: after the last entry prepared */
     struct io_uring_sqe *sqes;
     struct io_uring_cqe *cqes;
     void *rings;
@@ -56,7 +55,7 @@ static void *ring_map(int fd, size_t bytes, off_t what) {
     return at;
 }
 
-/* 0, or why there is no ring. The calling thread is the only one that may use it. */
+/* Returns 0 or an errno. Only the calling thread may use the ring. */
 static int ring_open(Ring *ring, unsigned entries) {
     struct io_uring_params params = {.flags = IORING_SETUP_CLAMP | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN};
     memset(ring, 0, sizeof *ring);
@@ -97,31 +96,32 @@ static int ring_open(Ring *ring, unsigned entries) {
 /* Entries prepared that the kernel has not taken. */
 static uint32_t ring_pending(const Ring *ring) { return ring->tail - __atomic_load_n(ring->sq_head, __ATOMIC_ACQUIRE); }
 
-/* An empty entry; the caller sees to it that no more are under way than the ring was opened for. */
+/* An empty entry. The caller must keep no more in flight than the ring was opened for. */
 static struct io_uring_sqe *ring_entry(Ring *ring) {
     struct io_uring_sqe *entry = &ring->sqes[ring->tail++ & ring->sq_mask];
     memset(entry, 0, sizeof *entry);
     return entry;
 }
 
-/* Hands entries over and waits for `wait` completions. 0, or an errno. */
+/* Submits entries and waits for `wait` completions. Returns 0 or an errno. */
 static int ring_enter(Ring *ring, unsigned wait) {
     __atomic_store_n(ring->sq_tail, ring->tail, __ATOMIC_RELEASE);
     long taken = syscall(__NR_io_uring_enter, ring->fd, ring_pending(ring), wait, IORING_ENTER_GETEVENTS, NULL, 0);
     return taken < 0 ? errno : 0;
 }
 
-/* What has ended becomes completions, which the kernel makes of it only within this call. Hands nothing over, waits for nothing. */
+/* Makes the kernel post completions of requests that have ended, which it does only within this call. Does not submit or
+ * wait. */
 static void ring_reap(Ring *ring) { (void)syscall(__NR_io_uring_enter, ring->fd, 0, 0, IORING_ENTER_GETEVENTS, NULL, 0); }
 
-/* Takes the last entry back that the kernel did not take: its user_data. Only while ring_pending() is not 0. */
+/* Takes back the last entry that the kernel has not taken; returns its user_data. Only while ring_pending() is not 0. */
 static uint64_t ring_take_back(Ring *ring) {
     uint64_t what = ring->sqes[--ring->tail & ring->sq_mask].user_data;
     __atomic_store_n(ring->sq_tail, ring->tail, __ATOMIC_RELEASE);
     return what;
 }
 
-/* The next completion, if one has come. */
+/* The next completion: 1, or 0 if there is none. */
 static int ring_next(Ring *ring, uint64_t *what, int32_t *result) {
     uint32_t head = *ring->cq_head;
     if (head == __atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE)) return 0;
@@ -132,7 +132,7 @@ static int ring_next(Ring *ring, uint64_t *what, int32_t *result) {
     return 1;
 }
 
-/* Whether this process may use io_uring: 0 or an errno. Sends one empty request round. */
+/* Whether this process may use io_uring: 0 or an errno. Submits an empty request and waits for it. */
 static int ring_probe(void) {
     Ring ring;
     uint64_t what = 0;

@@ -1,7 +1,7 @@
-/* XXH3-128 (seed 0, default secret) of long input that lies in several buffers.
+/* XXH3-128 (seed 0, default secret) of long input in several buffers.
  *
- * Written from the algorithm's description (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md); the secret
- * and the primes are constants of that format. Only for inputs of more than 240 bytes, which a slot always is.
+ * Written from the algorithm's description (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md); the secret and
+ * the primes are constants of that format. Only for more than 240 bytes, which a slot always has.
  */
 #ifndef KVTIER_XXH3_H
 #define KVTIER_XXH3_H
@@ -91,7 +91,7 @@ static void xxh3_stripes_neon(uint64_t *acc, const uint8_t *in, const uint8_t *s
             uint8x16_t v1 = vld1q_u8(in + 16 * i + 16);
             uint32x4_t k0 = vreinterpretq_u32_u8(veorq_u8(v0, vld1q_u8(secret + 16 * i)));
             uint32x4_t k1 = vreinterpretq_u32_u8(veorq_u8(v1, vld1q_u8(secret + 16 * i + 16)));
-            uint32x4_t low = vuzp1q_u32(k0, k1); /* of the four keyed values, and their upper halves */
+            uint32x4_t low = vuzp1q_u32(k0, k1); /* low halves of the four keyed values; then the high halves */
             uint32x4_t high = vuzp2q_u32(k0, k1);
             a[i] = vaddq_u64(a[i], vreinterpretq_u64_u8(vextq_u8(v0, v0, 8)));
             a[i + 1] = vaddq_u64(a[i + 1], vreinterpretq_u64_u8(vextq_u8(v1, v1, 8)));
@@ -106,8 +106,8 @@ static void xxh3_stripes_neon(uint64_t *acc, const uint8_t *in, const uint8_t *s
 static void (*xxh3_stripes)(uint64_t *, const uint8_t *, const uint8_t *, size_t) = xxh3_stripes_plain;
 
 #if defined(__x86_64__)
-/* Whether the processor has AVX2 and the kernel keeps its registers. __builtin_cpu_supports would say the same with gcc, and
- * always says no where zig compiles. */
+/* Whether the processor has AVX2 and the kernel saves its registers. With gcc __builtin_cpu_supports would do, but compiled
+ * by zig it always returns no. */
 static int xxh3_has_avx2(void) {
     unsigned a, b, c, d, kept;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;
@@ -116,7 +116,7 @@ static int xxh3_has_avx2(void) {
 }
 #endif
 
-/* Chooses the code for the vectors that this processor has, and returns its name. Once, before any thread hashes. Every AArch64
+/* Selects the vector code for this processor, and returns its name. Called once, before any thread hashes. Every AArch64
  * processor that runs Linux has NEON. */
 static const char *xxh3_choose(void) {
 #if defined(__x86_64__)
@@ -141,7 +141,7 @@ static void xxh3_scramble(uint64_t *acc) {
     }
 }
 
-/* Consumes whole stripes; `at` counts those of the present block. */
+/* Consumes whole stripes; `at`: number of stripes consumed in the current block. */
 static void xxh3_consume(uint64_t *acc, size_t *at, const uint8_t *in, size_t stripes) {
     while (stripes) {
         size_t now = XXH3_STRIPES_PER_BLOCK - *at;
@@ -179,7 +179,8 @@ static void xxh3_tail(const struct iovec *parts, int count, uint8_t *tail) {
     }
 }
 
-/* Digest in canonical (big-endian) order, as XXH3_128 libraries print it. The buffers hold XXH3_SHORTEST bytes or more. */
+/* The digest in canonical (big-endian) order, as xxHash libraries print it. The buffers must hold XXH3_SHORTEST bytes or
+ * more. */
 static void xxh3_128(const struct iovec *parts, int count, uint8_t *digest) {
     uint64_t acc[8] = {XXH3_P32_3, XXH3_P64_1, XXH3_P64_2, XXH3_P64_3, XXH3_P64_4, XXH3_P32_2, XXH3_P64_5, XXH3_P32_1};
     uint64_t total = 0;

@@ -1,5 +1,5 @@
-"""One folder of another owner, followed from outside: its segments, what its log says since the
-last look, and its list of deletes.
+"""One sibling: a folder of another owner with the same pages, polled for its segments, the new
+records of its log, and its list of deletes.
 
 Nothing here writes. What is read is a hint: the owner may change all of it at any time.
 """
@@ -37,38 +37,38 @@ from sgl_kvtier.store.siblings.gone import read_gone
 
 NOTHING = np.empty(0, RECORD)
 _RECENT_NS = 1_000_000_000
-"""A folder that changed so shortly before it was listed may have changed again unseen: the clock
-of files goes in steps of some milliseconds.
+"""A folder that changed within this time before it was listed is listed again: file timestamps
+advance in steps of some milliseconds and may hide a second change.
 """
 
 
 class SiblingFolder:
-    """What another owner's folder holds. One thread at a time."""
+    """The content of another owner's folder. One thread at a time."""
 
     def __init__(self, env: Env, path: str, identity: bytes, io: DirectIO, number: int) -> None:
-        """`number`, from 1 on, tells this folder's segments from those of others."""
+        """`number`, from 1 on, distinguishes this folder's segments from those of others."""
         self._env = env
         self._identity = identity
         self._io = io
         self.path = path
         self.number = number
         self.segments: dict[int, Segment] = {}
-        """By their numbers in this folder; `Segment.number` has the folder's number above."""
+        """By their numbers in this folder; `Segment.number` also has the folder's number."""
         self.waiting = NOTHING
-        """Records of pages that could not be entered yet: their rows are still being read, or their
-        keys have other rows.
+        """Records of pages that could not be entered into the table yet: their rows are still being
+        read, or their keys have other rows.
         """
         self.tried = -1
-        """`SlotTable.losses` when they were tried last."""
+        """`SlotTable.losses` at the last attempt to enter them."""
         self.again_at = 0.0
         self.gone: np.ndarray | None = None
-        """Deletes that its owner lists; None until they were read."""
+        """The owner's list of deletes; None until it was read."""
         self.wanted_ns = 0
-        """The last time that its owner found no room, in nanoseconds since 1970."""
+        """The last time its owner found no space, in nanoseconds since 1970."""
         self.unread: OSError | None = None
-        """Why a segment could not be opened at the last look."""
+        """Why a segment could not be opened at the last poll."""
         self.whole = False
-        """Whether its log was read to the end since it began."""
+        """Whether its current log was read to the end."""
         self._numbers: set[int] | None = None
         self._unread: set[int] = set()
         self._changed_ns = -1
@@ -77,8 +77,8 @@ class SiblingFolder:
         self._at = 0
 
     def look(self) -> list[Segment]:
-        """Opens what is new. Returns segments whose files are gone, for the caller to close. Raises
-        OSError, FileNotFoundError once the folder is gone.
+        """Opens new segments. Returns segments whose files are gone; the caller closes them. Raises
+        OSError, FileNotFoundError if the folder is gone.
         """
         env = self._env
         found = env.status(self.path)
@@ -102,7 +102,7 @@ class SiblingFolder:
         numbers = {n for name in names if (n := segment_number(name)) is not None}
         self._numbers = numbers
         gone = [s for n, s in self.segments.items() if n not in numbers or self._replaced(s)]
-        # From here on nothing raises: the caller closes what is returned.
+        # Nothing raises from here on, because the caller must get the segments to close.
         for segment in gone:
             del self.segments[segment.number & NUMBER_MASK]
         self._open(sorted(numbers - self.segments.keys()))
@@ -111,7 +111,7 @@ class SiblingFolder:
         return gone
 
     def news(self) -> tuple[bool, np.ndarray]:
-        """(whether the log began anew, its records since the last call). Raises OSError."""
+        """(whether the log was replaced, its records since the last call). Raises OSError."""
         env = self._env
         anew = False
         if self._fd < 0:
@@ -136,15 +136,15 @@ class SiblingFolder:
 
     @property
     def empty(self) -> bool:
-        """Whether there was no segment at the last look."""
+        """Whether the folder had no segment at the last poll."""
         return self._numbers == set()
 
     def named_by(self, records: np.ndarray) -> np.ndarray:
-        """The pages that a whole log names, in all segments that are there, opened or not."""
+        """The pages that a complete log names, in all existing segments, opened or not."""
         return named_in(records, self._numbers or set())
 
     def as_numbered_there(self, among: set[int] | None = None) -> list[Segment]:
-        """Segments that have rows, under the numbers that the log has; all, or those `among`."""
+        """Segments that have rows, with their numbers in this folder; all, or those in `among`."""
         return [
             replace(segment, number=number)
             for number, segment in self.segments.items()
@@ -152,7 +152,7 @@ class SiblingFolder:
         ]
 
     def begin_anew(self) -> None:
-        """The next `news` is the whole log."""
+        """Makes the next `news` return the whole log."""
         self.close()
         self.whole = False
 
@@ -166,7 +166,7 @@ class SiblingFolder:
         return not self._env.same_file(segment.fd, segment.path)
 
     def _slots(self) -> int:
-        """Slots of all segments; of one that is not open, as many as it can have."""
+        """Number of slots of all segments; for one that is not open, the most it can have."""
         slots = sum(segment.slots for segment in self.segments.values())
         for number in self._unread:
             with contextlib.suppress(OSError):
@@ -175,7 +175,7 @@ class SiblingFolder:
         return slots
 
     def _open(self, numbers: list[int]) -> None:
-        """Notes those that have no head yet, or cannot be opened."""
+        """Opens segments, and remembers those without a head yet or with an error."""
         before, self._unread, self.unread = self._unread, set(), None
         for number in numbers:
             try:
@@ -186,11 +186,11 @@ class SiblingFolder:
                 self._unread.add(number)
                 self.unread = error
                 if error.errno in SHORT:
-                    # The rest would fail as well.
+                    # The others would fail too.
                     self._unread.update(n for n in numbers if n > number)
                     break
                 continue
             self.segments[number] = named_apart(segment, self.number)
         if before & self.segments.keys():
-            # The log has told of their pages already: it is read again.
+            # Records about their pages were read already: read the log again.
             self.close()

@@ -1,7 +1,7 @@
-"""Pages in the folders of other owners, found and read beside those of this store's own.
+"""Finds and reads pages in the folders of other owners (siblings) in addition to this store's own.
 
-Their slots are rows of the same table, in the state THEIRS: looked up, pinned, read and checked as
-every page is. Nothing in those folders is written. An entry that is not true any more is a miss.
+Their slots are rows of the same table, in the state THEIRS: they are looked up, pinned, read and
+verified like all pages. Nothing in those folders is written. An entry that is outdated is a miss.
 """
 
 from __future__ import annotations
@@ -27,29 +27,27 @@ from sgl_kvtier.store.siblings.gone import Deletes, gone_records, read_gone, wri
 from sgl_kvtier.tenants import NOBODY
 
 _CHUNK = 256
-"""Rows changed at a time: the core's lock is held for microseconds."""
+"""Rows changed at a time, so that the core's lock is held for microseconds."""
 _RECENT_NS = 1_000_000_000
 _MOST_NUMBER = 2047
 _MOST_FOLDERS = 1024
 _PAUSE_S = 0.02
 _AGAIN_S = 1.0
-"""Seconds until a list of deletes that could not be written, or many pages that could not be
-entered, are tried again.
-"""
+"""Seconds until a list of deletes is written, or many pages are entered, again after a failure."""
 _FEW = 4096
-"""Pages that are tried at every look."""
+"""Up to this many waiting pages are tried again at every poll."""
 _LONG = 256
-"""Entries of the own list of deletes from which on it is shortened whenever it has doubled."""
+"""Entries of the own list of deletes from which on it is pruned whenever it has doubled."""
 
 
 class Following:
-    """The folders beside one store's own, as the store sees them. Any thread.
+    """The folders of a store's siblings. Any thread.
 
     Its lock is taken after `Room.changing` and before the core's.
     """
 
     def __init__(self, core: Core, room: Room, own: RankFolder, alike: str) -> None:
-        """`alike`: which folders hold the same pages (`namespace.list_alike`)."""
+        """`alike`: a regular expression for the folders with these pages (`list_alike`)."""
         self._core = core
         self._room = room
         self._own = own
@@ -62,20 +60,20 @@ class Following:
         self._own_list = NOTHING
         self._own_read = False
         self._untold = False
-        """Whether siblings cannot see the own list of deletes yet as it is."""
+        """Whether the own list of deletes in memory is not on disk yet."""
         self._tell_at = 0.0
         self._listed = False
         self._short = False
-        """Whether the last look missed something for want of descriptors or memory."""
+        """Whether the last poll missed something for lack of descriptors or memory."""
         self._deletes = Deletes(NOTHING)
         self._long = _LONG
         self.told = 0
-        """How often a list of deletes changed that was not made in this life."""
+        """Counts changes of lists of deletes that this process did not make."""
         self.folders: dict[str, SiblingFolder] = {}
 
     def open(self) -> None:
-        """Finds what siblings hold, and keeps of the own list of deletes what is still needed.
-        Before any other thread runs. Never raises OSError.
+        """Finds the siblings' pages, and prunes the own list of deletes. Called before any other
+        thread runs. Never raises OSError.
         """
         core = self._core
         try:
@@ -90,22 +88,22 @@ class Following:
             for _ in range(PATIENT):
                 if not self._short:
                     break
-                # Until then pages may be found that a sibling has deleted.
+                # Until then, pages that a sibling has deleted may be found.
                 core.env.pause(_PAUSE_S)
                 self._look(None)
 
     def look(self) -> None:
-        """Brings the table up to what the siblings' folders say now. Never raises OSError."""
+        """Updates the table from the siblings' folders. Never raises OSError."""
         with self._lock:
             if not self._closed:
                 self._look(None)
 
     def deleted(self, pages: np.ndarray) -> NDArray[np.bool_]:
-        """For each record of a page whether it was deleted, by a sibling or here."""
+        """For each page record, whether a sibling or this process deleted the page."""
         return self._deletes.hit(pages)
 
     def deleted_rows(self) -> Rows:
-        """With the core's lock held. The rows of pages that a sibling deleted."""
+        """With the core's lock held. The rows of pages that a list of deletes names."""
         table, deletes = self._core.table, self._deletes
         found = [np.empty(0, np.int64)]
         if deletes.all_until:
@@ -121,16 +119,17 @@ class Following:
         for code, pool in enumerate(pools.names):
             entries = deletes.named[pools.codes == code]
             rows = table.find_words(key_words(entries), pool)
-            # A table without a row has no row 0 to stand for pages that are not there.
+            # Filtered first, because a table without rows has no row 0 that EMPTY could be mapped
+            # to.
             until, rows = entries["sequence"][rows != EMPTY], rows[rows != EMPTY]
             found.append(rows[table.sequence[rows] <= until])
         return np.unique(np.concatenate(found))
 
     def delete(self, keys: list[bytes], pool: str, tenant: str = NOBODY) -> bool:
-        """Makes pages impossible to find in all folders, also for siblings and in later lives; all
-        pages without `keys`, or all of a `tenant`. Those of this store's own are the caller's.
-        False where siblings cannot be told yet: that is tried again until it works. Never raises
-        OSError.
+        """Deletes pages in siblings' folders, for this process, the siblings and later opens: those
+        of `keys`; without keys all pages, or all of a `tenant`. The caller deletes the store's own.
+        Returns False if siblings could not be notified yet; that is retried until it works. Never
+        raises OSError.
         """
         self.look()
         core = self._core
@@ -143,7 +142,7 @@ class Following:
                 core.sequence = max(core.env.wall_ns(), core.sequence)
                 until = core.sequence
             new = gone_records(keys, pool, until, tenant)
-            # A clear stands for everything before, but not for a list that was not read yet.
+            # A clear replaces all earlier entries, but not those of a list that was not read yet.
             everything = not keys and tenant == NOBODY
             self._own_list = new if everything else np.concatenate([self._own_list, new])
             self._gather()
@@ -155,7 +154,7 @@ class Following:
             return not self._untold
 
     def close(self) -> None:
-        """Ends the following. The files of segments that have rows are the room's."""
+        """Ends the polling. Segments that have rows are closed by `Room.close`."""
         with self._lock:
             if self._untold and not self._closed:
                 self._tell()
@@ -172,14 +171,16 @@ class Following:
         self._untold = False
         self.close()
 
-    # Below: with `_lock` held.
+    # All methods below need `_lock`.
 
     def _look(self, seen: dict[str, np.ndarray] | None) -> None:
-        """Records of pages that logs name, deleted ones too, are put into `seen` by the folder."""
+        """Polls all folders. If a log is read from its start, its page records, including deleted
+        pages, are put into `seen` under its folder.
+        """
         core = self._core
         self._listed = self._short = False
         if not self._read_own_list():
-            # What was deleted in an earlier life would be found again.
+            # Pages deleted by an earlier process would be found again.
             return
         try:
             self._list()
@@ -193,13 +194,13 @@ class Following:
                     core.complaints.about("opening another server's segments", folder.unread)
             except FileNotFoundError:
                 self._leave(folder)
-                # Another one may stand there by now.
+                # Another folder may have replaced it.
                 self._listed = False
             except OSError as error:
                 self._failed("following another server's pages", error)
             except Exception as error:
-                # What it holds made us fail: its log is read from the beginning at the next look,
-                # and the other folders are followed meanwhile.
+                # A bug: its log is read from the start at the next poll, and the other folders are
+                # followed meanwhile.
                 folder.begin_anew()
                 core.failed_once("following another server's pages", error)
         self._close_left()
@@ -229,7 +230,7 @@ class Following:
         self._core.complaints.about(doing, error)
 
     def _tell(self) -> None:
-        """Writes the own list of deletes for siblings and later lives. Never raises OSError."""
+        """Writes the own list of deletes to disk. Never raises OSError."""
         core = self._core
         if not self._own_read:
             return
@@ -245,9 +246,7 @@ class Following:
             core.complaints.about("telling other servers what was deleted", error)
 
     def _shorten(self) -> None:
-        """Reads all logs from their beginning, and forgets the own deletes that delete nothing,
-        neither there nor here.
-        """
+        """Reads all logs from the start, and removes own deletes that match no page any more."""
         seen: dict[str, np.ndarray] = {}
         for folder in self.folders.values():
             folder.begin_anew()
@@ -265,7 +264,7 @@ class Following:
                 self._gather()
 
     def _own_deleted(self) -> np.ndarray:
-        """Records of pages in the own folder that are on a list and not erased yet."""
+        """Records of the own pages that a list names and that are not erased yet."""
         table = self._core.table
         with self._core.lock:
             rows = self.deleted_rows()
@@ -281,7 +280,7 @@ class Following:
             env.close(fd)
 
     def _list(self) -> None:
-        """Raises OSError; the folders known before are followed then."""
+        """Finds new and removed folders. On OSError the folders known before are polled."""
         core, env, namespace = self._core, self._core.env, self._own.namespace
         changed = env.modified_ns(namespace)
         if changed == self._listed_ns:
@@ -311,7 +310,7 @@ class Following:
         anew, records = folder.news()
         if len(records):
             try:
-                # A segment is made before the first record about it.
+                # Opens new segments again: each is created before the first record about it.
                 self._forget(folder.look())
             except OSError:
                 folder.close()
@@ -330,7 +329,7 @@ class Following:
             self._apply(folder, anew, records, seen)
 
     def _may_enter(self, folder: SiblingFolder) -> bool:
-        """Whether pages that wait may find a free row and key by now. Many are tried less often."""
+        """Whether waiting pages may find a free row and key now. Many are tried less often."""
         losses, now = self._core.table.losses, self._core.env.now()
         if losses == folder.tried or (len(folder.waiting) > _FEW and now < folder.again_at):
             return False
@@ -352,13 +351,14 @@ class Following:
         if len(known):
             self._catch_up(int(known.max()))
         if seen is not None and anew:
-            # Whatever segments could be opened: a later life may open more.
+            # Including segments that could not be opened: a later process may open them.
             seen[folder.path] = folder.named_by(records)
         deleted = self._deletes.hit(live)
         if deleted.any():
             live = live[~deleted]
         if not self._core.config.verify_reads:
-            # Unlike an own slot, theirs may be written while it is read.
+            # Unlike an own slot, a sibling's may be rewritten while it is read, so reads must be
+            # verified.
             live = live[:0]
         if anew:
             touched = np.concatenate(
@@ -373,7 +373,7 @@ class Following:
         folder.waiting = np.concatenate([folder.waiting, waiting])
 
     def _drop_stale(self, touched: Rows, rows: Rows, live: np.ndarray) -> None:
-        """Forgets the pages of touched rows that are not there any more."""
+        """Drops the pages of touched rows that the log no longer names."""
         true = np.zeros(len(touched), np.uint64)
         true[np.searchsorted(touched, rows)] = live["sequence"]
         table = self._core.table
@@ -385,8 +385,8 @@ class Following:
                     table.drop(some[stale])
 
     def _enter(self, live: np.ndarray, rows: Rows) -> np.ndarray:
-        """Enters pages whose keys have no row yet; returns those that have to wait: another copy
-        may go before this one does, and a row that is being read becomes free.
+        """Enters pages whose keys have no row yet. Returns those that have to wait: until another
+        copy is dropped, or until their row, which is being read, becomes free.
         """
         table, waiting = self._core.table, [NOTHING]
         pools = pool_codes(live)
@@ -422,7 +422,7 @@ class Following:
                 table.reserve(sum(segment.slots for segment in new))
         for segment in new:
             if segment.number in self._room.theirs:
-                # An earlier file of this name is still being read: the log is read again then.
+                # An earlier file of this name is still being read: read the log again afterwards.
                 folder.close()
                 continue
             with self._core.lock:
@@ -442,7 +442,7 @@ class Following:
             self._leaving.append(segment)
 
     def _close_left(self) -> None:
-        """Closes the segments that are gone and not read any more."""
+        """Closes removed segments that no read uses any more."""
         table, leaving = self._core.table, self._leaving
         self._leaving = []
         for segment in leaving:
@@ -463,14 +463,14 @@ class Following:
         self._listed_ns = -1
 
     def _gather(self) -> None:
-        """All lists of deletes together. What is written from now on is younger than each."""
+        """Merges all lists of deletes. Pages written from now on get larger sequence numbers."""
         core = self._core
         lists = [folder.gone for folder in self.folders.values() if folder.gone is not None]
         self._deletes = Deletes(np.concatenate([self._own_list, *lists]))
         self._catch_up(self._deletes.until(newest_sequence(core.env)))
 
     def _catch_up(self, sequence: int) -> None:
-        """Sequence numbers go on from the largest one of all folders, whatever the clock says."""
+        """Raises the own sequence number to the largest of all folders, whatever the clock says."""
         with self._core.lock:
             self._core.sequence = max(self._core.sequence, sequence)
 
@@ -484,7 +484,7 @@ class Following:
 
 
 def _rows_of(records: np.ndarray, segments: list[Segment]) -> Rows:
-    """The row of each record's slot, EMPTY where it has none."""
+    """The row of each record's slot, EMPTY if it has none."""
     highest = max((s.number for s in segments), default=0)
     base, slots = np.full(highest + 1, EMPTY, np.int64), np.zeros(highest + 1, np.int64)
     for segment in segments:

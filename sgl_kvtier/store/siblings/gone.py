@@ -1,13 +1,13 @@
-"""Deletes that hold for every folder of the same pages and every owner.
+"""The lists of deletes that apply to every folder of the same pages and every owner.
 
-An owner erases only its own pages. What else was deleted stands on a list in its folder, which the
-siblings follow: each erases such pages of its own, and passes over those in other folders.
+An owner erases only its own pages. It writes all other deletes to a list in its folder, which its
+siblings poll. Each erases such pages of its own, and ignores those in other folders.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.char  # here: numpy loads it at its first use, which hangs in a child forked meanwhile
+import numpy.char  # numpy would import it at first use, which deadlocks in a child forked meanwhile
 from numpy.typing import NDArray
 
 from sgl_kvtier.store.disk.env import Env, read_fully, write_file
@@ -25,11 +25,11 @@ from sgl_kvtier.tenants import MARK, NOBODY, mark, parted
 _MARK = MARK.encode()
 _MOST_BYTES = 256 << 20
 ANY_TIME = (1 << 64) - 1
-"""As the moment of a delete: whenever the page was written."""
+"""The time of a delete that applies whenever the page was written."""
 
 
 def read_gone(env: Env, path: str, identity: bytes) -> np.ndarray:
-    """The list in a file; empty where there is none. Raises OSError."""
+    """The list in a file; empty if there is no file. Raises OSError."""
     try:
         fd = env.open_to_read(path)
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def read_gone(env: Env, path: str, identity: bytes) -> np.ndarray:
 
 
 def write_gone(env: Env, path: str, identity: bytes, records: np.ndarray) -> None:
-    """Replaces the list; it survives a power loss. No file where it is empty. Raises OSError."""
+    """Replaces the list, atomically and synced. An empty list removes the file. Raises OSError."""
     if len(records):
         write_file(env, path, pack_log_head(identity) + pack_frame(records))
     elif env.exists(path):
@@ -52,22 +52,22 @@ def write_gone(env: Env, path: str, identity: bytes, records: np.ndarray) -> Non
 
 
 def gone_records(keys: list[bytes], pool: str, until: int, tenant: str = NOBODY) -> np.ndarray:
-    """Entries for pages by their keys; without keys, one for all pages, or for all of a tenant."""
+    """Entries for pages by key; without keys one for all pages, or for all of a tenant."""
     if tenant != NOBODY:
-        # A tenant's mark without a pool: no page's own name is that.
+        # A tenant's mark without a pool's name, which no page has as its pool.
         return np.array([(b"", mark(tenant).encode(), until, 0, 0, 0, GONE)], RECORD)
     named = [(key, pool.encode(), until, 0, 0, 0, GONE) for key in keys]
     return np.array(named or [(b"", b"", until, 0, 0, 0, GONE)], RECORD)
 
 
 class Deletes:
-    """Which pages must not be found any more: by their key, of a tenant, or all, written up to a
-    moment.
+    """The union of lists of deletes. An entry deletes one page by key, all pages of a tenant, or
+    all pages, if their sequence number is not larger than its own.
     """
 
     def __init__(self, records: np.ndarray) -> None:
         self.tenants: dict[str, int] = {}
-        """Digests of tenants whose pages are gone, and up to which sequence number."""
+        """Digests of tenants whose pages are deleted, and up to which sequence number."""
         named = records["pool"] != b""
         everything = records[~named]
         for i, digest in _of_tenants(records).items():
@@ -84,12 +84,12 @@ class Deletes:
         self._records = records
 
     def until(self, newest: int) -> int:
-        """The largest sequence number of an entry that is not larger than `newest`."""
+        """The largest sequence number of an entry that is at most `newest`."""
         known = self._records["sequence"][self._records["sequence"] <= newest]
         return int(known.max()) if len(known) else 0
 
     def hit(self, pages: np.ndarray) -> NDArray[np.bool_]:
-        """For each record of a page whether it was deleted."""
+        """For each page record, whether the page is deleted."""
         found: NDArray[np.bool_] = pages["sequence"] <= self.all_until
         if len(self._words):
             for i in np.flatnonzero(np.isin(key_words(pages)[:, 0], self._words)).tolist():
@@ -101,7 +101,7 @@ class Deletes:
         return found
 
     def needed_for(self, pages: np.ndarray) -> np.ndarray:
-        """The entries that delete one of these pages: the others have done their work."""
+        """The entries that delete one of these pages. All others can be removed."""
         hit = pages[self.hit(pages)]
         names = {_name(page) for page in hit}
         whose = set(pool_codes(hit).digests) if self.tenants and len(hit) else set()
@@ -121,11 +121,11 @@ def _name(record: np.ndarray) -> bytes:
 
 
 def _of_tenants(records: np.ndarray) -> dict[int, str]:
-    """The entries that delete all pages of a tenant: their positions, and whose."""
+    """The entries that delete all pages of a tenant: index and digest."""
     if not len(records):
         return {}
     pools = records["pool"]
-    # An entry of a page names its key, and a pool's own name may begin with a mark.
+    # Tested by the missing key, because a pool's own name may begin with a mark.
     keyless = ~key_words(records).any(axis=1)
     marked = np.flatnonzero(keyless & numpy.char.startswith(pools, _MARK)).tolist()
     whose = {i: parted(pools[i].decode("ascii", "replace"))[1] for i in marked}

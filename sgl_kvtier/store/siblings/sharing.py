@@ -1,10 +1,10 @@
-"""One capacity for all owners of the same pages, and the thread that follows them.
+"""Divides one capacity between all owners of the same pages; runs the thread that polls siblings.
 
-The whole is what all folders may take together. An owner makes a segment where all that is there
-leaves room for it. Its part is the whole divided by the owners that hold
-something or want to. An owner without room that holds less than its part removes the segment unused
-for longest of a folder without an owner, or says that it wants room. Owners that hold more than
-their part then give one segment after the other back.
+`Room.whole` is the space that all folders may take together. An owner may create a segment as long
+as the existing ones leave space for it. An owner's part is `whole` divided by the number of owners
+that hold or want something. An owner without space that holds less than its part removes the least
+recently used segment of a folder without an owner, or signals that it wants space. Owners that hold
+more than their part then give segments back one by one.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 Hits = Callable[[np.ndarray], NDArray[np.bool_]]
 
 _TICK_S = 0.1
-"""Seconds between two looks at siblings: what they wrote is found that much later."""
+"""Seconds between two polls of siblings: the delay until their pages are found."""
 _ALONE_S = 1.0
 _AGAIN_S = 1.0
-"""Seconds until an owner without room asks again."""
+"""Seconds until an owner without space asks again."""
 _WANTED_NS = 3_000_000_000
 
 
 class Sharing:
-    """The siblings of one store, as `room.Siblings`. Any thread."""
+    """The siblings of one store; implements `room.Siblings`. Any thread."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Sharing:
         remove: Callable[[Callable[[], Rows]], int],
         forget_aside: Callable[[Hits], None],
     ) -> None:
-        """`remove` deletes the pages of rows that its argument finds, as the store does, and
-        `forget_aside` those in segments that could not be opened.
+        """`remove` deletes the pages whose rows its argument returns. `forget_aside` deletes pages
+        in segments that could not be opened.
         """
         self._core = core
         self._room = room
@@ -69,9 +69,7 @@ class Sharing:
         self._thread = threading.Thread(target=self._run, name="kvtier-follow", daemon=True)
 
     def open(self) -> None:
-        """Finds what is there, and follows it from now on. Nothing that siblings' folders hold
-        raises.
-        """
+        """Finds siblings' pages, and starts polling. Nothing in their folders makes it raise."""
         self._core.stamps = True
         self._room.siblings = self
         self._guarded(self._following.open)
@@ -79,8 +77,8 @@ class Sharing:
         self._thread.start()
 
     def follow(self) -> None:
-        """One look at all siblings: what they wrote is found, what they deleted is deleted. Nothing
-        that their folders hold raises; what fails is counted, and tried again at the next look.
+        """Polls all siblings once: finds what they wrote and applies what they deleted. Nothing in
+        their folders makes it raise; a failure is counted and retried at the next poll.
         """
         self._guarded(self._following.look)
         self._guarded(self._obey)
@@ -118,14 +116,14 @@ class Sharing:
         return False
 
     def close(self) -> None:
-        """Ends the thread. Not from it."""
+        """Ends the thread. Must not be called on it."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
         self._following.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: closes what is open. The thread does not exist there."""
+        """In a forked child, where the thread does not exist: closes open files."""
         self._room.siblings = None
         self._following.leave_to_parent()
 
@@ -137,7 +135,7 @@ class Sharing:
         try:
             step()
         except Exception as error:
-            # Out of memory, or a mistake of ours: an open goes on, and so does the thread.
+            # Out of memory, or a bug: opening the store and the thread go on.
             self._core.failed_once("following other servers' pages", error)
 
     def _obey(self) -> None:
@@ -145,9 +143,9 @@ class Sharing:
         if told != self._obeyed:
             self._forget_aside(self._following.deleted)
             self._remove(self._following.deleted_rows)
-            # Only now: a delete that was not carried out is tried again.
+            # Not earlier, so that a delete that failed is retried.
             self._obeyed = told
-            # A page that was written anew after its delete may be there for what was dropped.
+            # A page that was put again after its delete may be found in place of the dropped one.
             self._following.look()
 
     def _balance(self) -> None:
@@ -166,7 +164,7 @@ class Sharing:
                     room.retire_coldest()
 
     def _part(self, *, wants: bool) -> int:
-        """Bytes that are this owner's when all want more than there is."""
+        """This owner's part of `whole`, in bytes. `wants`: it counts even without a segment."""
         others = [f for f in self._siblings() if (f.segments or self._wants(f)) and self._lives(f)]
         mine = 1 if wants or self._room.segments else 0
         return self._room.whole // max(1, len(others) + mine)
@@ -190,7 +188,7 @@ class Sharing:
         return alive
 
     def _remove_ownerless(self) -> bool:
-        """Removes the segment unused for longest of all in folders that no process owns."""
+        """Removes the least recently used segment of all folders that no process owns."""
         core = self._core
         homes = {
             segment.number: (folder, segment)
@@ -212,7 +210,7 @@ class Sharing:
         try:
             core.env.unlink(segment.path)
         except FileNotFoundError:
-            # Another owner without room was faster.
+            # Another owner without space was faster.
             return False
         except OSError as error:
             core.complaints.about("removing a segment that no server owns", error)

@@ -1,1 +1,1 @@
-"""One store of two: pages on local disk, and those of other servers."""
+"""A store of two tiers: the local disk, and a remote store that servers share."""

@@ -1,4 +1,4 @@
-"""Two read jobs behind one."""
+"""A read job made of several."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from sgl_kvtier.store.io.jobs import seconds_to_wait
 
 
 class TwoJobs:
-    """A `ReadJob` whose pages are in two jobs. `places` has each job's indexes of its pages here.
+    """A `ReadJob` whose pages are in two jobs. `places`: for each job, the indexes that its pages
+    have here.
 
-    Each job begins its own pages in the order of the call, both at the same time.
+    Each job begins its own pages in the order of the call; both run at the same time.
     """
 
     def __init__(self, jobs: Sequence[ReadJob], places: Sequence[Sequence[int]]) -> None:

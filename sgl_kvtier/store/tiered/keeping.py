@@ -1,4 +1,4 @@
-"""Puts pages that came from the remote store into the local one, off the path of their reading."""
+"""Writes pages that were read from the remote store to the local one, in the background."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sgl_kvtier.store.base import PageRead, PageStore, PageWrite, PutOutcome
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 64 << 20
-"""Copies that wait to be written; what lands beyond that is not kept."""
+"""Bytes of copies that wait to be written. Beyond that, pages are not kept."""
 _PUT_BYTES = 4 << 20
-"""Of one write."""
+"""Bytes of one write."""
 
 
 class Keeper:
@@ -23,13 +23,13 @@ class Keeper:
 
     def __init__(self, local: PageStore, most_bytes: int = MOST_BYTES) -> None:
         self.kept = 0
-        """Pages the store took."""
+        """Pages that the store newly stored."""
         self._local = local
         self._most_bytes = most_bytes
         self._waiting: deque[PageWrite] = deque()
         self._nbytes = 0
         self._begun = self._ended = 0
-        """Writes to the store."""
+        """Number of writes to the store."""
         self._closing = False
         self._epoch = 0
         self._changed = threading.Condition()
@@ -38,18 +38,16 @@ class Keeper:
 
     @property
     def epoch(self) -> int:
-        """How often pages were deleted: a page whose read began in an earlier epoch is not kept."""
+        """Counts deletes: a page whose read began in an earlier epoch is not kept."""
         return self._epoch
 
     def take(self, page: PageRead, epoch: int) -> None:
-        """Copies a page that has landed. Any thread, before the destination is the reader's
-        again.
-        """
+        """Copies a page that was read. Any thread, before the read ends for the caller."""
         nbytes = sum(part.nbytes for part in page.into)
         with self._changed:
             if self._closing or self._nbytes + nbytes > self._most_bytes:
                 return
-        # NumPy copies without the interpreter's lock.
+        # NumPy copies without the GIL.
         data = [np.array(np.frombuffer(part, np.uint8)).data for part in page.into]
         with self._changed:
             if self._closing or epoch != self._epoch:
@@ -59,9 +57,7 @@ class Keeper:
             self._changed.notify_all()
 
     def forget(self) -> None:
-        """Pages are about to be deleted: none that was read so far is written from now on. Waits
-        for a write under way.
-        """
+        """Before a delete: no page read so far is written any more. Waits for a write in flight."""
         with self._changed:
             self._epoch += 1
             self._drop_waiting()
@@ -69,12 +65,12 @@ class Keeper:
             self._changed.wait_for(lambda: self._ended >= begun)
 
     def settle(self, timeout_s: float) -> bool:
-        """Blocks until all copies were written, or the time is over; whether they were."""
+        """Blocks until all copies are written, at most `timeout_s`. Returns whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: self._nbytes == 0, timeout_s)
 
     def close(self) -> None:
-        """Ends the thread; copies that wait are not written. Idempotent."""
+        """Ends the thread; waiting copies are dropped. Idempotent."""
         with self._changed:
             self._closing = True
             self._drop_waiting()
@@ -92,7 +88,7 @@ class Keeper:
                 outcomes = self._local.put(pages)
                 self.kept += outcomes.count(PutOutcome.STORED)
             except Exception:
-                # A mistake of a store: these pages are not kept, the thread goes on.
+                # A bug in a store: these pages are not kept, the thread goes on.
                 logger.exception("kvtier: pages from the remote store could not be kept")
             with self._changed:
                 self._ended += 1

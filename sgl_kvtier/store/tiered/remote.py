@@ -1,4 +1,4 @@
-"""What a store that is shared with other servers can do besides keeping pages."""
+"""The interface of a store that several servers share."""
 
 from __future__ import annotations
 
@@ -10,53 +10,50 @@ from sgl_kvtier.types import PageKey
 
 
 class RemoteStore(PageStore, Protocol):
-    """Pages that other servers may have written. `lookup` answers from what is known at the moment,
-    without I/O; a page that nothing is known of is a MISS. No call lasts longer than the store's
-    own limit, 2 s, and no read waits longer with nothing coming, whatever happened to the other
-    side.
+    """Pages that other servers may have written. `lookup` uses what is known locally, without I/O;
+    an unknown page is a MISS. Whatever happens to the remote side, no call takes longer than the
+    store's limit (2 s), and no read waits longer than that without progress.
     """
 
     @property
     def usable(self) -> bool:
-        """Whether it answers now. While it does not, every page is a MISS at once."""
+        """Whether the engine responds. While it does not, every page is a MISS at once."""
 
     @property
     def child_starts(self) -> int:
-        """How often what has the engine was started, the first time too."""
+        """How often the process that runs the engine was started, including the first time."""
 
     @property
     def most_page_bytes(self) -> int:
-        """Bytes of the largest page that it takes."""
+        """Bytes of the largest page that can be stored."""
 
     def ask(self, keys: Sequence[PageKey], pool: str = KV, timeout_s: float = 0.0) -> bool:
-        """Finds out about all of these pages in one call, so that `lookup` knows them. Waits at
-        most `timeout_s`; False when the answer has not come by then. It is kept when it comes.
+        """Queries the engine for all of these pages in one call, so that `lookup` knows them. Waits
+        for at most `timeout_s`; False if no result has come by then. A later result is kept.
         """
 
     @property
     def calls_late(self) -> int:
-        """Puts, deletes and clears that returned before the engine had done them."""
+        """Puts, deletes and clears that returned before the engine had completed them."""
 
     @property
     def removals_waiting(self) -> int:
-        """Pages that were deleted here and that the engine may still have; a clear counts as
-        one.
-        """
+        """Pages deleted here that the engine may still have; a clear counts as one."""
 
     def put(
         self, pages: Sequence[PageWrite], wanted: Callable[[], bool] | None = None
     ) -> list[PutOutcome]:
-        """As `PageStore.put`. Nothing is begun to be written once `wanted` is false: `delete` and
-        `clear` hold for it too where it has become false in their `first`.
+        """`PageStore.put` that can be stopped: no write begins once `wanted` returns false.
+        `delete` and `clear` can rely on that if it becomes false in their `first`.
         """
 
     def delete(
         self, keys: Sequence[PageKey], pool: str = KV, first: Callable[[], None] | None = None
     ) -> int:
-        """From the call on this process neither finds, reads nor writes these pages there until
-        they are removed, which goes on in the background where it takes too long. `first` is called
-        before any is removed. Counts what was removed by the end of the call.
+        """Deletes pages. From the call on this process neither finds, reads nor writes these pages
+        until they are removed, in the background if it takes long. `first` is called before any is
+        removed. Returns how many were removed by the end of the call.
         """
 
     def clear(self, first: Callable[[], None] | None = None) -> int:
-        """As `delete`, for every page of this identity and rank."""
+        """`delete` for every page of this identity and rank."""

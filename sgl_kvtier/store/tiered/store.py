@@ -1,4 +1,4 @@
-"""A store of two: the local disk first, then pages of other servers."""
+"""A store of two tiers: the local disk first, then the remote store."""
 
 from __future__ import annotations
 
@@ -34,46 +34,44 @@ logger = logging.getLogger(__name__)
 
 OnPage = Callable[[int, ReadOutcome], None]
 _ROW_S = 0.01
-"""A write that follows another within this time is one of a row."""
+"""Seconds within which one write counts as following another."""
 _FULL = 0.9
-"""Share of the local store's capacity from which on pages are about to leave it, and then of its
-pages that are not sent yet (on-evict).
+"""Fraction of the local capacity from which on evictions are near. From then on (on-evict), at most
+this fraction of the local pages may be unsent.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TieredStats:
-    """What the remote store did, and what moved between the two."""
+    """Counters of the remote store, and of pages moved between the two tiers."""
 
     remote: StoreStats
     usable: bool
-    """Whether the remote store answers now."""
+    """Whether the remote store responds."""
     child_starts: int
-    """How often the process that has its engine was started."""
+    """How often the process that runs its engine was started."""
     kept: int
-    """Pages that came from the remote store and were written here."""
+    """Pages read from the remote store and written to the local one."""
     uploaded: int
     refused: int
-    """Pages the remote store did not take."""
+    """Pages that the remote store refused."""
     uploads_waiting: int
     uploads_dropped: int
     calls_late: int
-    """Puts, deletes and clears that returned before the remote store had done them."""
+    """Puts, deletes and clears that returned before the remote store had completed them."""
     removals_waiting: int
-    """Pages that were deleted here and that the remote store may still have; a clear counts as
-    one.
-    """
+    """Pages deleted here that the remote store may still have; a clear counts as one."""
 
 
 class TieredStore:
-    """A `PageStore` over two; both belong to it from now on.
+    """A `PageStore` over two stores, which it owns from now on.
 
-    What a write says is what the local store says: trouble of the remote one costs no write. A page
-    that cannot be read from either is a plain outcome.
+    `put` returns the local store's outcomes: remote errors fail no write. A page that can be read
+    from neither store has a normal outcome.
     """
 
     def __init__(self, local: PageStore, remote: RemoteStore, write: str = "all") -> None:
-        """`write`: which pages other servers shall find (`upload.Uploader`)."""
+        """`write`: which pages are uploaded for other servers (`upload.Uploader`)."""
         self._local = local
         self._remote = remote
         self._lock = threading.Lock()
@@ -101,7 +99,7 @@ class TieredStore:
         return self._remote
 
     def own(self, keys: Sequence[PageKey], pool: str = KV) -> list[bool]:
-        """Which pages are on the local disk: these are read from there. No disk access."""
+        """Whether each page is on the local disk, from which it would be read. No disk access."""
         return [answer is Lookup.HIT for answer in self._local.lookup(keys, pool)]
 
     def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
@@ -112,8 +110,8 @@ class TieredStore:
     def find(
         self, keys: Sequence[PageKey], pool: str = KV, timeout_s: float = 0.02
     ) -> list[Lookup]:
-        """Like `lookup`, after the remote store was asked about all pages that are not here. Waits
-        at most `timeout_s` for it; an answer that comes later is known to the next look-up.
+        """`lookup` after querying the remote store for all pages that are not local. Waits for at
+        most `timeout_s`; the next look-up sees a result that comes later.
         """
         keys = list(keys)
         answers = self._local.lookup(keys, pool)
@@ -132,7 +130,7 @@ class TieredStore:
     ) -> ReadJob:
         priority, deadline_s = checked_read(priority, deadline_s, on_page)
         pool_names(columns_of(pages))
-        # Whatever is not here may be there: a page that was found may be read much later.
+        # Every page that is not local may be remote: a page may be read long after it was found.
         here, there = self._split(pages)
         self._uploader.read(_name_of(pages[i]) for i in here)
         if not there:
@@ -169,17 +167,18 @@ class TieredStore:
         return outcomes
 
     def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
-        """On this server's disk alone."""
+        """Retains pages on the local disk only."""
         return self._local.retain(owner, keys, seconds)
 
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
-        """Drops pages in both; counts those here, or there where it had more.
+        """Drops pages in both tiers. Returns how many local ones there were, or remote ones if
+        more.
 
-        This server uses none of them from now on. Where the remote store does not answer in time,
-        its pages are removed in the background; a process that ends before leaves them there.
+        This server uses none of them from now on. If the remote store does not respond in time, its
+        pages are removed in the background; if the process ends before that, they stay there.
         """
         keys = list(keys)
-        self._local.lookup(keys, pool)  # raises before anything is hidden
+        self._local.lookup(keys, pool)  # raises for invalid arguments before anything is hidden
         here = 0
 
         def drop_here() -> None:
@@ -192,9 +191,7 @@ class TieredStore:
         return max(here, there)
 
     def clear(self) -> int:
-        """Drops every page of this identity and rank in both, for all servers, as `delete` does.
-        Counts those here, or there where it had more.
-        """
+        """`delete` for every page of this identity and rank in both tiers, for all servers."""
         here = 0
 
         def drop_here() -> None:
@@ -207,11 +204,11 @@ class TieredStore:
         return max(here, there)
 
     def stats(self) -> StoreStats:
-        """Of the local store."""
+        """The local store's counters."""
         return self._local.stats()
 
     def tiered_stats(self) -> TieredStats:
-        """Of the remote store and of what moved between the two. Takes no lock of an I/O."""
+        """Counters of the remote store and of pages moved. Takes no lock that I/O holds."""
         return TieredStats(
             self._remote.stats(),
             self._remote.usable,
@@ -226,20 +223,22 @@ class TieredStore:
         )
 
     def settle(self, timeout_s: float) -> bool:
-        """Blocks until nothing waits to be kept or sent, or the time is over; whether nothing
-        does.
+        """Blocks until no page waits to be kept or sent, at most `timeout_s`. Returns whether that
+        is so.
         """
         return self._keeper.settle(timeout_s) and self._uploader.settle(timeout_s)
 
     def close(self) -> None:
         self._uploader.stop()
-        self._remote.close()  # ends what the uploader waits for
+        self._remote.close()  # ends calls that the uploader waits for
         self._uploader.close()
         self._keeper.close()
         self._local.close()
 
     def _most_unsent(self) -> float:
-        """Of a full disk a tenth is sent, so that what leaves it next has been."""
+        """How many local pages may be unsent. Once the disk is full, a tenth must have been sent:
+        those that are evicted next.
+        """
         stats = self._local.stats()
         full = stats.bytes_on_disk >= _FULL * stats.capacity_bytes
         return _FULL * stats.pages if full else math.inf
@@ -248,7 +247,7 @@ class TieredStore:
         return self._writes > 0 or time.monotonic() < self._wrote_at + _ROW_S
 
     def _split(self, pages: Sequence[PageRead]) -> tuple[list[int], list[int]]:
-        """Indexes of pages that are here, and of the others."""
+        """Indexes of local pages, and of the others."""
         by_pool: dict[str, list[int]] = {}
         for index, page in enumerate(pages):
             by_pool.setdefault(page[2], []).append(index)
@@ -289,7 +288,7 @@ class TieredStore:
                 [pages[i] for i in there], priority=priority, deadline_s=deadline_s, on_page=ended
             )
         except Exception:
-            # The local part is in flight already: it has to end as a job, and so does this one.
+            # The local part is in flight already, so this part has to end as a job too.
             logger.exception("kvtier: pages could not be read from the remote store")
             failed = OrderedJob(len(there), None, ended)
             failed.end_rest(ReadOutcome.FAILED)
@@ -298,7 +297,7 @@ class TieredStore:
     def _with_remote(
         self, answers: list[Lookup], missing: list[int], keys: Sequence[PageKey], pool: str
     ) -> list[Lookup]:
-        """The answers with what is known of the remote store."""
+        """Adds hits that are known of the remote store."""
         if missing:
             known = self._remote.lookup([keys[i] for i in missing], pool)
             for index, answer in zip(missing, known, strict=True):

@@ -1,7 +1,7 @@
-"""Brings pages of the local store to the remote one.
+"""Uploads pages of the local store to the remote one, in the background.
 
-Names wait, bytes do not: the thread reads a page from the local store, checked, when its turn has
-come. What is there already is found out 128 names at a time and not sent.
+The queue has names, not bytes: the thread reads a page from the local store, verified, when it is
+its turn. For 128 names at a time it queries which are remote already; those are not sent.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ from sgl_kvtier.types import Lookup, PageKey
 logger = logging.getLogger(__name__)
 
 MOST_NAMES = 100_000
-"""Names that wait; beyond that the oldest is dropped. As many are known that are not sent yet."""
+"""Length of the queue; beyond it the oldest name is dropped. As many names are remembered that are
+not to be sent yet.
+"""
 _ASKED = 128
-"""Names that are asked for together."""
+"""Names in one query."""
 _SENT_BYTES = 4 << 20
-"""Bytes that are read and sent together; at least one page."""
+"""Bytes read and sent together; at least one page."""
 _ASK_S = 2.0
 PAUSE_S = 1.0
-"""How long it waits after a refusal, or where the remote store does not answer."""
+"""Seconds to wait after a refusal, or if the remote store does not respond."""
 _YIELD_S = 0.02
 _YIELD_MOST = 50
-"""It lets reads go first for this many times `_YIELD_S`, then it sends something."""
+"""Reads go first for at most this many `_YIELD_S`; then some pages are sent."""
 _WRITES_MOST = 10
-"""The same for writes of the local store, once for all names that are asked for together: writes
-come in rows, and on few cores what is sent beside them makes them slower by half.
+"""The same for writes of the local store, once per query: writes come in series, and on few cores a
+concurrent upload makes them slower by half.
 """
 
 
 class Name(NamedTuple):
-    """A page of the local store: its bytes are read when it is sent."""
+    """A page of the local store. Its bytes are read when it is sent."""
 
     key: PageKey
     pool: str
@@ -54,9 +56,9 @@ class Name(NamedTuple):
 
 
 class Uploader:
-    """A thread that sends pages. `reading` says whether pages are being read from the remote store,
-    `writing` whether the local one is being written: they go first. `most_unsent` is how many of
-    the local store's pages may be unsent with on-evict.
+    """A thread that sends pages. `reading`: whether pages are being read from the remote store;
+    `writing`: whether the local one is being written. Both go first. `most_unsent`: how many local
+    pages may be unsent with on-evict.
     """
 
     def __init__(
@@ -69,16 +71,16 @@ class Uploader:
         most_names: int = MOST_NAMES,
         most_unsent: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """`policy`: all, second-hit (pages that were written or read here twice), on-evict (those
-        used longest ago, once the local store is full) or off.
+        """`policy`: all, second-hit (pages written or read here twice), on-evict (the least
+        recently used ones, once the local store is full) or off.
         """
         self.sent = 0
-        """Pages the remote store took."""
+        """Pages that the remote store newly stored."""
         self.there = 0
-        """Pages that were there already."""
+        """Pages that it had already."""
         self.refused = 0
         self.dropped = 0
-        """Names that found no room, or whose page was gone when its turn came."""
+        """Names dropped from a full queue, or whose page was gone when it was to be sent."""
         self._local = local
         self._remote = remote
         self._policy = policy
@@ -88,7 +90,7 @@ class Uploader:
         self._most_names = most_names
         self._waiting: OrderedDict[tuple[PageKey, str], int] = OrderedDict()
         self._once: OrderedDict[tuple[PageKey, str], int] = OrderedDict()
-        """Names that are not to be sent yet, with their bytes, those used longest ago first."""
+        """Names that are not to be sent yet, with their bytes, least recently used first."""
         self._said_large = False
         self._busy = False
         self._wanted = True
@@ -100,31 +102,32 @@ class Uploader:
 
     @property
     def waiting(self) -> int:
-        """Names that wait."""
+        """Length of the queue."""
         return len(self._waiting)
 
     def written(self, names: Iterable[Name]) -> None:
-        """Pages that the local store has, new ones and others. Any thread; does not block."""
+        """Called with pages put to the local store, new or not. Any thread; does not block."""
         if self._policy == "on-evict":
             self._age(names)
         else:
             self._note(names, again=self._policy == "all")
 
     def read(self, names: Iterable[Name]) -> None:
-        """Pages that are read from the local store. Any thread; does not block."""
+        """Called with pages that are read from the local store. Any thread; does not block."""
         if self._policy == "on-evict":
             self._age(names)
         elif self._policy == "second-hit":
             self._note(names, again=False)
 
     def settle(self, timeout_s: float) -> bool:
-        """Blocks until no name waits, or the time is over; whether none does."""
+        """Blocks until nothing is queued or in flight, at most `timeout_s`. Returns whether so."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._waiting or self._busy), timeout_s)
 
     def forget(self, keys: Iterable[PageKey] | None = None, pool: str = KV) -> None:
-        """Pages were deleted, None for all: their names are not sent from now on, nor are those
-        that were about to be. Does not block: what is being sent is the remote store's.
+        """Called after pages were deleted, None for all: their names leave the queue, and all names
+        that were taken from it together are abandoned too. Does not block: what is being sent is
+        left to the remote store.
         """
         with self._changed:
             if keys is None:
@@ -137,7 +140,7 @@ class Uploader:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Forgets names that wait, and sends no more. Does not block."""
+        """Empties the queue and sends no more. Does not block."""
         with self._changed:
             self._closing = True
             self._wanted = False
@@ -145,13 +148,13 @@ class Uploader:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stops and ends the thread. Blocks while pages are sent. Idempotent."""
+        """Stops and ends the thread. Blocks while pages are being sent. Idempotent."""
         self.stop()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _note(self, names: Iterable[Name], *, again: bool) -> None:
-        """Queues names; those that have to be seen a second time only then, unless `again`."""
+        """Queues names seen before, or all if `again`, and remembers the others."""
         if self._policy == "off":
             return
         with self._changed:
@@ -167,7 +170,7 @@ class Uploader:
             self._changed.notify_all()
 
     def _age(self, names: Iterable[Name]) -> None:
-        """Pages were used just now. Those used longest ago are queued where too many are unsent."""
+        """Marks pages as used. Queues the least recently used ones if too many are unsent."""
         most = min(self._most_unsent(), self._most_names)
         with self._changed:
             for key, pool, nbytes in names:
@@ -197,12 +200,12 @@ class Uploader:
             try:
                 self._send_missing(names)
             except Exception:
-                # A mistake of a store: these pages are not sent, the thread goes on.
+                # A bug in a store: these pages are not sent, the thread goes on.
                 logger.exception("kvtier: pages could not be sent to the remote store")
                 self._pause(PAUSE_S)
 
     def _next(self) -> list[Name]:
-        """Locked. The oldest names, of one pool."""
+        """Locked. Takes the oldest names of one pool from the queue."""
         names: list[Name] = []
         while self._waiting and len(names) < _ASKED:
             (key, pool), nbytes = self._waiting.popitem(last=False)
@@ -214,7 +217,7 @@ class Uploader:
         return names
 
     def _without_large(self, names: list[Name]) -> list[Name]:
-        """Those that the remote store can take."""
+        """The names of pages that are not too large for the remote store."""
         most = self._remote.most_page_bytes
         large = [name for name in names if name.nbytes > most]
         if not large:
@@ -255,7 +258,7 @@ class Uploader:
             missing = missing[count:]
 
     def _send(self, names: list[Name]) -> None:
-        """Reads pages from the local store and puts those that are right."""
+        """Reads pages from the local store and puts those with outcome OK."""
         memory = memoryview(bytearray(sum(name.nbytes for name in names)))
         pages: list[PageRead] = []
         start = 0
@@ -291,6 +294,6 @@ class Uploader:
                 return
 
     def _pause(self, seconds: float) -> bool:
-        """False when these names are not to be sent any more."""
+        """Waits; False if these names are not to be sent any more."""
         with self._changed:
             return not self._changed.wait_for(lambda: not self._wanted, seconds)

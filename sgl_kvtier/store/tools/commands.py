@@ -1,5 +1,5 @@
-"""`kvtier stat`, `fsck` and `purge`: show a store's content, check that it is whole, remove it. The
-command `stat` is made in `runtime/tools/stat_command.py`.
+"""`kvtier stat`, `fsck` and `purge`: show, verify and remove the content of a store. The command
+`stat` is created in `runtime/tools/stat_command.py`.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ SCHEMA_STAT_REMOTE = "kvtier.stat.remote/1"
 SCHEMA_FSCK = "kvtier.fsck/1"
 SCHEMA_PURGE = "kvtier.purge/1"
 _MOST_FIELDS = 4
-"""Of a difference between two fingerprints, in words."""
+"""Most fields of a difference between two fingerprints that are listed in words."""
 
 
 class Learned(NamedTuple):
-    """What servers learned of prefill and links: for JSON, and in words."""
+    """What servers learned about prefill and links: for JSON, and in words."""
 
     found: dict[str, Any]
     said: str
 
 
 class Stat:
-    """`kvtier stat`: the fingerprints in a store, their sizes, the processes that have them open,
-    and what `learned` finds in a fingerprint's folder. Safe beside a running server.
+    """`kvtier stat`: the model fingerprints in a store, their sizes, the processes that have them
+    open, and what `learned` returns for a fingerprint's folder. Safe while a server runs.
     """
 
     def __init__(self, learned: Callable[[str], Learned | None]) -> None:
@@ -121,7 +121,7 @@ class Stat:
 
 
 class Fsck:
-    """`kvtier fsck`: reads every page of a store that is not in use and compares its checksum."""
+    """`kvtier fsck`: reads every page of a store that is not in use and verifies its checksum."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_common(parser)
@@ -132,9 +132,7 @@ class Fsck:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Prints one row per rank; 1 when something is damaged and was not repaired. Raises
-        KVTierError.
-        """
+        """Prints one row per rank; 1 if damage was found and not repaired. Raises KVTierError."""
         env, found = _find(args)
         ranks = [(namespace, rank) for namespace in found for rank in namespace.ranks]
         for namespace, rank in ranks:
@@ -173,9 +171,7 @@ class Fsck:
 
 
 class Purge:
-    """`kvtier purge`: removes the pages of whole fingerprints that are not in use, or those of
-    one tenant.
-    """
+    """`kvtier purge`: removes whole fingerprints that are not in use, or one tenant's pages."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_common(parser)
@@ -188,7 +184,7 @@ class Purge:
         parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Prints what was removed; 1 when a fingerprint was in use. Raises KVTierError."""
+        """Prints what was removed; returns 1 if a fingerprint was not. Raises KVTierError."""
         if not args.match and not args.all and args.salt is None:
             raise StoreError(
                 "say which pages: --match NAME=VALUE (see kvtier stat --json -), --salt -, or --all"
@@ -235,9 +231,7 @@ def _add_salt(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def _salt(given: str) -> str:
-    """A salt of the command line, or of standard input without the end of its line. Raises
-    StoreError.
-    """
+    """The salt of the command line, or of standard input without its newline. Raises StoreError."""
     salt = sys.stdin.read().removesuffix("\n") if given == "-" else given
     if not salt:
         raise StoreError("--salt: give the salt itself, or - and the salt on standard input")
@@ -245,7 +239,7 @@ def _salt(given: str) -> str:
 
 
 def _by_tenant(rows: list[dict[str, Any]], digest: str | None) -> Table:
-    """What each tenant has; only the one with this digest where one is asked for."""
+    """What each tenant has, or only the one with this digest."""
     columns = [
         Column("name", "model"),
         Column("tenant", "tenant"),
@@ -327,7 +321,7 @@ def _find(args: argparse.Namespace) -> tuple[Env, list[Namespace]]:
 
 def _flat(namespace: Namespace) -> dict[str, str]:
     """A fingerprint's fields as texts, nested ones under dotted names; `name` is the readable part
-    of its folder.
+    of its folder's name.
     """
     flat = {"name": os.path.basename(namespace.path).rsplit("-", 1)[0]}
     todo: list[tuple[str, Any]] = list(namespace.fields.items())
@@ -354,7 +348,7 @@ def _row(env: Env, namespace: Namespace) -> dict[str, Any]:
 
 
 def _differences(found: list[Namespace]) -> list[str]:
-    """For each fingerprint of a model that has several, how it differs from the one opened last."""
+    """For each model with several fingerprints, how each differs from the one opened last."""
     lines = []
     whole = sorted((n for n in found if not n.problem), key=lambda n: n.opened_ns, reverse=True)
     latest: dict[str, tuple[str, dict[str, str]]] = {}
@@ -399,7 +393,7 @@ def _size(value: object) -> str:
 
 
 def _show(args: argparse.Namespace, table: Table, schema: str, results: dict[str, Any]) -> None:
-    """The table, unless standard output is for the JSON."""
+    """Prints the table, unless standard output is for the JSON; writes the JSON if requested."""
     if args.json != "-":
         print_table(table)
     if args.json is not None:
@@ -407,7 +401,7 @@ def _show(args: argparse.Namespace, table: Table, schema: str, results: dict[str
 
 
 def _without_salt(arguments: list[str]) -> list[str]:
-    """A command line as results record it: a salt is a secret."""
+    """The command line as recorded in results: without salts, which are secret."""
     said = list(arguments)
     for i, argument in enumerate(arguments):
         if _is_salt(argument.partition("=")[0]) and "=" in argument:
@@ -418,5 +412,5 @@ def _without_salt(arguments: list[str]) -> list[str]:
 
 
 def _is_salt(option: str) -> bool:
-    """Whether this is the option --salt, also cut short, as argparse takes it."""
+    """Whether this is the option --salt, or an abbreviation that argparse accepts."""
     return len(option) > 2 and "--salt".startswith(option)

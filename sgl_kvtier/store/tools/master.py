@@ -1,4 +1,4 @@
-"""What the master of a remote store says of itself, over HTTP."""
+"""Status of a remote store's master, over HTTP."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _MOST_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class MasterStatus:
-    """Sums over all owners of memory."""
+    """Sums over all hosts that contribute memory."""
 
     keys: int
-    """Objects, of all servers and models."""
+    """Objects of all servers and models."""
     nbytes: int
     capacity_bytes: int
     evicted_keys: int
-    """Since it was started."""
+    """Objects evicted since the master was started."""
     clients: int
     segments: tuple[str, ...]
-    """Owners' pieces of memory, by address."""
+    """Addresses of the hosts that contribute memory."""
 
 
 def look(address: str) -> MasterStatus:
-    """Asks Mooncake's master at `host:port` of its figures; 2 s at most. Raises StoreError."""
+    """Queries Mooncake's master at `host:port`, 2 s per request at most. Raises StoreError."""
     figures = {}
     for line in _get(address, "metrics").splitlines():
         name, _, value = line.rpartition(" ")

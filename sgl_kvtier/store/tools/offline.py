@@ -1,4 +1,4 @@
-"""A store that no server has open: identities, ranks and slots, and whether pages are whole."""
+"""Inspects a store without opening it: identities, ranks, slots, and whether pages are intact."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from sgl_kvtier.store.recovery import (
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A folder named like an identity's. Where it is not one, `fields` is empty, `fingerprint` is
+    """A folder named like an identity's. If it is not one, `fields` is empty, `fingerprint` is
     None, and `problem` says why.
     """
 
@@ -63,7 +63,7 @@ class Check:
     corrupt: int = 0
     unreadable: int = 0
     not_indexed: int = 0
-    """Whole pages that the index does not name: a restart does not find them, and they take room
+    """Intact pages that the index does not name: a restart does not find them, and they take space
     until they are overwritten.
     """
     stale: int = 0
@@ -73,7 +73,7 @@ class Check:
 
 
 def namespaces(env: Env, root: str) -> list[Namespace]:
-    """All identities below a store's path. Raises StoreError when there is no such folder."""
+    """All identities below a store's path. Raises StoreError if there is no such folder."""
     if not env.is_directory(root) and not os.path.isdir(root):
         raise StoreError(f"no store at {root}: give the folder that store.path names")
     found = []
@@ -92,22 +92,22 @@ def namespaces(env: Env, root: str) -> list[Namespace]:
 
 
 class Held(NamedTuple):
-    """What a tenant has in a store, by its digest; `NOBODY` has the pages that name none."""
+    """The pages of a tenant in a store, by its digest; `NOBODY` has the pages without a tenant."""
 
     digest: str
     pages: int
     nbytes: int
-    """Bytes of their slots."""
+    """Bytes of the pages' slots."""
 
 
 def count_pages(env: Env, namespace: Namespace, rank: str) -> int:
-    """Pages that a rank's index lists. Safe beside a server, whose latest may be missing."""
+    """Number of pages in a rank's index. Safe while a server runs, whose latest may be missing."""
     return len(_listed(env, namespace, rank))
 
 
 def count_by_tenant(env: Env, namespace: Namespace) -> list[Held]:
-    """The pages that the indexes of all ranks list, by their tenants: the largest first. Safe
-    beside a server, whose latest pages may be missing.
+    """The pages in the indexes of all ranks by tenant, the largest first. Safe while a server runs;
+    its latest pages may be missing.
     """
     found: dict[str, tuple[int, int]] = {}
     for rank in namespace.ranks:
@@ -124,13 +124,13 @@ def count_by_tenant(env: Env, namespace: Namespace) -> list[Held]:
 
 
 def _listed(env: Env, namespace: Namespace, rank: str) -> np.ndarray:
-    """The record of each page that a rank's index lists, in segments that are there: the log names
-    pages of removed ones until it is made anew.
+    """The records of the pages in a rank's index whose segments exist: the log names pages of
+    removed segments until it is rewritten.
     """
     nothing = np.empty(0, RECORD)
     if namespace.fingerprint is None:
         return nothing
-    # No slot is smaller, and only slots that were written are in the log.
+    # An upper bound: no slot is smaller, and only slots that were written are in the log.
     slots = folder_bytes(env, rank) // (2 * BLOCK)
     try:
         log = read_large_file(env, os.path.join(rank, NAME), most_bytes(slots))
@@ -149,10 +149,10 @@ def check_rank(
     repair: bool,
     step: Callable[[int], None] = lambda _: None,
 ) -> Check:
-    """Reads every page of a rank and compares its checksum; `repair` erases what is damaged.
+    """Reads every page of a rank and verifies its checksum; `repair` erases damaged ones.
 
-    Owns the folder while it works: raises StoreBusyError beside a running server. `step` is called
-    with bytes read.
+    Locks the folder meanwhile: raises StoreBusyError if a server runs. `step` is called with the
+    bytes read.
     """
     if namespace.fingerprint is None:
         raise StoreError(namespace.problem)
@@ -200,8 +200,8 @@ def _check_segments(
         records, result.index_whole = unpack_log(b"", identity)
     if repair and not result.index_whole and not len(records):
         with contextlib.suppress(OSError):
-            # The next opening makes it again from the slots' headers. A log that ends early stays:
-            # it may be all that says of a page that it was deleted.
+            # The next open rebuilds it from the slot headers. A log that is incomplete at its end
+            # is kept: only it may know that a page was deleted.
             env.unlink(log)
     live = latest(records, segments, newest_sequence(env))
     indexed = {

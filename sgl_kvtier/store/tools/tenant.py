@@ -1,7 +1,8 @@
-"""`kvtier purge --salt`: deletes the pages of one tenant, also beside running servers.
+"""`kvtier purge --salt`: deletes the pages of one tenant, also while servers run.
 
-The command becomes an owner of the same pages. It erases what no other process has open, and lists
-the delete for all others, which erase their own: servers within 0.1 s, others when they are opened.
+The command opens the store as one more owner of the same pages. It erases pages in folders that no
+process has open, and lists the delete for all others, which erase their own pages: running servers
+within 0.1 s, others when they are started.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from sgl_kvtier.store.engine import DiskStore, open_store
 from sgl_kvtier.store.tools.offline import Namespace, count_by_tenant
 
 _OWNER = re.compile(r"(.*?)(?:-dp[0-9]+)?(?:-copy[0-9]+)?(?:\.[0-9]{1,4})?")
-"""The name of a folder: a rank's, and what tells several owners of its pages apart."""
+"""A folder's name: that of a rank, and a suffix that distinguishes several owners of its pages."""
 _WAIT_S = 10.0
 _PAUSE_S = 0.1
 _ALL_THERE_IS = 1 << 50
-"""A capacity: nothing is to be evicted."""
+"""A capacity so large that nothing is evicted."""
 
 
 def pages_of(env: Env, namespace: Namespace, digest: str) -> int:
-    """Pages of a tenant that the indexes list."""
+    """Number of a tenant's pages in the indexes."""
     return sum(held.pages for held in count_by_tenant(env, namespace) if held.digest == digest)
 
 
 def purge_tenant(env: Env, namespace: Namespace, digest: str, wait_s: float = _WAIT_S) -> str:
-    """Deletes a tenant's pages of one identity. "yes", or "no: " and the reason."""
+    """Deletes a tenant's pages of one identity. Returns "yes", or "no: " and the reason."""
     root, name = os.path.split(namespace.path)
     identity = Identity(namespace.fields, name.rpartition("-")[0])
     if identity.directory_name != name:
@@ -67,6 +68,6 @@ def purge_tenant(env: Env, namespace: Namespace, digest: str, wait_s: float = _W
 def _own(
     config: StoreConfig, identity: Identity, rank: str, env: Env, *, writes: bool
 ) -> DiskStore:
-    """A store in a folder that no process has open, with pages where `writes`."""
+    """Opens a store in a folder that no process owns; with `writes` preferably one with pages."""
     alike = re.escape(rank) + r"(?:-dp[0-9]+)?(?:-copy[0-9]+)?"
     return open_store(config, identity, rank, alike=alike, writes=writes, env=env)
