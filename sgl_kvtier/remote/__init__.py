@@ -1,1 +1,1 @@
-"""Pages that many servers share, in a distributed engine. See README.md."""
+"""The remote store: pages that many servers share, in a distributed engine. See README.md."""

@@ -1,4 +1,4 @@
-"""One life of the child process that has the engine: started and killed."""
+"""Starts and kills the child process that runs the engine. A new child gets a new `Agent`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SOCKET_BYTES = 1 << 20
 
 
 class Agent:
-    """A child process and the socket to it. Raises OSError where none can be started.
+    """A child process and the socket to it. Raises OSError if none can be started.
 
-    It has a session of its own, so a Ctrl-C for the server is not for it. It dies with the thread
-    that made this object, and when the socket closes.
+    The child has its own session, so that a Ctrl-C for the server does not reach it. It dies with
+    the thread that created this object, or when the socket closes.
     """
 
     def __init__(self, settings: RemoteSettings, prefix: str, ring: Ring, wake_fd: int) -> None:
@@ -38,7 +38,8 @@ class Agent:
             "ring": ring.fd,
             "ring_bytes": ring.nbytes,
         }
-        # What this process can import, in the same order, and nothing of the folder it is in.
+        # The child can import what this process can, in the same order, and nothing from its
+        # working directory.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         output = None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL
         try:
@@ -53,7 +54,7 @@ class Agent:
             )
             self.channel = open_channel(self._socket, wake_fd, ring)
         except BaseException:
-            self._socket.close()  # a child that was started ends with it
+            self._socket.close()  # a child that was started ends when its socket closes
             raise
         finally:
             theirs.close()
@@ -64,11 +65,11 @@ class Agent:
         return self._process.pid
 
     def kill(self) -> None:
-        """Ends the child at once, whatever it is doing. Its socket closes when it is gone."""
+        """Kills the child at once, whatever it is doing. Its socket closes when it is dead."""
         self._process.kill()
 
     def gone(self, timeout_s: float) -> bool:
-        """Whether the child is dead within this time, so that it writes nothing any more."""
+        """Waits for the child's death. Returns whether it is dead, and so writes no more."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Whether the engine is to be used now. It has no clock: the moment is an argument."""
+"""A circuit breaker in front of the engine. It has no clock: the current time is an argument."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ WINDOW, FEWEST = 20, 4
 
 
 class Breaker:
-    """Closed: calls go through. Open: none does until a probe has succeeded. It begins open, with
-    a probe due at once.
+    """Closed: calls go through. Open: no call is made until a probe has succeeded. It starts open,
+    with a probe due at once.
 
-    Opens by `trip`, or when more than half of the last 20 calls failed. After that a probe is due
-    in 1, 2, 4 ... 60 s. Seconds are of any one clock. Not thread-safe.
+    It opens by `trip`, or if more than half of the last 20 calls failed. Probes are then due after
+    1, 2, 4, ... 60 s. All times are in seconds of one clock. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Breaker:
 
     @property
     def due(self) -> float:
-        """When to probe. Of no meaning while closed."""
+        """When to probe. Meaningless while closed."""
         return self._due
 
     def ended(self, good: bool, now: float) -> None:
@@ -35,7 +35,7 @@ class Breaker:
             self.trip(now)
 
     def trip(self, now: float) -> None:
-        """Opens. Where a probe failed, the next one waits twice as long."""
+        """Opens the breaker. After a failed probe the next one waits twice as long."""
         if self.closed:
             self._wait_s = FIRST_S
         self.closed = False
@@ -44,10 +44,10 @@ class Breaker:
         self._wait_s = min(2 * self._wait_s, LONGEST_S)
 
     def probing(self, now: float) -> None:
-        """A probe begins: none is due until it has ended."""
+        """Called when a probe begins. None is due while it runs."""
         self._due = now + LONGEST_S
 
     def close(self) -> None:
-        """A probe succeeded."""
+        """Closes the breaker after a successful probe."""
         self.closed = True
         self._last.clear()

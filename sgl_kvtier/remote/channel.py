@@ -1,7 +1,8 @@
-"""Replies of a child process, and its pages copied out of the ring and checked where they landed.
+"""Receives a child's replies: copies its pages from the ring to their destinations and verifies
+them there.
 
-Compiled (native/landing.c) all of it runs without Python's lock. Where there is no extension module
-the same is done here.
+The compiled version (native/landing.c) does all of it without the GIL. Without the extension module
+the same is done in Python.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ except ImportError:
 
 
 class Placed(NamedTuple):
-    """Pages and their places in the ring. `sizes` counts headers."""
+    """Pages and their offsets in the ring. `sizes` include the header."""
 
     offsets: Sequence[int]
     sizes: Sequence[int]
@@ -40,43 +41,45 @@ class Placed(NamedTuple):
 def place(
     extent: int, heads: Sequence[bytes], lengths: Sequence[int], buffers: list[list[memoryview]]
 ) -> Placed:
-    """Pages one after the other from the start of an extent."""
+    """Places pages one after the other from the start of an extent."""
     sizes = [HEAD_BYTES + length for length in lengths]
     ends = itertools.accumulate(padded(size) for size in sizes[:-1])
     return Placed([extent, *(extent + end for end in ends)], sizes, heads, buffers)
 
 
 def bytes_in_ring(lengths: Iterable[int]) -> int:
-    """Bytes of the extent that pages of these lengths need."""
+    """Size of an extent for pages of these lengths, in bytes."""
     return sum(padded(HEAD_BYTES + length) for length in lengths)
 
 
 class Channel(Protocol):
-    """One child's replies. `receive` is for one thread, the rest for any."""
+    """The connection to one child. One thread calls `receive`; any thread the rest."""
 
     def receive(self, seconds: float) -> list[Reply] | None:
-        """Replies within this time, their pages landed and checked; None: the child is gone. The
-        code of a page that is not the expected one is CORRUPT. Pages may land before, and while
-        nothing waits here.
+        """Waits for replies, whose pages have then been copied and verified; None if the child is
+        gone. A page that is not the expected one has the code CORRUPT. Pages may also be copied
+        while no thread waits here.
         """
 
     def send(self, message: bytes) -> bool:
-        """Sends a request; False when the child does not take it now. Does not block."""
+        """Sends a request; False if the child cannot take it now. Does not block."""
 
     def expect(self, number: int, pages: Placed) -> None:
-        """The pages of call `number` land in these buffers."""
+        """Registers the destinations for the pages of call `number`."""
 
     def forget(self, number: int) -> bool:
-        """Whether the call had not landed. From then on nothing is written for it."""
+        """Removes the destinations of a call: nothing is written to them any more. False if its
+        pages have been copied already.
+        """
 
 
 def open_channel(sock: socket.socket, wake_fd: int, ring: Ring) -> Channel:
-    """The channel of a child: compiled where it can be."""
+    """The channel of a child, compiled if possible."""
     return (NativeChannel if _native is not None else PythonChannel)(sock, wake_fd, ring)
 
 
 def wake(fd: int) -> None:
-    """Ends the wait of the channels that have this eventfd, without letting go of Python's lock."""
+    """Wakes the channels that wait on this eventfd, without releasing the GIL."""
     if _native is not None:
         _native.wake(fd)
     else:
@@ -84,7 +87,7 @@ def wake(fd: int) -> None:
 
 
 def pack_pages(ring: Ring, pages: Placed) -> None:
-    """Writes pages into the ring, each behind its header with the checksum."""
+    """Writes pages into the ring, each after its header with the checksum."""
     if _native is not None:
         offsets = np.array(pages.offsets, np.uint64)
         _native.pack(ring.memory, offsets, b"".join(pages.heads), pages.buffers)
@@ -99,7 +102,7 @@ def pack_pages(ring: Ring, pages: Placed) -> None:
 
 
 class NativeChannel:
-    """A `Channel` in C, with a thread on which pages land. Raises OSError where none can start."""
+    """A `Channel` in C, with a thread that copies pages. Raises OSError if it cannot start."""
 
     def __init__(self, sock: socket.socket, wake_fd: int, ring: Ring) -> None:
         self._channel = _native.Channel(sock.fileno(), wake_fd, ring.memory)

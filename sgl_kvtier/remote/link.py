@@ -1,8 +1,9 @@
-"""Calls to the engine, each of which ends in time: the child's life, the breaker, and the ring.
+"""Calls to the engine, each of which ends in bounded time. Owns the child process, the circuit
+breaker, and the ring.
 
-One thread receives the child's replies, gives up calls that take too long, kills a child that
-hangs, and starts the next one. A call that was given up keeps its extent of the ring until the
-child has answered or is dead.
+One thread receives the child's replies, abandons calls that take too long, kills a child that
+hangs, and starts the next one. An abandoned call keeps its extent of the ring until the child has
+replied or is dead.
 """
 
 from __future__ import annotations
@@ -32,15 +33,13 @@ from sgl_kvtier.types import PageKey
 logger = logging.getLogger(__name__)
 
 START_S = 15.0
-"""Seconds a child may take to start: Python, the engine's library, and one connection."""
+"""Seconds that a child may take to start: Python, the engine's library, and one connection."""
 CLOSE_S = 2.0
 _CANARY = PageKey(bytes(32))
 
 
 class Answer(NamedTuple):
-    """How a call ended: one code per key, or one for CLEAR, and for REMOVE and CLEAR how many
-    objects went.
-    """
+    """The result of a call: one code per key (one for CLEAR) and the number of objects removed."""
 
     codes: Sequence[int]
     removed: int = 0
@@ -48,24 +47,24 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """One call. `ended` is called once, from the link's thread, without the link's lock."""
+    """One call. `ended` is called once, on the link's thread, without the link's lock."""
 
     op: Op
     pool: str
     keys: Sequence[PageKey]
     ended: Callable[[Answer], None]
     limit: float
-    """The moment (time.monotonic) when it is given up."""
+    """The time (time.monotonic) when it is abandoned."""
     extent: int | None = None
-    """Its part of the ring, which is the link's from `begin` on."""
+    """Its extent of the ring, which the link owns from `begin` on."""
     pages: Placed | None = None
     fair: bool = False
-    """Nothing but the engine makes it late: `limit` is no deadline of its caller's."""
+    """Whether only the engine can make it late: `limit` is not the caller's own deadline."""
     begun: float = 0.0
 
     @property
     def answers(self) -> int:
-        """How many codes its answer has."""
+        """Number of codes in its answer."""
         return answers(self.op, self.keys)
 
 
@@ -73,29 +72,30 @@ Ended = list[tuple[Callable[[Answer], None], Answer]]
 
 
 class Link:
-    """The way to the engine. `lock` guards the ring and the calls, and is held for microseconds."""
+    """The connection to the engine. `lock` guards the ring and the calls, for microseconds."""
 
     def __init__(self, settings: RemoteSettings, prefix: str) -> None:
         self.lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Not before: another thread may be about to write to it.
+        # Not earlier: another thread may be about to write to it.
         weakref.finalize(self, os.close, self._wake_fd)
         self.ring = Ring(settings.ring_bytes)
         self.restarts = 0
         self.trouble = "not started yet"
-        """Why the engine is not usable; empty when it is."""
+        """Why the engine is not usable; empty if it is."""
         self._settings = settings
         self._prefix = prefix
         self._tend: Callable[[float], float] = lambda _: math.inf
         self._breaker = Breaker()
         self._agent: Agent | None = None
         self._ready_by = 0.0
-        """When a child that starts must be ready; 0 when it is."""
+        """When a starting child must be ready; 0 once it is."""
         self._dying = False
         self._calls: dict[int, Call] = {}
         self._given_up: dict[int, Call] = {}
         self._resting: deque[tuple[float, int]] = deque()
-        """Extents into which a transfer that failed may still write, and until when they rest."""
+        """Extents into which a failed transfer may still write, with the time when they are freed.
+        """
         self._numbers = itertools.count(1)
         self._wakes_at = math.inf
         self._open = True
@@ -104,20 +104,20 @@ class Link:
         _links.add(self)
 
     def start(self, tend: Callable[[float], float]) -> None:
-        """Starts the link's thread. It calls `tend(now)` after every event, and again at the moment
-        that this returns.
+        """Starts the link's thread. It calls `tend(now)` after every event, and again at the time
+        that `tend` returns.
         """
         self._tend = tend
         self._thread.start()
 
     @property
     def open(self) -> bool:
-        """Whether this process has the link and has not closed it."""
+        """Whether this process created the link and has not closed it."""
         return self._open
 
     @property
     def usable(self) -> bool:
-        """Whether calls go through."""
+        """Whether the breaker lets calls through."""
         return self._open and self._breaker.closed
 
     @property
@@ -127,13 +127,13 @@ class Link:
         return agent.pid if agent is not None else 0
 
     def wait_usable(self, timeout_s: float) -> bool:
-        """Blocks until calls go through, or for `timeout_s` seconds."""
+        """Blocks until `usable`, at most `timeout_s` seconds. Returns whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self.usable, timeout_s)
 
     def begin(self, call: Call) -> bool:
-        """Locked. Gives a call to the child; False when it does not go through now. Then nothing
-        of it was begun, and its extent is the caller's. Does not block.
+        """Locked. Sends a call to the child. False if that is impossible now; then nothing was
+        begun, and the caller keeps the extent. Does not block.
         """
         if not self.usable or not self._send(call):
             return False
@@ -141,9 +141,7 @@ class Link:
         return True
 
     def writing(self, pool: str, keys: Sequence[PageKey] | None) -> set[int]:
-        """Locked. The numbers of calls that write these pages, None for any page, and have not
-        ended: those that were given up too.
-        """
+        """Locked. Numbers of calls, abandoned ones too, that write these pages; None: any page."""
         named = None if keys is None else set(keys)
         both = itertools.chain(self._calls.items(), self._given_up.items())
         return {
@@ -154,11 +152,11 @@ class Link:
         }
 
     def ended(self, numbers: Iterable[int]) -> bool:
-        """Locked. Whether the child has answered all of these calls, or is dead."""
+        """Locked. Whether the child has replied to all of these calls, or is dead."""
         return not any(n in self._calls or n in self._given_up for n in numbers)
 
     def wake_before(self, moment: float) -> None:
-        """Makes the link's thread look again at this moment."""
+        """Makes the link's thread run at this time at the latest."""
         if moment < self._wakes_at and threading.current_thread() is not self._thread:
             wake(self._wake_fd)
 
@@ -176,7 +174,7 @@ class Link:
             try:
                 self._turn()
             except Exception:
-                # A mistake of ours or no memory: the thread has to go on, with a new child.
+                # A bug, or out of memory: the thread goes on, with a new child.
                 logger.exception("the remote store's thread failed")
                 if self._agent is not None:
                     self._agent.kill()
@@ -189,7 +187,7 @@ class Link:
         self._wakes_at = math.inf
         self._supervise(time.monotonic())
         now = time.monotonic()
-        # First: it may begin calls, which then have a limit to be waited for.
+        # First, because it may begin calls, whose limits count below.
         wanted = self._tend(now)
         moment = min(wanted, self._next_event(now))
         self._wakes_at = moment
@@ -229,7 +227,7 @@ class Link:
         return min(moments, default=math.inf)
 
     def _supervise(self, now: float) -> None:
-        """Kills, buries, starts and probes."""
+        """Kills a child that hangs, cleans up after a dead one, starts a child, and probes."""
         agent = self._agent
         if agent is not None:
             if self._dying:
@@ -246,13 +244,14 @@ class Link:
 
     @property
     def _may_probe(self) -> bool:
-        """Not while the child has a call that was given up: it answers, or it is killed."""
+        """Not while the child has an abandoned call: it replies to that, or is killed."""
         return not (self._breaker.closed or self._ready_by or self._given_up)
 
     def _start(self, now: float) -> None:
         self._breaker.trip(now)
         try:
-            # On this thread, which lives as long as the link: the child dies with it.
+            # On this thread, which lives as long as the link, because the child dies with the
+            # thread that started it.
             self._agent = Agent(self._settings, self._prefix, self.ring, self._wake_fd)
         except OSError as error:
             self._say(f"no process can be started for it: {error}")
@@ -268,7 +267,7 @@ class Link:
         return late or now - begun >= self._settings.hang_s
 
     def _probe(self, now: float) -> None:
-        """Asks for a name that is not there. A good answer closes the breaker."""
+        """Queries a name that does not exist. A valid reply closes the breaker."""
         self._breaker.probing(now)
 
         def ended(answer: Answer) -> None:
@@ -288,7 +287,9 @@ class Link:
             self._trip("its process takes no calls")
 
     def _bury(self, agent: Agent) -> None:
-        """Once the child is dead nothing writes to the ring: all of it is free."""
+        """Cleans up once the child is dead: nothing writes to the ring then, so all extents of
+        abandoned calls are freed.
+        """
         if not agent.gone(0.0):
             agent.kill()
             return
@@ -330,7 +331,7 @@ class Link:
         return True
 
     def _take(self, reply: Reply, now: float, ended: Ended) -> None:
-        """Locked. One message of the child."""
+        """Locked. Processes one message of the child."""
         if reply.op == Op.UP:
             self._ready_by = 0.0
             ended.append((lambda _: self._probe(time.monotonic()), Answer(())))
@@ -341,7 +342,7 @@ class Link:
         elif (call := self._calls.pop(reply.id, None)) is not None:
             codes = reply.codes
             if len(codes) != call.answers or max(codes, default=0) > max(Code):
-                codes = bytes([Code.FAILED]) * call.answers  # a mistake of the child's
+                codes = bytes([Code.FAILED]) * call.answers  # a bug of the child's
             self._free(call, codes, now)
             if self._breaker.closed and Code.UNREACHABLE in codes:
                 self._trip("its master does not answer")
@@ -351,7 +352,7 @@ class Link:
             ended.append((call.ended, Answer(codes, reply.value)))
 
     def _give_up_late(self, now: float, ended: Ended) -> None:
-        """Locked. Ends calls whose time has passed, though the child goes on with them."""
+        """Locked. Abandons calls past their limit, although the child continues them."""
         for number, call in list(self._calls.items()):
             if now < call.limit:
                 continue
@@ -361,8 +362,8 @@ class Link:
                 self._trip(f"a call took longer than {self._settings.deadline_s:g} s")
 
     def _give_up(self, number: int, call: Call, code: Code, ended: Ended) -> bool:
-        """Locked. False when its pages have just landed: its reply comes next. From then on nothing
-        is written to its pages.
+        """Locked. Ends a call before its reply; from then on nothing is written to its
+        destinations. False if its pages have been copied already: its reply comes next.
         """
         agent = self._agent
         if call.op is Op.GET and agent is not None:
@@ -375,9 +376,7 @@ class Link:
         return True
 
     def _free(self, call: Call, codes: bytes, now: float) -> None:
-        """Locked. An extent into which a failed transfer may write rests as long as a child may
-        hang.
-        """
+        """Locked. Frees a call's extent; after a failed get, which may still write, in `hang_s`."""
         if call.extent is None:
             return
         if call.op is Op.GET and Code.FAILED in codes:
@@ -395,7 +394,7 @@ class Link:
         self._say(why)
 
     def _say(self, why: str) -> None:
-        """Notes a trouble, and logs it once."""
+        """Sets `trouble`, and logs it once."""
         if why != self.trouble:
             logger.warning("remote store %s is not usable: %s", self._settings.master, why)
         self.trouble = why
@@ -412,7 +411,7 @@ class Link:
         self.ring.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked process: the child is the parent's, so nothing goes through here."""
+        """In a forked process: closes the link, because the child belongs to the parent."""
         self._open = False
         if self._agent is not None:
             self._agent.leave()
@@ -423,7 +422,7 @@ def _end(ended: Ended) -> None:
         try:
             tell(answer)
         except Exception:
-            # Code of a caller, on the link's thread: the thread has to survive it.
+            # Code of a caller on the link's thread, which must survive it.
             logger.exception("the end of a remote call failed")
 
 

@@ -1,7 +1,7 @@
-"""A page as the engine keeps it: the name of its object, and the header before its bytes.
+"""A page as stored in the engine: the name of its object, and the header before its bytes.
 
 The name is `kvt1/<fingerprint>/<rank>/<pool>/<key>`. The header repeats it and has a checksum over
-itself and the page. Nothing else says that bytes are this page.
+itself and the page. Only the header identifies a page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RANK = re.compile(r"[A-Za-z0-9_.-]{1,32}", re.ASCII)
 
 
 class Namespace:
-    """Whose pages these are: an identity's fingerprint (32 bytes) and a rank. Raises StoreError for
+    """An identity's fingerprint (32 bytes) and a rank: whose pages these are. Raises StoreError for
     a rank's name that no header can hold.
     """
 
@@ -39,7 +39,7 @@ class Namespace:
         self.prefix = f"kvt1/{fingerprint.hex()[:32]}/{rank}/"
 
     def head(self, key: bytes, pool: str, length: int) -> bytes:
-        """The header of a page of `length` bytes, its checksum left zero."""
+        """The header of a page of `length` bytes, with a zero checksum."""
         name = pool.encode()
         fields = (_MAGIC, VERSION, HEAD_BYTES, self._fingerprint, key, name, self._rank, length)
         return _HEAD.pack(*fields).ljust(HEAD_BYTES, b"\0")
@@ -56,13 +56,13 @@ def can_be_named(pool: str, keys: Sequence[bytes]) -> bool:
 
 
 def object_names(prefix: str, pool: str, keys: Sequence[bytes]) -> list[str]:
-    """The names of pages' objects. `prefix` is a `Namespace`'s."""
+    """The names of pages' objects. `prefix`: that of a `Namespace`."""
     start = f"{prefix}{quote(pool, safe='')}/"
     return [start + key.hex() for key in keys]
 
 
 def checksum(head: bytes, parts: Sequence[memoryview]) -> bytes:
-    """XXH3-128 over a header without its checksum and the page's bytes: 16 bytes."""
+    """XXH3-128 over a header with a zero checksum and the page's bytes: 16 bytes."""
     digest = xxhash.xxh3_128(head)
     for part in parts:
         digest.update(part)
@@ -70,5 +70,5 @@ def checksum(head: bytes, parts: Sequence[memoryview]) -> bytes:
 
 
 def is_this_page(expected: bytes, found: bytes, parts: Sequence[memoryview]) -> bool:
-    """Whether a header that was found and these bytes are the page that `expected` describes."""
+    """Whether a header and bytes read from the engine are the page that `expected` describes."""
     return found[:SUM_AT] == expected[:SUM_AT] and found[SUM_AT:] == checksum(expected, parts)

@@ -1,4 +1,4 @@
-"""What is known of pages in the engine, without asking it. It has no clock."""
+"""A cache of which pages the engine has. It has no clock."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from collections.abc import Iterable, Sequence
 from sgl_kvtier.types import Lookup, PageKey
 
 HERE_S = 5.0
-"""An engine's answer protects a page from eviction for 10 s. Half of that is believed."""
+"""Seconds that a HIT is cached: half of the time for which the engine keeps a page it reported."""
 GONE_S = 1.0
 UNREADABLE_S = 15.0
-"""An engine names the pages of a dead owner for 10 s, and each read of them takes a second."""
+"""Seconds for which a page that could not be read is a miss. An engine lists the pages of a dead
+host for 10 s, and each read of them takes a second.
+"""
 CORRUPT_S = 60.0
 MOST = 1 << 17
 
 
 class Presence:
-    """Answers by (pool, key), each until a moment. The oldest go first beyond `most`. Any thread;
-    `now` is in seconds of any one clock.
+    """Answers by (pool, key) with their expiry. Beyond `most` the oldest are dropped. Any thread;
+    `now` is in seconds of one clock.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -34,30 +36,26 @@ class Presence:
         return len(self._known)
 
     def lookup(self, pool: str, keys: Iterable[PageKey], now: float) -> list[Lookup]:
-        """HIT where a page is known to be there, else MISS."""
+        """HIT if a page is known to exist, else MISS."""
         return [self._answer(pool, key, now) or Lookup.MISS for key in keys]
 
     def gone(self, pool: str, key: PageKey, now: float) -> bool:
-        """Whether a page is known not to be there, or not to be readable."""
+        """Whether a page is known not to exist, or not to be readable."""
         return self._answer(pool, key, now) is Lookup.MISS
 
     def unknown(self, pool: str, keys: Iterable[PageKey], now: float) -> list[PageKey]:
-        """The keys about which nothing is known."""
+        """The keys without a valid answer."""
         return [key for key in keys if self._answer(pool, key, now) is None]
 
     @property
     def epoch(self) -> int:
-        """How often pages were hidden. What was found out of pages in an earlier epoch may not hold
-        any more.
-        """
+        """Counts calls of `hide`. Results of calls begun in an earlier epoch are ignored."""
         return self._epoch
 
     def found(
         self, pool: str, keys: Sequence[PageKey], here: Sequence[bool], now: float, epoch: int
     ) -> None:
-        """The engine's answers to a call of `epoch`. They do not count for pages that were
-        unreadable a moment ago.
-        """
+        """Records the engine's answers to a call begun in `epoch`, except for distrusted pages."""
         with self._lock:
             if epoch != self._epoch:
                 return
@@ -67,7 +65,7 @@ class Presence:
                     self._set(pool, key, Lookup.HIT if is_here else Lookup.MISS, now + lasts)
 
     def stored(self, pool: str, keys: Iterable[PageKey], now: float, epoch: int) -> None:
-        """Pages that were just written by a call of `epoch`."""
+        """Records pages that a call begun in `epoch` wrote."""
         with self._lock:
             if epoch != self._epoch:
                 return
@@ -75,15 +73,13 @@ class Presence:
                 self._set(pool, key, Lookup.HIT, now + HERE_S)
 
     def distrust(self, pool: str, keys: Iterable[PageKey], seconds: float, now: float) -> None:
-        """Pages that could not be read: misses for this long, whatever the engine says."""
+        """Makes pages that could not be read misses for `seconds`, whatever the engine says."""
         with self._lock:
             for key in keys:
                 self._set(pool, key, Lookup.MISS, now + seconds, distrusted=True)
 
     def hide(self, pool: str, keys: Iterable[PageKey] | None) -> None:
-        """From now on these pages are misses, None for all pages, until `show` was called as often
-        as this.
-        """
+        """Makes pages misses, None for all pages, until `show` was called as often."""
         with self._lock:
             self._epoch += 1
             if keys is None:
@@ -94,7 +90,7 @@ class Presence:
                 self._known.pop((pool, key), None)
 
     def show(self, pool: str, keys: Iterable[PageKey] | None) -> None:
-        """What `hide` hid was removed from the engine."""
+        """Undoes one `hide`, after the engine has removed the pages."""
         with self._lock:
             if keys is None:
                 self._all_hidden -= 1
@@ -109,7 +105,7 @@ class Presence:
         return bool(self._all_hidden) or any((pool, key) in hidden for key in keys)
 
     def clear(self) -> None:
-        """Forgets all that is known; what is hidden stays so."""
+        """Forgets all answers; hidden pages stay hidden."""
         with self._lock:
             self._known.clear()
 

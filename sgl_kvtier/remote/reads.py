@@ -1,4 +1,4 @@
-"""Reads of pages from the engine: jobs by priority, in batches that one call each brings."""
+"""Reads from the engine: jobs by priority, in batches with one call each."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sgl_kvtier.types import PageKey
 BATCH_PAGES = 16
 _BATCH_BYTES = 4 << 20
 _BATCHES_IN_RING = 16
-"""A call costs a question to the master and a few thread switches, shared by its pages. They end
-together, so a call has only a part of a read, and of the ring.
+"""A call costs a query to the master and some thread switches, which its pages share. The pages of
+a call end together, so it gets only a part of a read, and of the ring.
 """
 _OUTCOMES = {
     Code.OK: ReadOutcome.OK,
@@ -33,18 +33,17 @@ _OUTCOMES = {
 
 
 def batch_bytes(ring_bytes: int) -> int:
-    """Most bytes of a call's pages, where it has several."""
+    """Most bytes of a call with several pages."""
     return min(_BATCH_BYTES, ring_bytes // _BATCHES_IN_RING)
 
 
 Count = Callable[[Ended, Sequence[int]], None]
-"""Counts pages that ended, given the lengths of all pages of their job."""
+"""Called with pages that ended and the lengths of all pages of their job."""
 Tell = Callable[[], None]
 
 
 class RemoteReadJob(OrderedJob):
-    """An ordered job whose pages of one pool are begun together, up to 16 pages and
-    `batch_bytes`."""
+    """An ordered job that begins up to 16 pages and `batch_bytes` of one pool together."""
 
     def __init__(
         self,
@@ -58,12 +57,12 @@ class RemoteReadJob(OrderedJob):
         self.pages = pages
         self.lengths = [sum(part.nbytes for part in page.into) for page in pages]
         self.entered = math.inf
-        """When it joined the queue."""
+        """The time when it was queued."""
         self._counted_by = count
         self._batch_bytes = batch_bytes
 
     def upcoming(self) -> range:
-        """The pages that `begin` returns next, unless the job is cancelled before."""
+        """The pages that `begin` returns next, unless the job is cancelled first."""
         start = self._next
         return range(start, self._run_end(start) if start < self.count else start)
 
@@ -82,7 +81,7 @@ class RemoteReadJob(OrderedJob):
 
 
 class Reader:
-    """The queue of reads of one link. Any thread; callbacks are called without the link's lock."""
+    """The read queue of one link. Any thread; callbacks are called without the link's lock."""
 
     def __init__(
         self, link: Link, namespace: Namespace, presence: Presence, deadline_s: float
@@ -95,10 +94,10 @@ class Reader:
         self._order = itertools.count()
         self._under_way = 0
         self._came = -math.inf
-        """When the engine last said of a page what it is, or that it is not there."""
+        """When the engine last returned a page or reported that one is missing or damaged."""
 
     def enter(self, job: RemoteReadJob, priority: int) -> None:
-        """Begins a job, or as much of it as may be under way. Does not block."""
+        """Queues a job and begins what fits. Does not block."""
         now = time.monotonic()
         job.entered = now
         with self._link.lock:
@@ -108,9 +107,7 @@ class Reader:
             self._link.wake_before(self._end(job))
 
     def tend(self, now: float) -> float:
-        """Ends jobs that have waited long enough and begins what there is room for. Returns the
-        moment when the next one has.
-        """
+        """Ends jobs that are late and begins what fits. Returns when the next job is late."""
         for job in self._jobs():
             if (rest := self._rest(job, now)) is not None:
                 job.end_rest(rest)
@@ -130,12 +127,12 @@ class Reader:
             return [job for _, _, job in self._queue]
 
     def _end(self, job: RemoteReadJob) -> float:
-        """When a job's pages are late: at its deadline, and when nothing has come for a while."""
+        """When a job's pages are late: at its deadline, or `deadline_s` after the last progress."""
         patience = max(job.entered, self._came) + self._deadline_s
         return patience if job.deadline is None else min(patience, job.deadline)
 
     def _rest(self, job: RemoteReadJob, now: float) -> ReadOutcome | None:
-        """How pages end that are not begun now; None where they may wait."""
+        """The outcome for pages that cannot begin any more; None if they may wait."""
         if self._link.usable or (job.deadline is not None and now >= job.deadline):
             return ReadOutcome.LATE if now >= self._end(job) else None
         return ReadOutcome.MISS
@@ -149,8 +146,8 @@ class Reader:
             tell()
 
     def _begin_next(self, job: RemoteReadJob, now: float, after: list[Tell]) -> bool:
-        """Locked. The next batch of a job, or its end; False when it has to wait. `after` is what
-        to tell once the lock is free.
+        """Locked. Begins the next batch of a job, or ends the job; False if it has to wait.
+        `after`: functions to call once the lock is released.
         """
         rest = self._rest(job, now)
         if rest is not None or job.exhausted:
@@ -160,12 +157,12 @@ class Reader:
         wanted = [i for i in job.upcoming() if self._may_be_there(job.pages[i], now)]
         nbytes = bytes_in_ring(job.lengths[i] for i in wanted)
         if nbytes > self._link.ring.nbytes:
-            wanted = []  # larger than the ring: this store has never put it
+            wanted = []  # larger than the ring, so this store never put it
         sent = False
         if not wanted:
             begun = job.begin()
         else:
-            # The other half is for writes and for what was given up.
+            # The other half is for writes and abandoned calls.
             if self._under_way >= self._link.ring.nbytes // 2:
                 return False
             extent = self._link.ring.take(nbytes)
@@ -184,7 +181,7 @@ class Reader:
         return named and not self._presence.gone(page.pool, page.key, now)
 
     def _send(self, job: RemoteReadJob, which: list[int], extent: int, nbytes: int) -> bool:
-        """Locked. Gives a batch to the child; False when it takes no calls."""
+        """Locked. Sends a batch to the child; False if that is impossible now."""
         pool = job.pages[which[0]].pool
         lengths = [job.lengths[i] for i in which]
         keys = [job.pages[i].key for i in which]
@@ -210,7 +207,7 @@ class Reader:
     def _landed(
         self, job: RemoteReadJob, which: list[int], nbytes: int, epoch: int, answer: Answer
     ) -> None:
-        """Pages of a batch ended: they were checked, or they never land any more."""
+        """Ends the pages of a batch: they were verified, or are never copied any more."""
         now = time.monotonic()
         with self._link.lock:
             self._under_way -= nbytes

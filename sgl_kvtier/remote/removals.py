@@ -1,7 +1,7 @@
-"""Deletes and clears: what was removed stays hidden here until the engine has confirmed it.
+"""Deletes and clears: pages stay hidden in this process until the engine confirms their removal.
 
-A caller waits for a limited time. What the engine has not confirmed by then is sent again when it
-answers, and until then every page named by it is a miss for this process and is not written.
+A caller waits for a limited time. Unconfirmed removals are sent again when the engine responds.
+Until they are confirmed, their pages are misses for this process and are not written.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from sgl_kvtier.types import PageKey
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""When a removal that failed is sent again."""
+"""Seconds until a failed removal is sent again."""
 _LOOK_S = 0.05
-"""How often it is looked whether the writes have ended that a removal has to follow."""
+"""Seconds between two checks whether the writes that a removal must follow have ended."""
 _GONE = (Code.OK, Code.MISS)
 
 
 @dataclass(eq=False)
 class Removal:
-    """One call of the engine that removes pages; `keys` None: all of this identity and rank."""
+    """One call that removes pages; `keys` None: all pages of this identity and rank."""
 
     pool: str
     keys: Sequence[PageKey] | None
     writes: set[int] = field(default_factory=set)
-    """Calls that were writing these pages when they were hidden: the engine may do a write after a
-    removal that was sent later.
+    """Calls that were writing these pages when they were hidden. The removal waits for them,
+    because the engine might execute a write after a removal that was sent later.
     """
     due: float = math.inf
-    """When to send it; infinite while it is held back or under way."""
+    """When to send it; infinite before `first` has returned and while it is in flight."""
     removed: int = 0
-    """Objects that the engine says went."""
+    """Number of objects that the engine removed."""
     confirmed: bool = False
 
 
 class Removals:
-    """The removals of one link. Any thread. `where` names the pages' place: what a store leaves
-    unconfirmed when it closes, the next one of this process at the same place goes on with.
+    """The removals of one link. Any thread. `where` identifies the pages' location: the next store
+    of this process at the same location continues what a closed store left unconfirmed.
     """
 
     def __init__(
         self, link: Link, presence: Presence, deadline_s: float, where: tuple[str, ...]
     ) -> None:
         self.late = 0
-        """Deletes and clears that returned before the engine had done them."""
+        """Deletes and clears that returned before the engine had completed them."""
         self._said = False
-        """Whether it was logged that the engine has pages still."""
+        """Whether it was logged that removals are unconfirmed."""
         self._link = link
         self._presence = presence
         self._deadline_s = deadline_s
@@ -78,10 +78,10 @@ class Removals:
     def remove(
         self, pool: str, keys: Sequence[PageKey] | None, first: Callable[[], None] | None
     ) -> int:
-        """Hides pages, None for all, calls `first`, and removes them; waits for at most
-        `deadline_s` in all. Returns how many objects went by then.
+        """Hides pages, None for all, calls `first`, and removes them. Waits for at most
+        `deadline_s` in all, and returns how many objects were removed by then.
         """
-        if not self._link.open:  # in a forked process another thread may have the lock for ever
+        if not self._link.open:  # in a forked process the thread that holds the lock may not exist
             if first is not None:
                 first()
             return 0
@@ -111,7 +111,7 @@ class Removals:
         return sum(r.removed for r in removals)
 
     def tend(self, now: float) -> float:
-        """Sends what is due; the moment when the next one is."""
+        """Sends removals that are due; returns when the next one is."""
         if not self._link.usable:
             return math.inf
         with self._link.lock:
@@ -121,7 +121,7 @@ class Removals:
             return min((r.due for r in self._pending), default=math.inf)
 
     def close(self) -> None:
-        """The link was closed: leaves what is not confirmed to the next store of this process."""
+        """After the link was closed: leaves unconfirmed removals to this process's next store."""
         with self._link.lock:
             left, self._pending = self._pending, []
         if left:

@@ -1,7 +1,7 @@
-"""Memory that this process and its child both see, in extents of any size.
+"""Memory shared by this process and its child, divided into extents of any size.
 
-A transport writes here and nowhere else. An extent belongs to the child's call from `take` to
-`give`: it is given back when the child has answered or is dead.
+The engine's transport writes nowhere else. An extent belongs to a call from `take` to `give`, and
+is given back when the child has replied or is dead.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ ALIGN = 64
 
 
 class Ring:
-    """`nbytes` bytes of shared memory without a name: it goes with the last process that has it.
+    """`nbytes` of anonymous shared memory, freed with the last process that maps it.
 
-    Not thread-safe: the link's lock guards the extents. Raises OSError where there is no memory.
+    Not thread-safe: the link's lock guards the extents. Raises OSError if there is no memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -33,11 +33,11 @@ class Ring:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of extents that calls have."""
+        """Bytes of allocated extents."""
         return sum(self._taken.values())
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of a new extent, a multiple of 64; None when there is no room."""
+        """Allocates an extent; returns its offset, a multiple of 64, or None if there is no gap."""
         need = padded(max(nbytes, 1))
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= need:
@@ -47,7 +47,7 @@ class Ring:
         return None
 
     def give(self, offset: int) -> None:
-        """Makes an extent free again."""
+        """Frees an extent."""
         start, stop = offset, offset + self._taken.pop(offset)
         at = bisect.bisect(self._free, (start, stop))
         if at < len(self._free) and self._free[at][0] == stop:
@@ -58,7 +58,7 @@ class Ring:
         self._free.insert(at, (start, stop))
 
     def close(self) -> None:
-        """Releases this process's hold; the mapping stays while something refers to it."""
+        """Closes the descriptor; the mapping stays while something refers to it."""
         os.close(self.fd)
 
 

@@ -1,8 +1,8 @@
-"""Mooncake's master and an owner of memory on this host: for trying the remote tier out, and for
-tests.
+"""Runs Mooncake's master and one client that contributes memory on this host, to try the remote
+tier out and for tests.
 
-A cluster has one master, and one owner (`mooncake_client`) on every host that gives memory. They
-have no authentication and no encryption.
+A cluster has one master, and one such client (`mooncake_client`, here called owner) on every host
+that contributes memory. They have no authentication and no encryption.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ START_S = 20.0
 
 
 def missing_engine() -> str:
-    """Why Mooncake cannot run here, and what to do; empty where it can."""
+    """Why Mooncake cannot run here, and what to do; empty if it can."""
     if importlib.util.find_spec("mooncake") is None:
         return f"Mooncake is not installed: {how_to_install('remote')}"
     if ctypes.util.find_library("ibverbs") is None:
@@ -34,7 +34,7 @@ def missing_engine() -> str:
 
 
 def program(name: str) -> str:
-    """The path of `mooncake_master` or `mooncake_client`. Raises StoreError where there is none."""
+    """The path of `mooncake_master` or `mooncake_client`. Raises StoreError if not installed."""
     found = importlib.util.find_spec("mooncake")
     for folder in (found.submodule_search_locations or ()) if found else ():
         path = Path(folder, name)
@@ -46,7 +46,7 @@ def program(name: str) -> str:
 
 
 def master_command(address: str, port: int, metrics_port: int, lease_ms: int = 10_000) -> list[str]:
-    """The command of a master. It evicts early: a store that is full refuses pages one by one."""
+    """The command line of a master. It evicts early, since a full store refuses single pages."""
     return [
         program("mooncake_master"),
         f"--rpc_address={address}",
@@ -61,7 +61,7 @@ def master_command(address: str, port: int, metrics_port: int, lease_ms: int = 1
 
 
 def owner_command(host: str, port: int, master: str, segment_bytes: int) -> list[str]:
-    """The command of an owner of `segment_bytes` of this host's memory."""
+    """The command line of an owner that contributes `segment_bytes` of memory."""
     return [
         program("mooncake_client"),
         f"--host={host}",
@@ -74,8 +74,8 @@ def owner_command(host: str, port: int, master: str, segment_bytes: int) -> list
 
 
 class Servers:
-    """A master and an owner as processes of this one. Use it in a `with` block: both end with it,
-    by their process ids. Raises StoreError where they do not start.
+    """A master and an owner as child processes. Use it in a `with` block, which kills both at its
+    end. Raises StoreError if they do not start.
     """
 
     def __init__(
@@ -90,17 +90,17 @@ class Servers:
 
     @property
     def master(self) -> str:
-        """Where the master listens, as `remote.master` has it."""
+        """The master's address, in the form of `remote.master`."""
         return f"{self.host}:{self.port}"
 
     @property
     def metrics(self) -> str:
-        """Where the master's figures are, over HTTP."""
+        """The address of the master's metrics over HTTP."""
         return f"{self.host}:{self._metrics}"
 
     @property
     def commands(self) -> list[list[str]]:
-        """What is run, the master first."""
+        """The command lines, the master's first."""
         master = master_command(self.host, self.port, self._metrics, self._lease_ms)
         return [
             master,
@@ -108,20 +108,20 @@ class Servers:
         ]
 
     def start_master(self) -> subprocess.Popen[bytes]:
-        """A master that answers."""
+        """Starts a master and waits until it responds."""
         process = self._start(self.commands[0])
         self._await(process, "does not listen", lambda: self._page("/metrics") is not None)
         return process
 
     def start_owner(self) -> subprocess.Popen[bytes]:
-        """An owner whose memory the master knows."""
+        """Starts an owner and waits until the master lists its memory."""
         before = self.segments()
         process = self._start(self.commands[1])
         self._await(process, "gives no memory", lambda: bool(self.segments() - before))
         return process
 
     def stop(self) -> None:
-        """Ends what was started, stopped processes too."""
+        """Kills all processes that were started, even those stopped by a signal."""
         for process in self._started:
             process.kill()
         for process in self._started:
@@ -161,7 +161,7 @@ class Servers:
             time.sleep(0.05)
 
     def segments(self) -> set[str]:
-        """The owners that the master knows."""
+        """The owners that the master lists."""
         return set((self._page("/get_all_segments") or "").split())
 
     def _page(self, path: str) -> str | None:

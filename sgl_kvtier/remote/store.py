@@ -1,8 +1,8 @@
-"""The remote store: pages that every server with this identity and rank finds. See README.md.
+"""The remote store: pages that every server with the same identity and rank finds. See README.md.
 
-The promise of store/base.py is kept here over an engine that promises nothing. A page is copied out
-of the ring into its destination and checked there. Nothing blocks longer than its stated bound, and
-no exception of the engine leaves this room.
+It gives the guarantee of store/base.py on top of an engine that guarantees nothing. A page is
+copied from the ring to its destination and verified there. No call blocks longer than its stated
+bound, and no exception of the engine leaves this package.
 """
 
 from __future__ import annotations
@@ -56,32 +56,33 @@ _COUNTED = {
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """How a remote store is doing."""
+    """The state of a remote store."""
 
     usable: bool
     trouble: str
-    """Why it is not usable; empty when it is."""
+    """Why it is not usable; empty if it is."""
     child: int
-    """Process id of the child that has the engine; 0: there is none."""
+    """Process id of the child that runs the engine; 0: there is none."""
     starts: int
-    """How often such a child was started."""
+    """How often a child was started."""
     exists_calls: int
     exists_late: int
-    """Questions whose caller did not wait for the answer."""
+    """Queries whose caller did not wait for the result."""
     ring_taken_bytes: int
     removals_waiting: int
-    """Pages that were deleted here and that the engine may still have; a clear counts as one."""
+    """Pages deleted here that the engine may still have; a clear counts as one."""
 
 
 def open_remote(
     settings: RemoteSettings, identity: Identity, rank: str, page_bytes: int = 0
 ) -> RemoteStore:
-    """The remote store of one rank. Returns at once: the engine is connected in the background.
+    """Opens the remote store of one rank. Returns at once: the engine is connected in the
+    background.
 
-    `rank` names the rank's share of a page, without numbers of data-parallel copies: all that say
-    the same name share pages. The ring has room for four pages of `page_bytes`, the largest: reads
-    fill half of it and up to one page more, and a page can be written at the same time. Raises
-    ConfigError and StoreError for what cannot work, each with what to do.
+    `rank` names the rank's share of a page, without the numbers of data-parallel copies: stores
+    with equal names share pages. The ring gets space for four pages of `page_bytes`, the largest
+    page size: reads fill half of it plus up to one page, and a page can be written at the same
+    time. Raises ConfigError and StoreError for invalid arguments; the message says what to do.
     """
     if settings.engine == "off":
         raise StoreError("the remote store is off: set remote.engine")
@@ -107,7 +108,7 @@ def open_remote(
 
 
 class RemoteStore:
-    """A `PageStore` in a distributed engine, and `ask`. Made by `open_remote`. Any thread.
+    """A `PageStore` in a distributed engine, and `ask`. Created by `open_remote`. Any thread.
 
     While the engine is not usable, and in a forked process, every page is a miss and every put is
     refused, at once.
@@ -130,25 +131,25 @@ class RemoteStore:
 
     @property
     def usable(self) -> bool:
-        """Whether the engine is connected and answers."""
+        """Whether the engine is connected and responds."""
         return self._link.usable
 
     @property
     def child_starts(self) -> int:
-        """How often the child that has the engine was started."""
+        """How often the child that runs the engine was started."""
         return self._link.restarts
 
     @property
     def most_page_bytes(self) -> int:
-        """Bytes of the largest page that it takes."""
+        """Bytes of the largest page that can be stored."""
         return self._writer.most_page_bytes
 
     def wait_usable(self, timeout_s: float) -> bool:
-        """Blocks until the engine answers, or for `timeout_s` seconds."""
+        """Blocks until `usable`, at most `timeout_s` seconds. Returns whether it is."""
         return self._link.wait_usable(timeout_s)
 
     def condition(self) -> Condition:
-        """How it is doing, for metrics and messages."""
+        """The state, for metrics and messages."""
         link = self._link
         return Condition(
             link.usable,
@@ -163,28 +164,26 @@ class RemoteStore:
 
     @property
     def calls_late(self) -> int:
-        """Puts, deletes and clears that returned before the engine had done them."""
+        """Puts, deletes and clears that returned before the engine had completed them."""
         return self._counts["puts_late"] + self._removals.late
 
     @property
     def removals_waiting(self) -> int:
-        """Pages that were deleted here and that the engine may still have; a clear counts as
-        one.
-        """
+        """Pages deleted here that the engine may still have; a clear counts as one."""
         return self._removals.waiting
 
     def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
-        """What is known, without asking: HIT for pages found or written in the last 5 s."""
+        """The cached answers, without a query: HIT for pages found or written in the last 5 s."""
         if not self._link.usable:
             return [Lookup.MISS] * len(keys)
         return self._presence.lookup(pool, keys, time.monotonic())
 
     def ask(self, keys: Sequence[PageKey], pool: str = KV, timeout_s: float | None = None) -> bool:
-        """Asks the engine for all keys of which nothing is known; blocks for at most `timeout_s`
+        """Queries the engine for all keys without a cached answer; blocks for at most `timeout_s`
         (default `exists_wait_ms`).
 
-        Returns whether `lookup` now knows them all. An answer that comes later is kept for the next
-        look-up all the same. False too while one of the pages waits to be removed.
+        Returns whether `lookup` now knows them all. A result that comes later is kept for the next
+        look-up. False too if one of the pages waits to be removed.
         """
         begun = time.monotonic()
         if timeout_s is None:
@@ -220,10 +219,10 @@ class RemoteStore:
     ) -> ReadJob:
         """Begins reading pages in the given order and returns at once.
 
-        As in `PageStore`, and more: a page that was begun is FAILED at the deadline, or the
-        settings' `deadline_s` after it was begun. `in_flight` falls at once, since only the ring
-        was the engine's. Pages not begun are LATE, also without a deadline, when no page came for
-        `deadline_s`.
+        In addition to `PageStore.read`: a page in flight is FAILED at the deadline, or within the
+        settings' `deadline_s` after it began. `in_flight` falls at once then, since the engine
+        writes only to the ring. Pages that have not begun are LATE, even without a deadline, if no
+        page has arrived for `deadline_s`.
         """
         now = time.monotonic()
         deadline = now + deadline_s if deadline_s is not None else None
@@ -238,9 +237,8 @@ class RemoteStore:
     def put(
         self, pages: Sequence[PageWrite], wanted: Callable[[], bool] | None = None
     ) -> list[PutOutcome]:
-        """Writes pages; blocks for at most `deadline_s` of the settings. REFUSED is what was not
-        written by then, what is not begun once `wanted` is false, and pages that wait to be
-        removed.
+        """Writes pages; blocks for at most `deadline_s` of the settings. REFUSED: pages not written
+        by then, those not begun before `wanted` became false, and pages that wait to be removed.
         """
         begun = time.monotonic()
         outcomes = [PutOutcome.REFUSED] * len(pages)
@@ -257,19 +255,19 @@ class RemoteStore:
         return outcomes
 
     def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
-        """None: the engine evicts its pages itself."""
+        """Returns 0: the engine evicts its pages itself."""
         del owner, keys, seconds
         return 0
 
     def delete(
         self, keys: Sequence[PageKey], pool: str = KV, first: Callable[[], None] | None = None
     ) -> int:
-        """Drops pages for all that share them; blocks for at most `deadline_s` of the settings. How
-        many the engine says there were by then.
+        """Drops pages for all servers that share them; blocks for at most `deadline_s` of the
+        settings. Returns how many the engine removed by then.
 
         From the call on this process uses none of them: each is a miss and is not written until the
         engine has confirmed that it is gone, however long that takes. `first` is called before the
-        engine is. A process that ends before leaves pages that the engine still has.
+        engine is. If the process ends before that, the engine keeps the rest.
         """
         named = [key for key in keys if can_be_named(pool, [key])]
         return self._removals.remove(pool, named, first)
@@ -279,13 +277,13 @@ class RemoteStore:
         return self._removals.remove("", None, first)
 
     def stats(self) -> StoreStats:
-        """Counters. What the engine has in all, for all its users, only its master knows."""
+        """Counters of this store. Only the engine's master knows its total content."""
         names = StoreStats.__dataclass_fields__
         counts = {name: count for name, count in self._counts.copy().items() if name in names}
         return StoreStats(**counts, open_s=time.monotonic() - self._opened_at)
 
     def close(self) -> None:
-        """Ends the child process and all reads; blocks for 2 s at most. Idempotent."""
+        """Ends all reads and the child process; blocks for 2 s at most. Idempotent."""
         if not self._link.open:
             return
         self._reader.cancel()
@@ -319,7 +317,7 @@ class RemoteStore:
         answers: queue.SimpleQueue[bool],
         answer: Answer,
     ) -> None:
-        """The engine's answers of one call, in time or not."""
+        """Records the engine's answers of one call, in time or not."""
         codes = answer.codes
         known = [i for i, code in enumerate(codes) if code in (Code.OK, Code.MISS)]
         here = [codes[i] == Code.OK for i in known]

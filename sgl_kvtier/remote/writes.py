@@ -1,4 +1,4 @@
-"""Writes of pages to the engine: packed into the ring, in batches, within a stated time."""
+"""Writes to the engine: pages are packed into the ring and sent in batches, in bounded time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from sgl_kvtier.remote.ring import ALIGN
 from sgl_kvtier.store.base import PageWrite, PutOutcome
 
 _UNDER_WAY = 2
-"""Batches at a time: one is written while the next is packed."""
+"""Batches in flight: one is written while the next is packed."""
 _OUTCOMES = {Code.OK: PutOutcome.STORED, Code.KEPT: PutOutcome.KEPT}
 
 
 class Written(NamedTuple):
-    """A batch that ended: indexes of its pages, the answer, and the epoch of what is known of pages
-    when it was begun.
-    """
+    """A batch that ended: its pages' indexes, the answer, and `Presence.epoch` at its begin."""
 
     which: list[int]
     answer: Answer
@@ -36,7 +34,7 @@ Done = queue.SimpleQueue[Written]
 
 
 class Writer:
-    """Writes through one link. Any thread."""
+    """The write path of one link. Any thread."""
 
     def __init__(self, link: Link, namespace: Namespace, presence: Presence) -> None:
         self._link = link
@@ -45,7 +43,7 @@ class Writer:
 
     @property
     def most_page_bytes(self) -> int:
-        """Bytes of the largest page that is written: it takes half of the ring."""
+        """Bytes of the largest page that is written: it fills half of the ring."""
         return self._link.ring.nbytes // 2 // ALIGN * ALIGN - HEAD_BYTES
 
     def write(
@@ -55,9 +53,9 @@ class Writer:
         until: float,
         wanted: Callable[[], bool] | None = None,
     ) -> bool:
-        """Writes pages whose outcome is not KEPT, two batches at a time, until all are
-        written, it is `until`, or they are not `wanted` any more. Sets their outcomes. False when
-        the engine did not answer in time.
+        """Writes pages whose outcome is not KEPT, two batches at a time, until all are written, the
+        time `until` has come, or `wanted` returns false. Sets their outcomes. False if the engine
+        did not reply in time.
         """
         done: Done = queue.SimpleQueue()
         batches = list(self._batches(pages, outcomes))[::-1]
@@ -81,7 +79,9 @@ class Writer:
     def _batches(
         self, pages: Sequence[PageWrite], outcomes: Sequence[PutOutcome]
     ) -> Iterator[list[int]]:
-        """Pages of one pool each, up to 16 and `batch_bytes`. Without those that cannot be kept."""
+        """Batches of up to 16 pages and `batch_bytes` of one pool; skips pages that cannot be
+        stored.
+        """
         batch: list[int] = []
         room = 0
         for i, page in enumerate(pages):
@@ -110,8 +110,8 @@ class Writer:
         until: float,
         wanted: Callable[[], bool] | None,
     ) -> bool:
-        """Packs a batch into the ring and sends it; False when there is no room or no child, and
-        where a page was removed meanwhile.
+        """Packs a batch into the ring and sends it. False if there is no space or no child, or if a
+        page was removed meanwhile.
         """
         link = self._link
         pool = pages[which[0]].pool
@@ -128,16 +128,16 @@ class Writer:
         def ended(answer: Answer) -> None:
             done.put(Written(which, answer, epoch))
 
-        # The call outlives the caller's memory, which it does not need: its pages are packed.
+        # The call may outlive the caller's memory, which it does not need: its pages are packed.
         call = Call(Op.PUT, pool, keys, ended, until, extent, placed._replace(buffers=[]))
         with link.lock:
-            # Under the lock: a removal that comes later knows of this call.
+            # Under the lock, so that a removal that comes later waits for this call.
             epoch = self._presence.epoch
             removed = self._presence.hides(pool, keys) or not (wanted is None or wanted())
             if not removed and link.begin(call):
                 return True
             link.ring.give(extent)
-        link.wake_before(0.0)  # a read may wait for that room
+        link.wake_before(0.0)  # a read may wait for that space
         return False
 
     def _written(

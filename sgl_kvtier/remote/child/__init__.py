@@ -1,1 +1,1 @@
-"""The process that talks to the engine: the only place where the engine's library is imported."""
+"""The child process, which talks to the engine. Only it imports the engine's library."""

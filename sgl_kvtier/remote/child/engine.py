@@ -1,4 +1,4 @@
-"""A distributed engine as the child process sees it: five methods on names and addresses."""
+"""The interface of a distributed engine in the child process: five methods on object names."""
 
 from __future__ import annotations
 
@@ -12,36 +12,34 @@ class Code(enum.IntEnum):
 
     OK = 0
     KEPT = 1
-    """It was there already: nothing was written."""
+    """The object existed already; nothing was written."""
     MISS = 2
     CORRUPT = 3
-    """There is something under this name that is not this page."""
+    """The object under this name is not this page."""
     REFUSED = 4
-    """No room."""
+    """The engine has no space."""
     FAILED = 5
-    """A transfer failed, so its memory may still be written to."""
+    """A transfer failed. It may still write to its memory."""
     UNREACHABLE = 6
-    """The master does not answer."""
+    """The master does not respond."""
     LATE = 7
-    """The caller's deadline passed first. No engine says this."""
+    """The caller's deadline passed first. Set by the link, never by an engine."""
 
 
 class Removed(NamedTuple):
-    """How the removal of one name ended. OK and MISS: nothing is left under it."""
+    """How the removal of one name ended. After OK or MISS no object has it."""
 
     code: Code
     went: int = 0
-    """Objects that went."""
+    """Number of objects removed."""
 
 
 class EngineError(Exception):
-    """The engine cannot be used now. The text says what to do."""
+    """The engine cannot be used now. The message says what to do."""
 
 
 class Engine(Protocol):
-    """Objects by name. Any thread. A method may hang for ever, and raises nothing that says more
-    than its codes.
-    """
+    """Stores objects by name. Any thread. A method may hang for ever, or raise."""
 
     def exists(self, names: Sequence[str]) -> list[Code]:
         """OK, MISS or UNREACHABLE, one per name."""
@@ -49,15 +47,15 @@ class Engine(Protocol):
     def get(
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[Code]:
-        """Copies objects to addresses. CORRUPT for an object of another size."""
+        """Copies objects to addresses. CORRUPT if an object has another size."""
 
     def put(
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[Code]:
-        """Stores objects that are not there yet."""
+        """Stores objects that do not exist yet."""
 
     def remove(self, names: Sequence[str]) -> list[Removed]:
-        """Removes objects. A name that ends in / stands for all that begin so."""
+        """Removes objects. A name that ends in / is a prefix."""
 
     def close(self) -> None:
-        """Leaves the engine."""
+        """Disconnects from the engine."""

@@ -1,7 +1,7 @@
-"""The child process: takes calls from its socket, makes them with the engine, and answers.
+"""The child process: receives calls on its socket, makes them with the engine, and sends replies.
 
 It ends when its socket closes, when its parent dies, or when it is killed. Every page goes through
-the ring: this process sees no other memory of its parent.
+the ring: this process has access to no other memory of its parent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sgl_kvtier.remote.child.settings import RemoteSettings
 from sgl_kvtier.remote.page import object_names
 
 _READING_THREADS = 2
-"""Two calls hide each other's gaps; more only take processor time from the engine's own threads."""
+"""Two calls overlap each other's gaps; more only take processor time from the engine's threads."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     try:
         engine = open_engine(RemoteSettings(**given["settings"]), base, len(ring))
     except Exception as error:
-        # Whatever a library raises when it cannot start: the parent tells of it and tries again.
+        # Any exception of a library that cannot start: the parent logs it and retries.
         text = str(error) if isinstance(error, EngineError) else repr(error)
         sock.send(Reply(0, Op.DOWN, 0, text.encode()[:4096]).pack())
         return
@@ -59,7 +59,7 @@ def open_engine(settings: RemoteSettings, base: int, nbytes: int) -> Engine:
 
 
 class Server:
-    """Takes requests from a socket. Reads, writes and questions do not wait for each other."""
+    """Serves requests from a socket. Reads, writes and all others have separate threads."""
 
     def __init__(self, sock: socket.socket, engine: Engine, base: int, prefix: str) -> None:
         self._sock = sock
@@ -68,7 +68,7 @@ class Server:
         self._prefix = prefix
 
     def serve(self) -> None:
-        """Returns never: the process ends with its socket, whatever the engine does."""
+        """Never returns: the process ends when the socket closes, whatever the engine does."""
         reads, writes, questions = (queue.SimpleQueue[Request]() for _ in range(3))
         for todo in (*[reads] * _READING_THREADS, writes, questions):
             threading.Thread(target=self._work, args=(todo,), daemon=True).start()
@@ -92,7 +92,7 @@ class Server:
                 if len(codes) != answers(request.op, request.keys):
                     raise ValueError("an engine answered for another number of names")
             except Exception:
-                # An engine's own errors are codes. Anything else must not end the thread.
+                # An engine reports errors as codes. Anything else must not end the thread.
                 value, codes = 0, [Code.FAILED] * answers(request.op, request.keys)
             try:
                 self._sock.send(Reply(request.id, request.op, value, bytes(codes)).pack())
@@ -117,7 +117,7 @@ class Server:
         return sum(one.went for one in removed), [one.code for one in removed]
 
     def _put(self, names: list[str], addresses: list[int], sizes: Sequence[int]) -> list[Code]:
-        """Only what is not there: an engine says nothing of what it keeps."""
+        """Writes only objects that do not exist: an engine does not report which it kept."""
         codes: list[Code] = [Code.KEPT if c is Code.OK else c for c in self._engine.exists(names)]
         new = [i for i, code in enumerate(codes) if code is Code.MISS]
         written = self._engine.put(

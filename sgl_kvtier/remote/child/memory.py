@@ -1,16 +1,16 @@
-"""A test double of an engine: objects are files of one folder, which several processes use at once.
+"""A test double of an engine: objects are files in one folder, which several processes may share.
 
-What goes wrong is in its file `faults.json` and may change at any time. Shares are probabilities,
-per page:
+Its file `faults.json` says what fails and may change at any time. The values of `get` are
+probabilities per page:
 
     get     {"flip": 0.1, "flip_head": .., "swap": .., "other_identity": .., "torn": ..,
              "truncate": .., "fail": .., "late": ..}
     hang    names of methods that never return
     slow_s  seconds that every method takes
     crash   names of methods in which the process dies
-    ignore  ["remove"]: nothing is removed, and the engine says so
-    refuse, unreachable    true: put has no room; the master does not answer
-    late_s  seconds after which a `late` get that failed writes all the same
+    ignore  ["remove"]: nothing is removed, and the engine reports REFUSED
+    refuse, unreachable    true: put has no space; the master does not respond
+    late_s  seconds after which a failed `late` get still writes
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FAULTS = "faults.json"
 
 
 class MemoryEngine:
-    """Objects in a folder. Any thread. Raises EngineError where there is no such folder."""
+    """Objects in a folder. Any thread. Raises EngineError if there is no such folder."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -65,7 +65,7 @@ class MemoryEngine:
         if self._faults.get("refuse"):
             return [Code.REFUSED] * len(names)
         for name, address, size in zip(names, addresses, sizes, strict=True):
-            # Whole or not at all, also for another process.
+            # Atomic, also for other processes.
             part = self._folder / f"part-{os.getpid()}-{threading.get_ident()}"
             part.write_bytes(memory_at(address, size))
             part.replace(self._file(name))
@@ -125,14 +125,14 @@ class MemoryEngine:
         return None
 
     def _trouble(self, method: str) -> bool:
-        """Hangs or dies where it is told to; whether the master does not answer."""
+        """Hangs or dies if the faults say so. Returns whether the master does not respond."""
         try:
             changed = (self._folder / FAULTS).stat().st_mtime_ns
         except FileNotFoundError:
             changed = 0
         if changed != self._read_at:
             self._faults = json.loads((self._folder / FAULTS).read_text()) if changed else {}
-            self._read_at = changed  # last: other threads look at it
+            self._read_at = changed  # last, because other threads compare it
         while method in self._faults.get("hang", ()):
             time.sleep(3600)
         time.sleep(self._faults.get("slow_s", 0))
@@ -142,7 +142,7 @@ class MemoryEngine:
 
 
 def set_faults(folder: str | Path, faults: dict[str, Any]) -> None:
-    """From now on these go wrong, in every process that has the folder."""
+    """Sets the faults for every process that uses the folder."""
     part = Path(folder, "faults.part")
     part.write_text(json.dumps(faults))
     part.replace(Path(folder, FAULTS))
@@ -168,7 +168,7 @@ def _flip_head(value: bytearray, below: Below) -> bytearray:
 
 
 def _resealed(value: bytearray, at: int) -> bytearray:
-    """With one byte of the header changed, under a checksum that fits."""
+    """Changes one bit of the header and gives it a valid checksum."""
     value[at] ^= 1
     head = bytes(value[:SUM_AT]) + bytes(16)
     value[SUM_AT:HEAD_BYTES] = checksum(head, [memoryview(value)[HEAD_BYTES:]])
@@ -184,7 +184,7 @@ def _other_key(value: bytearray, below: Below) -> bytearray:
 
 
 def _torn(value: bytearray, below: Below) -> bytearray:
-    """Only a part was transferred: what follows is not what was stored."""
+    """A partial transfer: the rest is not what was stored."""
     at = HEAD_BYTES + below(len(value) - HEAD_BYTES)
     value[at:] = bytes(b ^ 0xFF for b in value[at:])
     return value

@@ -1,8 +1,8 @@
-"""Messages between the store and its child process, over a socket that keeps their borders.
+"""Messages between the store and its child process, on a socket that keeps their boundaries.
 
 A request is a head, the pool's name, a place in the ring per page (GET, PUT) and the keys. A reply
-is a head and one code per key, or one for CLEAR. Integers are little-endian. The compiled channel
-reads replies too.
+is a head and one code per key, or one code for CLEAR. Integers are little-endian. The compiled
+channel parses replies too.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _REQUEST = struct.Struct("<QBBHI")
 REPLY = struct.Struct("<QB3xI")
 _KEY = 32
 MOST_KEYS = 2048
-"""Keys of one request: larger messages do not fit a socket's buffer."""
+"""Most keys of one request: larger messages do not fit the socket's buffer."""
 MOST_REPLY = 8192
 MOST_REQUEST = 1 << 17
 
 
 class Op(enum.IntEnum):
-    """What is asked, and what is answered."""
+    """The kind of a request or reply."""
 
     UP = 0
-    """The child's first word: the engine is ready."""
+    """The child's first message: the engine is ready."""
     DOWN = 1
-    """The child's last word: why it is not, as text."""
+    """The child's last message: why the engine cannot be used, as text."""
     EXISTS = 2
     GET = 3
     PUT = 4
@@ -36,12 +36,12 @@ class Op(enum.IntEnum):
 
 
 def answers(op: Op, keys: Sequence[bytes]) -> int:
-    """How many codes the reply to a call has."""
+    """Number of codes in the reply to a call."""
     return 1 if op is Op.CLEAR else len(keys)
 
 
 class Request(NamedTuple):
-    """One call. `offsets` and `sizes` are places in the ring, headers counted."""
+    """One call. `offsets` and `sizes` are places in the ring, including headers."""
 
     id: int
     op: Op
@@ -51,7 +51,7 @@ class Request(NamedTuple):
     sizes: Sequence[int] = ()
 
     def pack(self) -> bytes:
-        """The message."""
+        """The message as bytes."""
         pool = self.pool.encode()
         n = len(self.offsets)
         head = _REQUEST.pack(self.id, self.op, len(pool), n, len(self.keys))
@@ -60,7 +60,7 @@ class Request(NamedTuple):
 
     @classmethod
     def unpack(cls, message: bytes) -> Request:
-        """The request in a message."""
+        """Parses a message."""
         number, op, pool_bytes, n, count = _REQUEST.unpack_from(message)
         at = _REQUEST.size
         pool = message[at : at + pool_bytes].decode()
@@ -72,7 +72,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The end of a call: one code per key, or a text; `value` is a count of objects."""
+    """The result of a call: one code per key, or a text. `value` is a number of objects."""
 
     id: int
     op: int
@@ -80,11 +80,11 @@ class Reply(NamedTuple):
     codes: bytes
 
     def pack(self) -> bytes:
-        """The message."""
+        """The message as bytes."""
         return REPLY.pack(self.id, self.op, self.value) + self.codes
 
     @classmethod
     def unpack(cls, message: bytes) -> Reply:
-        """The reply in a message."""
+        """Parses a message."""
         number, op, value = REPLY.unpack_from(message)
         return cls(number, op, value, message[REPLY.size :])

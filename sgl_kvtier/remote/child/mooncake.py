@@ -1,7 +1,7 @@
 """Mooncake Store as an engine. Only the child process imports this module.
 
-Its settings of time are environment variables of a whole process, so they are set here, before its
-library is imported, and reach nothing else.
+Mooncake's timeouts are environment variables, read when its library is imported. They are set here,
+so that they affect only the child.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _CODES = {
     -900: Code.UNREACHABLE,
     -901: Code.UNREACHABLE,
 }
-"""Being written (-703), not there (-704) and a lease that ran out (-707) are misses, -600 is a
-larger object than asked for. The rest, such as a failed transfer (-800), is FAILED.
+"""Being written (-703), not there (-704) and an expired lease (-707) are misses; -600 is an object
+larger than requested. All others, such as a failed transfer (-800), are FAILED.
 """
 _CONNECT_S = 0.5
 _BUFFER_BYTES = 16 << 20
 
 
 class MooncakeEngine:
-    """A client of Mooncake Store that owns no memory of it. Raises EngineError.
+    """A client of Mooncake Store that contributes no memory. Raises EngineError.
 
-    Whether the master listens is asked first: without one the library's set-up takes 90 s.
+    It first checks that the master accepts connections: without one the library's setup takes 90 s.
     """
 
     def __init__(self, settings: RemoteSettings, base: int, nbytes: int) -> None:
@@ -106,7 +106,7 @@ def _code(number: int) -> Code:
 
 
 def _kept(number: int) -> Code:
-    """Of a removal: an object that is being written (-703) is not gone, but will be there."""
+    """The code of a removal: an object that is being written (-703) will exist afterwards."""
     return Code.REFUSED if number == -703 else _code(number)
 
 
@@ -122,7 +122,7 @@ def _library(protocol: str) -> Any:
 
 
 def what_to_install(error: ImportError) -> str:
-    """What to do about a library that is not there."""
+    """What to do about a library that cannot be imported."""
     if "libibverbs" in str(error) or "librdmacm" in str(error):
         return f"Mooncake needs libibverbs ({error}): apt-get install libibverbs1"
     if "libcud" in str(error):

@@ -1,4 +1,4 @@
-"""The settings of a remote store, and what is refused at start."""
+"""The settings of a remote store, and their validation."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.outside import refusal
 
 CALL_S = 2.0
-"""Longest that a call of the store waits for the engine, and that a read waits with nothing coming.
+"""Seconds that a call of the store waits for the engine at most, and a read without progress.
 SGLang's threads make these calls.
 """
 ENGINES = ("off", "mooncake", "memory")
-"""`memory` is the test double: `master` is then its folder."""
+"""`memory` is the test double; `master` is its folder then."""
 
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """A remote store's settings. Raises ConfigError for values that cannot work.
+    """A remote store's settings. Raises ConfigError for invalid values.
 
-    `write` is for the caller, who decides what is uploaded; the store itself writes what it is
-    given unless it is `off`.
+    `write` is for the caller, which decides what is uploaded. The store itself writes whatever it
+    is given unless `write` is `off`.
     """
 
     engine: str = "off"
     master: str = ""
     """Where the engine's master listens: `host:port`."""
     hostname: str = ""
-    """This host as other hosts reach it; empty: the address from which the master is reached."""
+    """This host's name or address for other hosts; empty: its address on the route to the master.
+    """
     protocol: str = "tcp"
     device: str = ""
-    """RDMA devices, as the engine names them; empty with tcp."""
+    """RDMA devices, as the engine names them; empty for tcp."""
     write: str = "all"
     ring_bytes: int = 64 << 20
     exists_wait_ms: int = 20
     deadline_s: float = CALL_S
-    """Seconds after which a batch under way counts as failed, and a caller is not kept waiting."""
+    """Seconds after which a batch in flight counts as failed and its caller stops waiting."""
     hang_s: float = 5.0
     """Seconds after which a child with such a batch is killed."""
 
@@ -65,12 +66,12 @@ def address_of(master: str) -> tuple[str, int]:
 
 
 def own_hostname(settings: RemoteSettings) -> str:
-    """This host as others reach it. Raises ConfigError for a loopback name beside a master
-    elsewhere, and OSError where a name has no address.
+    """This host's name or address for other hosts. Raises ConfigError for a loopback name if the
+    master is on another host, and OSError for a name without an address.
     """
     host, port = address_of(settings.master)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing: the kernel chooses the way there
+        probe.connect((host, port))  # sends nothing: the kernel only chooses a route
         address = str(probe.getsockname()[0])
     if not settings.hostname:
         return address

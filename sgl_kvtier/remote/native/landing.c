@@ -1,9 +1,10 @@
-/* Replies of the child process, and pages copied out of the ring and checked where they landed, without Python's lock.
+/* Receives replies of the child process, copies pages from the ring to their destinations and verifies them there, without
+ * the GIL.
  *
- * A channel has a thread that takes replies as they come. For each that names a call of `expect` it copies every page that the
- * child calls OK into its buffers, and checks header and checksum over those buffers. `receive` waits for replies whose pages
- * have landed: beside a busy Python thread one wait for Python's lock, 5 ms, is for all of them. After `forget` has returned,
- * nothing of that call is written.
+ * A channel has a thread that receives replies as they come. For a call registered with `expect` it copies every page whose
+ * code is OK to its buffers, and verifies header and checksum over these buffers. `receive` waits for replies whose pages
+ * have been copied: next to a busy Python thread, one wait of 5 ms for the GIL then serves all of them. After `forget` has
+ * returned, nothing of that call is written.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -43,18 +44,18 @@ typedef struct Reply {
 
 typedef struct {
     PyObject_HEAD
-    int fd, wake_fd, ready_fd, stop_fd; /* `fd` is a copy: the thread's socket stays open until it has ended */
+    int fd, wake_fd, ready_fd, stop_fd; /* `fd` is a duplicate: the socket stays open until the thread has ended */
     Py_buffer ring;
-    pthread_mutex_t lock; /* guards what follows; held while one page is copied, never by a thread that wants Python's lock */
+    pthread_mutex_t lock; /* guards the fields below; held while one page is copied, never by a thread that waits for the GIL */
     Call *calls, *landed;
     Reply *replies, **last;
     int gone;
     pthread_t thread;
-    pid_t process; /* whose thread it is; 0 where there is none */
+    pid_t process; /* the process that has the thread; 0 if there is none */
     uint8_t scratch[MOST_REPLY];
 } Channel;
 
-/* Python's lock is held. */
+/* The caller holds the GIL. */
 static void release(Call *call) {
     for (size_t i = 0; i < call->buffer_count; i++) PyBuffer_Release(&call->buffers[i]);
     free(call->buffers), free(call->pages), free(call->heads), free(call);
@@ -73,7 +74,7 @@ static void digest_of(const uint8_t *head, const Py_buffer *parts, size_t count,
     xxh3_128(iov, (int)count + 1, digest);
 }
 
-/* The header is copied before it is looked at: a transport may write at any moment. */
+/* The header is copied before it is compared, because a transport may write to the ring at any time. */
 static int land(const Channel *self, const Call *call, size_t i) {
     const Page *page = &call->pages[i];
     const uint8_t *from = (const uint8_t *)self->ring.buf + page->offset, *expected = call->heads + HEAD * i;
@@ -89,7 +90,7 @@ static int land(const Channel *self, const Call *call, size_t i) {
     return memcmp(digest, head + SUM_AT, 16) ? CORRUPT : OK;
 }
 
-/* Lands a reply's pages. A call that is forgotten meanwhile has no more pages copied. */
+/* Copies and verifies a reply's pages. Stops if the call is forgotten meanwhile. */
 static void land_all(Channel *self, Reply *reply) {
     uint64_t id;
     memcpy(&id, reply->bytes, 8);
@@ -121,7 +122,7 @@ static void drain(int fd) {
     (void)!read(fd, &count, sizeof count);
 }
 
-/* One message, its pages landed: 1, or 0 when there is none, or -1 when the other side is gone. */
+/* Processes one message and its pages. Returns 1, 0 if there is none, or -1 if the child is gone. */
 static int receive_one(Channel *self) {
     ssize_t n;
     do n = recv(self->fd, self->scratch, MOST_REPLY, MSG_DONTWAIT);
@@ -141,7 +142,7 @@ static int receive_one(Channel *self) {
     return 1;
 }
 
-/* The thread: until the other side is gone, or `stop_fd` is set. Never takes Python's lock. */
+/* The thread: runs until the child is gone or `stop_fd` is set. Never takes the GIL. */
 static void *land_replies(void *channel) {
     Channel *self = channel;
     struct pollfd fds[2] = {{.fd = self->fd, .events = POLLIN}, {.fd = self->stop_fd, .events = POLLIN}};
@@ -175,7 +176,7 @@ static PyObject *channel_receive(Channel *self, PyObject *args) {
     self->replies = NULL;
     self->last = &self->replies;
     pthread_mutex_unlock(&self->lock);
-    if (gone) add_one(self->ready_fd); /* the next one does not wait either */
+    if (gone) add_one(self->ready_fd); /* the next call does not wait either */
     for (Call *next; landed; landed = next) {
         next = landed->next;
         release(landed);
@@ -193,7 +194,7 @@ static PyObject *channel_receive(Channel *self, PyObject *args) {
     return list;
 }
 
-/* Buffers of pages that lie at `offsets` in the ring, as a call. Python's lock is held. */
+/* The buffers of pages at `offsets` in the ring, as a call. The caller holds the GIL. */
 static Call *taken(const Py_buffer *ring, const Py_buffer *offsets, const Py_buffer *heads, PyObject *pages, int flags) {
     Py_ssize_t n = PyList_GET_SIZE(pages), total = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
@@ -239,7 +240,7 @@ wrong:
     return NULL;
 }
 
-/* Python's lock is kept in `send` and `wake`: neither blocks, and getting the lock back beside a busy thread takes 5 ms. */
+/* `send` and `wake` keep the GIL: neither blocks, and getting it back next to a busy thread takes 5 ms. */
 static PyObject *channel_send(Channel *self, PyObject *message) {
     if (!PyBytes_Check(message)) return PyErr_Format(PyExc_TypeError, "send() takes bytes");
     ssize_t n;
@@ -283,7 +284,7 @@ static PyObject *channel_forget(Channel *self, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
-/* pack(ring, offsets, heads, pages): headers with their checksums, and pages, into the ring. */
+/* pack(ring, offsets, heads, pages): writes headers with their checksums, and pages, into the ring. */
 static PyObject *pack(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer ring, offsets, heads;
     PyObject *pages;

@@ -1,4 +1,4 @@
-"""`kvtier remote up`: Mooncake's master and one owner of memory on this host, to try it out."""
+"""`kvtier remote up`: runs Mooncake's master and one owner of memory on this host, for trials."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs both until Ctrl-C or SIGTERM; 1 when one of them ends by itself. Raises KVTierError."""
+    """Runs both until Ctrl-C or SIGTERM; 1 if one of them ends by itself. Raises KVTierError."""
     try:
         nbytes = parse_bytes(args.segment)
     except ValueError as error:
