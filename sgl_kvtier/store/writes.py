@@ -37,7 +37,7 @@ class _Batch:
     """For each page, the index of its tenant in `digests`."""
     names: NDArray[np.bytes_]
     outcomes: list[PutOutcome]
-    claimed: list[Rows]
+    allocated: list[Rows]
     """Slots allocated for pages of the batch that are not written yet. Every path releases them."""
 
     @property
@@ -76,11 +76,11 @@ class Writer:
         columns = columns_of(pages)
         names = pool_names(columns)
         refused = [PutOutcome.REFUSED] * len(pages)
-        batch = _Batch(pages, *_parted(columns), names, refused, [])
+        batch = _Batch(pages, *_split_tenants(columns), names, refused, [])
         try:
             self._put(batch)
         except BaseException:
-            self._give_up(batch)
+            self._free_allocated(batch)
             raise
         self._count_refused(batch.outcomes)
         return batch.outcomes
@@ -89,7 +89,7 @@ class Writer:
         core, columns = self._core, batch.columns
         # Siblings would neither find a page that the log does not name, nor delete it.
         only_kept = core.stamps and core.log.lost
-        alike = None if only_kept else self._claim_alike(batch)
+        alike = None if only_kept else self._allocate_alike(batch)
         if alike is not None:
             self._write_all(alike, batch)
             return
@@ -97,8 +97,8 @@ class Writer:
         if only_kept:
             with core.lock:
                 fitting = fitting[find_pages(core, columns, fitting) != EMPTY]
-        fitting = self._worth_it(batch, fitting)
-        claimed: list[_New] = []
+        fitting = self._admitted(batch, fitting)
+        allocated: list[_New] = []
         others: list[tuple[int, int, int]] = []
         for _ in range(_ROUNDS):
             with self._core.lock:
@@ -111,15 +111,15 @@ class Writer:
                 self._room.make(size, count)
             with self._core.lock:
                 new, waiting, fitting = self._enter(batch, fitting)
-            claimed += new
+            allocated += new
             others += waiting
             if not len(fitting):
                 break
-        if claimed:
-            self._write_all(_upwards(claimed), batch)
+        if allocated:
+            self._write_all(_upwards(allocated), batch)
         self._await_others(others, batch.outcomes)
 
-    def _claim_alike(self, batch: _Batch) -> _New | None:
+    def _allocate_alike(self, batch: _Batch) -> _New | None:
         """Fast path: allocates slots for all pages at once if they are new, of one size, pool and
         tenant, and the slots are free. None otherwise, with nothing allocated.
         """
@@ -139,9 +139,9 @@ class Writer:
                 return None
             if (find_pages(self._core, batch.columns) != EMPTY).any():
                 return None
-            return self._claim_slots(batch, np.arange(len(lengths)), size, batch.digests[0])
+            return self._allocate_slots(batch, np.arange(len(lengths)), size, batch.digests[0])
 
-    def _worth_it(self, batch: _Batch, indexes: Rows) -> Rows:
+    def _admitted(self, batch: _Batch, indexes: Rows) -> Rows:
         """The pages that are stored already or admitted. Others become NOT_ADMITTED."""
         if self._admission is None:
             return indexes
@@ -179,7 +179,7 @@ class Writer:
         # Pinned, so that no page of the batch is evicted for another: its outcome would be wrong.
         table.pin(there)
         try:
-            new = self._claim(batch, np.array(fresh, np.int64))
+            new = self._allocate(batch, np.array(fresh, np.int64))
         finally:
             table.unpin(there)
         if len(fresh) == len(indexes) == sum(len(n.indexes) for n in new):
@@ -205,7 +205,7 @@ class Writer:
         self._core.counters.pages_kept += kept
         return new, others, np.array([i for i in indexes.tolist() if row_of[i] == EMPTY], np.int64)
 
-    def _claim(self, batch: _Batch, indexes: Rows) -> list[_New]:
+    def _allocate(self, batch: _Batch, indexes: Rows) -> list[_New]:
         """Locked. Allocates a slot for each page, in the given order, until there are no more."""
         core = self._core
         if core.closing:
@@ -214,17 +214,17 @@ class Writer:
         needed, whose = batch.slot_bytes[indexes], batch.whose[indexes]
         for size, code in dict.fromkeys(zip(needed.tolist(), whose.tolist(), strict=True)):
             mine = indexes[(needed == size) & (whose == code)]
-            some = self._claim_slots(batch, mine, size, batch.digests[code])
+            some = self._allocate_slots(batch, mine, size, batch.digests[code])
             if len(some.indexes):
                 new.append(some)
         return new
 
-    def _claim_slots(self, batch: _Batch, indexes: Rows, size: int, digest: str) -> _New:
+    def _allocate_slots(self, batch: _Batch, indexes: Rows, size: int, digest: str) -> _New:
         """Locked. Allocates slots of one size for as many of these pages of a tenant as it can."""
         core, columns = self._core, batch.columns
         tenant = core.table.tenant_id(digest)
         rows = self._room.take(size, len(indexes), tenant)
-        batch.claimed.append(rows)
+        batch.allocated.append(rows)
         whole = len(rows) == len(columns.lengths)
         mine = indexes[: len(rows)]
         keys, lengths, names = columns.keys, columns.lengths, batch.names
@@ -250,19 +250,19 @@ class Writer:
         # The log's frame is packed while the device is busy. It is used only if all pages were
         # written.
         written = self._write(new, batch, lambda: frames.append(Frame(new.located.records(PUT))))
-        self._publish(new, self._say(new, written, frames), batch)
+        self._publish(new, self._log_written(new, written, frames), batch)
 
-    def _give_up(self, batch: _Batch) -> None:
+    def _free_allocated(self, batch: _Batch) -> None:
         """Erases and frees allocated slots. Neither their new nor their old pages are found."""
         core = self._core
-        rows = np.concatenate([np.empty(0, np.int64), *batch.claimed])
+        rows = np.concatenate([np.empty(0, np.int64), *batch.allocated])
         try:
             with core.lock:
                 records = self._room.records(rows, DROP)
             self._eraser.wipe(records)
         finally:
             with core.lock:
-                batch.claimed.clear()
+                batch.allocated.clear()
                 core.table.drop(rows[core.table.state[rows] == State.WRITING])
                 self._room.release(rows)
                 core.lock.notify_all()
@@ -290,7 +290,7 @@ class Writer:
             core.counters.write_busy_s += core.env.now() - started
         return written
 
-    def _say(self, new: _New, written: Rows, frames: list[Frame]) -> Rows:
+    def _log_written(self, new: _New, written: Rows, frames: list[Frame]) -> Rows:
         """Appends the written pages to the log; returns those that count as stored."""
         core = self._core
         if not len(written):
@@ -325,7 +325,7 @@ class Writer:
             core.table.publish(good.rows)
             # Slots of pages that were not written stay allocated until nothing on disk names these
             # pages or the slots' previous ones.
-            batch.claimed[:] = [] if whole else [np.setdiff1d(new.located.rows, good.rows)]
+            batch.allocated[:] = [] if whole else [np.setdiff1d(new.located.rows, good.rows)]
             core.counters.pages_written += len(written)
             core.counters.bytes_written += nbytes
             core.counters.bytes_written_to_device += padded_bytes
@@ -333,7 +333,7 @@ class Writer:
         for i in indexes.tolist():
             batch.outcomes[i] = PutOutcome.STORED
         if not whole:
-            self._give_up(batch)
+            self._free_allocated(batch)
 
     def _await_others(self, others: list[tuple[int, int, int]], outcomes: list[PutOutcome]) -> None:
         """Waits for pages that another put, or this batch, is writing. KEPT if that succeeds."""
@@ -358,17 +358,17 @@ class Writer:
                 self._core.counters.pages_refused += refused
 
 
-def _upwards(claimed: list[_New]) -> _New:
+def _upwards(allocated: list[_New]) -> _New:
     """All new pages in the order of their slots, so that neighbours are written together."""
-    indexes = np.concatenate([new.indexes for new in claimed])
-    located = Located.join([new.located for new in claimed])
+    indexes = np.concatenate([new.indexes for new in allocated])
+    located = Located.join([new.located for new in allocated])
     order = np.argsort(located.rows)
     if (order[1:] > order[:-1]).all():
         return _New(indexes, located)
     return _New(indexes[order], located.at(order))
 
 
-def _parted(columns: Columns) -> tuple[Columns, list[str], NDArray[np.int64]]:
+def _split_tenants(columns: Columns) -> tuple[Columns, list[str], NDArray[np.int64]]:
     """(columns whose pools name no tenant, the tenants' digests, each page's index in them)."""
     whose = np.zeros(len(columns.pools), np.int64)
     if columns.pool is not None:

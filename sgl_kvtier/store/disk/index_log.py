@@ -84,7 +84,7 @@ class IndexLog:
         self._end = 0
         self._records = 0
         self._lost = 0
-        self._passes = True
+        self._looks_complete = True
         """Whether a reader would take the log on disk for complete."""
         self._again_at = 0.0
         self._mended_at = -_AGAIN_S
@@ -116,8 +116,8 @@ class IndexLog:
                 raise
             logger.warning("the index log is passed over: %s", error)
             return np.empty(0, RECORD), False
-        records, self._passes = unpack_log(data, self._identity)
-        return records, self._passes
+        records, self._looks_complete = unpack_log(data, self._identity)
+        return records, self._looks_complete
 
     def resume(self, records: int) -> bool:
         """Opens the complete log that `load` read, with this number of records, for appending.
@@ -170,7 +170,7 @@ class IndexLog:
                 logger.debug("the index log was not rewritten: %s", error)
                 return False
             self._drop_descriptor()
-            self._passes = True
+            self._looks_complete = True
             if self._lost:
                 self._mended_at = self._env.now()
             self._fd, self._end, self._records, self._lost = fd, len(data), len(live), 0
@@ -236,11 +236,11 @@ class IndexLog:
             if self._fd < 0:
                 raise OSError(errno.EBADF, "the index log could not be opened")
             self._env.truncate(self._fd, self._end + 1)
-            self._passes = False
+            self._looks_complete = False
         except OSError as whole:
             logger.debug("the index log does not grow: %s", whole)
             try:
-                if self._passes:
+                if self._looks_complete:
                     self._check_owner()
                     self._env.unlink(self._path)
             except OSError as stays:

@@ -59,11 +59,11 @@ class Following:
         self._leaving: list[Segment] = []
         self._own_list = NOTHING
         self._own_read = False
-        self._untold = False
+        self._unwritten = False
         """Whether the own list of deletes in memory is not on disk yet."""
-        self._tell_at = 0.0
+        self._write_again_at = 0.0
         self._listed = False
-        self._short = False
+        self._incomplete = False
         """Whether the last poll missed something for lack of descriptors or memory."""
         self._deletes = Deletes(NOTHING)
         self._long = _LONG
@@ -82,11 +82,11 @@ class Following:
         except OSError as error:
             core.complaints.about("removing what an earlier server left", error)
         with self._lock:
-            self._shorten()
-            if self._untold:
-                self._tell()
+            self._prune_own_list()
+            if self._unwritten:
+                self._write_own_list()
             for _ in range(PATIENT):
-                if not self._short:
+                if not self._incomplete:
                     break
                 # Until then, pages that a sibling has deleted may be found.
                 core.env.pause(_PAUSE_S)
@@ -145,19 +145,19 @@ class Following:
             # A clear replaces all earlier entries, but not those of a list that was not read yet.
             everything = not keys and tenant == NOBODY
             self._own_list = new if everything else np.concatenate([self._own_list, new])
-            self._gather()
+            self._merge_deletes()
             if len(self._own_list) > self._long:
-                self._shorten()
+                self._prune_own_list()
                 self._long = max(_LONG, 2 * len(self._own_list))
-            self._untold = True
-            self._tell()
-            return not self._untold
+            self._unwritten = True
+            self._write_own_list()
+            return not self._unwritten
 
     def close(self) -> None:
         """Ends the polling. Segments that have rows are closed by `Room.close`."""
         with self._lock:
-            if self._untold and not self._closed:
-                self._tell()
+            if self._unwritten and not self._closed:
+                self._write_own_list()
             self._closed = True
             for folder in self.folders.values():
                 folder.close()
@@ -168,7 +168,7 @@ class Following:
     def leave_to_parent(self) -> None:
         """`close` in a forked child, where the thread that holds the lock may not exist."""
         self._lock = threading.Lock()
-        self._untold = False
+        self._unwritten = False
         self.close()
 
     # All methods below need `_lock`.
@@ -178,7 +178,7 @@ class Following:
         pages, are put into `seen` under its folder.
         """
         core = self._core
-        self._listed = self._short = False
+        self._listed = self._incomplete = False
         if not self._read_own_list():
             # Pages deleted by an earlier process would be found again.
             return
@@ -193,7 +193,7 @@ class Following:
                 if folder.unread is not None and not isinstance(folder.unread, NotASegmentError):
                     core.complaints.about("opening another server's segments", folder.unread)
             except FileNotFoundError:
-                self._leave(folder)
+                self._drop_folder(folder)
                 # Another folder may have replaced it.
                 self._listed = False
             except OSError as error:
@@ -203,10 +203,10 @@ class Following:
                 # followed meanwhile.
                 folder.begin_anew()
                 core.failed_once("following another server's pages", error)
-        self._close_left()
+        self._close_removed()
         self._count()
-        if self._untold and core.env.now() >= self._tell_at:
-            self._tell()
+        if self._unwritten and core.env.now() >= self._write_again_at:
+            self._write_own_list()
 
     def _read_own_list(self) -> bool:
         if self._own_read:
@@ -220,32 +220,32 @@ class Following:
             return False
         self._own_list = np.concatenate([found, self._own_list])
         self._own_read = True
-        self._gather()
+        self._merge_deletes()
         # The process that wrote it may have been killed before it erased its own pages.
         self.told += len(found) > 0
         return True
 
     def _failed(self, doing: str, error: OSError) -> None:
-        self._short = self._short or error.errno in SHORT
+        self._incomplete = self._incomplete or error.errno in SHORT
         self._core.complaints.about(doing, error)
 
-    def _tell(self) -> None:
+    def _write_own_list(self) -> None:
         """Writes the own list of deletes to disk. Never raises OSError."""
         core = self._core
         if not self._own_read:
             return
-        self._tell_at = core.env.now() + _AGAIN_S
+        self._write_again_at = core.env.now() + _AGAIN_S
         try:
             core.check_owner()
             path = os.path.join(self._own.path, GONE_LIST)
             write_gone(core.env, path, core.identity, self._own_list)
             if core.config.durable:
                 self._sync_names()
-            self._untold = False
+            self._unwritten = False
         except OSError as error:
             core.complaints.about("telling other servers what was deleted", error)
 
-    def _shorten(self) -> None:
+    def _prune_own_list(self) -> None:
         """Reads all logs from the start, and removes own deletes that match no page any more."""
         seen: dict[str, np.ndarray] = {}
         for folder in self.folders.values():
@@ -260,8 +260,8 @@ class Following:
             named = np.concatenate([self._own_deleted(), *seen.values()])
             self._own_list = Deletes(self._own_list).needed_for(named)
             if len(self._own_list) < before:
-                self._untold = True
-                self._gather()
+                self._unwritten = True
+                self._merge_deletes()
 
     def _own_deleted(self) -> np.ndarray:
         """Records of the own pages that a list names and that are not erased yet."""
@@ -288,7 +288,7 @@ class Following:
         self._listed_ns = -1
         paths = [p for p in list_alike(env, namespace, self._alike) if p != self._own.path]
         for path in self.folders.keys() - set(paths):
-            self._leave(self.folders[path])
+            self._drop_folder(self.folders[path])
         for path in paths:
             if path not in self.folders and len(self.folders) < _MOST_FOLDERS:
                 number = self._new_number()
@@ -316,7 +316,7 @@ class Following:
                 folder.close()
                 raise
         if folder.gone is not None and folder.gone.tobytes() != gone:
-            self._gather()
+            self._merge_deletes()
             self.told += 1
         self._add_rows(folder)
         waiting = NOTHING
@@ -349,7 +349,7 @@ class Following:
         live = latest(records, segments, newest)
         known = records["sequence"][records["sequence"] <= newest]
         if len(known):
-            self._catch_up(int(known.max()))
+            self._raise_sequence(int(known.max()))
         if seen is not None and anew:
             # Including segments that could not be opened: a later process may open them.
             seen[folder.path] = folder.named_by(records)
@@ -441,7 +441,7 @@ class Following:
                     table.drop(rows[table.state[rows] == State.THEIRS])
             self._leaving.append(segment)
 
-    def _close_left(self) -> None:
+    def _close_removed(self) -> None:
         """Closes removed segments that no read uses any more."""
         table, leaving = self._core.table, self._leaving
         self._leaving = []
@@ -456,20 +456,20 @@ class Following:
             else:
                 self._core.env.close(segment.fd)
 
-    def _leave(self, folder: SiblingFolder) -> None:
+    def _drop_folder(self, folder: SiblingFolder) -> None:
         self._forget(list(folder.segments.values()))
         folder.close()
         del self.folders[folder.path]
         self._listed_ns = -1
 
-    def _gather(self) -> None:
+    def _merge_deletes(self) -> None:
         """Merges all lists of deletes. Pages written from now on get larger sequence numbers."""
         core = self._core
         lists = [folder.gone for folder in self.folders.values() if folder.gone is not None]
         self._deletes = Deletes(np.concatenate([self._own_list, *lists]))
-        self._catch_up(self._deletes.until(newest_sequence(core.env)))
+        self._raise_sequence(self._deletes.until(newest_sequence(core.env)))
 
-    def _catch_up(self, sequence: int) -> None:
+    def _raise_sequence(self, sequence: int) -> None:
         """Raises the own sequence number to the largest of all folders, whatever the clock says."""
         with self._core.lock:
             self._core.sequence = max(self._core.sequence, sequence)

@@ -62,7 +62,7 @@ class Sharing:
         self._remove = remove
         self._forget_aside = forget_aside
         self._again_at = 0.0
-        self._obeyed = 0
+        self._applied = 0
         self._alive: dict[str, tuple[float, bool]] = {}
         self._stop = threading.Event()
         self._following = Following(core, room, own, alike)
@@ -73,7 +73,7 @@ class Sharing:
         self._core.stamps = True
         self._room.siblings = self
         self._guarded(self._following.open)
-        self._guarded(self._obey)
+        self._guarded(self._apply_deletes)
         self._thread.start()
 
     def follow(self) -> None:
@@ -81,7 +81,7 @@ class Sharing:
         their folders makes it raise; a failure is counted and retried at the next poll.
         """
         self._guarded(self._following.look)
-        self._guarded(self._obey)
+        self._guarded(self._apply_deletes)
         self._guarded(self._balance)
 
     def delete(self, keys: list[bytes], pool: str, tenant: str = NOBODY) -> bool:
@@ -138,13 +138,13 @@ class Sharing:
             # Out of memory, or a bug: opening the store and the thread go on.
             self._core.failed_once("following other servers' pages", error)
 
-    def _obey(self) -> None:
+    def _apply_deletes(self) -> None:
         told = self._following.told
-        if told != self._obeyed:
+        if told != self._applied:
             self._forget_aside(self._following.deleted)
             self._remove(self._following.deleted_rows)
             # Not earlier, so that a delete that failed is retried.
-            self._obeyed = told
+            self._applied = told
             # A page that was put again after its delete may be found in place of the dropped one.
             self._following.look()
 
