@@ -232,9 +232,9 @@ class Link:
         if agent is not None:
             if self._dying:
                 self._fail_all("its process ended")
-                self._bury(agent)
+                self._clean_up(agent)
             elif self._hangs(now):
-                self._say("it does not answer: its process was killed")
+                self._set_trouble("it does not answer: its process was killed")
                 agent.kill()
                 self._dying = True
             elif self._may_probe and now >= self._breaker.due:
@@ -244,7 +244,7 @@ class Link:
 
     @property
     def _may_probe(self) -> bool:
-        """Not while the child has an abandoned call: it replies to that, or is killed."""
+        """Whether to probe. Not while the child has an abandoned call: it replies, or is killed."""
         return not (self._breaker.closed or self._ready_by or self._given_up)
 
     def _start(self, now: float) -> None:
@@ -254,7 +254,7 @@ class Link:
             # thread that started it.
             self._agent = Agent(self._settings, self._prefix, self.ring, self._wake_fd)
         except OSError as error:
-            self._say(f"no process can be started for it: {error}")
+            self._set_trouble(f"no process can be started for it: {error}")
             return
         self.restarts += 1
         self._ready_by = now + START_S
@@ -286,10 +286,8 @@ class Link:
         if not sent:
             self._trip("its process takes no calls")
 
-    def _bury(self, agent: Agent) -> None:
-        """Cleans up once the child is dead: nothing writes to the ring then, so all extents of
-        abandoned calls are freed.
-        """
+    def _clean_up(self, agent: Agent) -> None:
+        """Cleans up once the child is dead: nothing writes to the ring then; all of it is free."""
         if not agent.gone(0.0):
             agent.kill()
             return
@@ -336,7 +334,7 @@ class Link:
             self._ready_by = 0.0
             ended.append((lambda _: self._probe(time.monotonic()), Answer(())))
         elif reply.op == Op.DOWN:
-            self._say(reply.codes.decode(errors="replace"))
+            self._set_trouble(reply.codes.decode(errors="replace"))
         elif (call := self._given_up.pop(reply.id, None)) is not None:
             self._free(call, reply.codes, now)
         elif (call := self._calls.pop(reply.id, None)) is not None:
@@ -348,7 +346,7 @@ class Link:
                 self._trip("its master does not answer")
             self._breaker.ended(2 * codes.count(Code.FAILED) <= len(call.keys), now)
             if not self._breaker.closed and not self.trouble:
-                self._say("most of its calls fail")
+                self._set_trouble("most of its calls fail")
             ended.append((call.ended, Answer(codes, reply.value)))
 
     def _give_up_late(self, now: float, ended: Ended) -> None:
@@ -391,9 +389,9 @@ class Link:
 
     def _trip(self, why: str) -> None:
         self._breaker.trip(time.monotonic())
-        self._say(why)
+        self._set_trouble(why)
 
-    def _say(self, why: str) -> None:
+    def _set_trouble(self, why: str) -> None:
         """Sets `trouble`, and logs it once."""
         if why != self.trouble:
             logger.warning("remote store %s is not usable: %s", self._settings.master, why)

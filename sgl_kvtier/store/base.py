@@ -159,7 +159,7 @@ class Urgency(enum.IntEnum):
     AHEAD = 2
     """Prefetch: no request needs them yet."""
     LAST = 3
-    """Background: read when no other read waits. It is no use of the page for eviction."""
+    """Background: read when no other read waits. It is not counted as a use of the page."""
 
 
 def checked_read(

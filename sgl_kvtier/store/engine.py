@@ -357,7 +357,7 @@ class DiskStore:
         return self._writer.put(pages)
 
     def follow(self) -> None:
-        """Finds now what siblings have written, not at the next poll (0.1 s). Does I/O."""
+        """Finds what siblings have written so far, without waiting for the next poll. Does I/O."""
         if self._sharing is not None and not self._core.closing:
             self._sharing.follow()
 
@@ -396,7 +396,7 @@ class DiskStore:
         return self._remove(here, theirs_too=told)
 
     def tenants(self) -> list[Holding]:
-        """What each tenant of `store.tenants` and all others together hold; empty without any."""
+        """What each tenant of `store.tenants` and all others hold; empty if none is named."""
         with self._core.lock:
             return self._room.holdings()
 
@@ -648,8 +648,8 @@ class DiskStore:
         return removed
 
     def _without_younger(self, rows: Rows) -> Rows:
-        """Locked. Rows without pages that siblings put after they could know of the delete: all
-        other owners still find those.
+        """Locked. The rows without siblings' pages that are younger than the delete: other owners
+        still find those.
         """
         theirs = self._core.table.state[rows] == State.THEIRS
         if self._sharing is None or not theirs.any():

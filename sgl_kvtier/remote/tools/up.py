@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs both until Ctrl-C or SIGTERM; 1 if one of them ends by itself. Raises KVTierError."""
+    """Runs both until Ctrl-C or SIGTERM. Returns 1 if one ends by itself. Raises KVTierError."""
     try:
         nbytes = parse_bytes(args.segment)
     except ValueError as error:

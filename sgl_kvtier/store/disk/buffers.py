@@ -1,4 +1,4 @@
-"""Page-aligned memory for direct I/O: for slot headers, and for payloads that are not aligned."""
+"""Page-aligned memory for direct I/O: for slot headers, and for payloads in unaligned memory."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class Env:
         return bool(found.st_mode & OTHERS_WRITE)
 
     def make_sticky(self, path: str) -> None:
-        """Sets the sticky bit: only an entry's or the directory's owner may rename the entry."""
+        """Sets the sticky bit: only an entry's or the directory's owner may move or remove it."""
         os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) | stat.S_ISVTX)
 
     def unlink(self, path: str) -> None:
@@ -219,7 +219,7 @@ class Env:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def lock_shared(self, fd: int) -> None:
-        """A shared lock, which only `lock` conflicts with. Raises BlockingIOError at once."""
+        """Takes a shared lock, which only `lock` excludes. Raises BlockingIOError at once."""
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def process_exists(self, pid: int) -> bool:

@@ -25,7 +25,7 @@ class SecondHit:
         self._old: set[bytes] = set()
 
     def admit(self, pages: Iterable[tuple[PageKey, str]]) -> list[bool]:
-        """Whether each page, key and pool, should be written now. None of them is in the store."""
+        """Whether each page (key, pool) should be written now. None may be in the store already."""
         return [self._admit_one(key[:8] + pool.encode()) for key, pool in pages]
 
     def _admit_one(self, short: bytes) -> bool:

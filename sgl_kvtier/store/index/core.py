@@ -128,7 +128,7 @@ class Core:
     log: IndexLog
     complaints: Complaints
     check_owner: Callable[[], None] = lambda: None
-    """Raises OSError (ESTALE) once the folder, which must then not change, is not this process's.
+    """Raises OSError (ESTALE) once this process has lost the folder, which it must not change then.
     """
     table: SlotTable = field(default_factory=SlotTable)
     counters: Counters = field(default_factory=Counters)

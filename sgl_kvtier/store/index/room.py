@@ -38,7 +38,8 @@ from sgl_kvtier.tenants import parse_tenants
 logger = logging.getLogger(__name__)
 
 _MOST_SEGMENTS = 512
-"""Number of segments, and so of open files, to aim for; a larger capacity gets larger segments."""
+"""The number of segments, and so of open files, to aim for: a large capacity gets large segments.
+"""
 _FEWEST_SEGMENTS = 8
 """A small capacity gets smaller segments, so that two slot sizes can exist side by side."""
 _NAMES_TRIED = 10_000
@@ -313,12 +314,12 @@ class Room:
             self._core.complaints.about("removing a segment", error)
             # After ESTALE the folder may belong to another process.
             if error.errno != errno.ESTALE:
-                self._disown(segment)
+                self._invalidate(segment)
         # Another thread may be syncing the segment.
         with self._syncing:
             env.close(segment.fd)
 
-    def _disown(self, segment: Segment) -> None:
+    def _invalidate(self, segment: Segment) -> None:
         """Marks a segment whose file cannot be removed, so that the next open ignores its pages."""
         try:
             spoil_segment(self._core.env, segment)
@@ -342,7 +343,7 @@ class Room:
         ]
 
     def give_back_idle(self) -> int:
-        """Deletes segments without I/O in flight; returns their pages. Never raises OSError."""
+        """Deletes segments without I/O in flight; returns how many pages. Never raises OSError."""
         with self.changing:
             idle = []
             with self._core.lock:

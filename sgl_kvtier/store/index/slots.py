@@ -25,7 +25,7 @@ FEW_TENANTS = 1 << 16
 
 class State(enum.IntEnum):
     """The state of a row. FREE -> WRITING -> LIVE -> FREE, or LIVE -> DOOMED -> FREE if it is
-    dropped while a read is in flight. From LIVE on (in number) a page can be read.
+    dropped while a read is in flight. Pages in states from LIVE on, by number, can be read.
     """
 
     NONE = 0

@@ -1,4 +1,4 @@
-"""A read job made of several."""
+"""A read job made of two."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Fsck:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Prints one row per rank; 1 if damage was found and not repaired. Raises KVTierError."""
+        """Prints one row per rank. Returns 1 if damage was left unrepaired. Raises KVTierError."""
         env, found = _find(args)
         ranks = [(namespace, rank) for namespace in found for rank in namespace.ranks]
         for namespace, rank in ranks:
