@@ -13,8 +13,8 @@ the capacity, if the filesystem is full or no descriptor is left for another seg
 has no owner, another owner that needs space may evict it too. Until then the page is found
 
 - by the process that put it, as soon as `put` returns;
-- by another owner of the same pages that is running on this host, at its next poll: within 0.1 s (1
-  s if that owner was alone until then), or when its `follow` returns;
+- by another owner of the same pages that is running on this host, at its next poll (within 0.1 s,
+  or within a second if that owner was alone until then), or when its `follow` returns;
 - by a store that is opened later, when `open_store` returns;
 - after its owner was killed: the kernel has page and index record before `put` returns STORED;
 - after a power loss, if `store.durable` is set. Otherwise the page may be lost.
@@ -46,7 +46,7 @@ of other owners only if those owners could be notified. If they could not (full 
 descriptors, folder moved), the store retries every second and when it is closed. For their pages
 the delete does not hold if the process is killed before a retry succeeds, or if a folder is moved
 away and back after this store was closed. An `open_store` that lacks descriptors to read another
-owner's list of deletes waits 1 s for it; after that it may find pages on the list until it can read
+owner's list of deletes waits 1 s for it; after that it may find pages on the list until it has read
 it.
 """
 

@@ -90,7 +90,7 @@ class Room:
         """Records of the pages in segments that could not be opened. The core's lock guards it."""
         self._others: list[tuple[str, int]] = []
         """The other identities' folders and their bytes, as last measured."""
-        self._beside = 0
+        self._other_folders_bytes = 0
         """Bytes in this identity's other folders, as last measured."""
         self._kept = 0
         """Bytes that other identities cannot take from these pages while this store is open."""
@@ -147,7 +147,7 @@ class Room:
     @property
     def _limit(self) -> int:
         """Bytes this owner may grow to: its allowance, and what all other folders leave."""
-        elsewhere = self._others_bytes + self._beside
+        elsewhere = self._others_bytes + self._other_folders_bytes
         left = self._core.config.capacity_bytes - elsewhere - self.fixed_bytes
         return min(self.allowance, max(0, left))
 
@@ -482,7 +482,7 @@ class Room:
         self._kept = min(self.whole, self.charged_bytes + self.held_by_siblings)
         self._others = others_by_age(core.env, self._namespace, says=False)
         beside = [path for path in list_ranks(core.env, self._namespace) if path != core.folder]
-        self._beside = sum(folder_bytes(core.env, path) for path in beside)
+        self._other_folders_bytes = sum(folder_bytes(core.env, path) for path in beside)
         self._held_then = self.held_by_siblings
         self._measure_at = core.env.now() + _AGAIN_S
 
