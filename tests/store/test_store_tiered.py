@@ -507,6 +507,21 @@ def test_the_oldest_names_are_dropped_where_too_many_wait(start):
     assert {k for _, k in server.remote.shared.pages} == {key(n) for n in (0, 2, 3, 4)}
 
 
+@pytest.mark.parametrize(("deleted", "sent"), [((1,), (0, 2, 3)), ((9,), (0, 1, 2, 3)), (None, ())])
+def test_a_deleted_page_keeps_no_other_from_being_sent(start, deleted, sent):
+    server = start("off")
+    server.write(*range(4))
+    server.remote.down = True
+    uploader = Uploader(server.local, server.remote, "all", lambda: False, lambda: False)
+    uploader.written(Name(key(n), KV, SIZE) for n in range(4))
+    until(lambda: not uploader.waiting)  # it waits for the remote store with all of them
+    uploader.forget(None if deleted is None else [key(n) for n in deleted])
+    server.remote.down = False
+    assert uploader.settle(30)
+    uploader.close()
+    assert {k for _, k in server.remote.shared.pages} == {key(n) for n in sent}
+
+
 @pytest.mark.parametrize(("writes", "looks"), [(3, 4), (99, 10)])
 def test_local_writes_go_first_for_a_while(start, writes, looks):
     server = start("off")

@@ -92,6 +92,8 @@ class Uploader:
         self._once: OrderedDict[tuple[PageKey, str], int] = OrderedDict()
         """Names that are not to be sent yet, with their bytes, least recently used first."""
         self._said_large = False
+        self._taken: list[Name] = []
+        """The names that the thread sends now; empty if it shall stop."""
         self._busy = False
         self._wanted = True
         self._closing = False
@@ -125,25 +127,32 @@ class Uploader:
             return self._changed.wait_for(lambda: not (self._waiting or self._busy), timeout_s)
 
     def forget(self, keys: Iterable[PageKey] | None = None, pool: str = KV) -> None:
-        """Called after pages were deleted, None for all: their names leave the queue, and all names
-        that were taken from it together are abandoned too. Does not block: what is being sent is
-        left to the remote store.
+        """Called after pages were deleted, None for all: their names leave the queue. If one of
+        them is being sent, sending stops, and the others that were taken from the queue with it
+        are queued again. Does not block: what is on its way is left to the remote store.
         """
         with self._changed:
             if keys is None:
                 self._once.clear()
                 self._waiting.clear()
-            for key in keys or ():
-                self._once.pop((key, pool), None)
-                self._waiting.pop((key, pool), None)
-            self._wanted = False
+                self._taken, self._wanted = [], False
+            gone = {(key, pool): None for key in keys or ()}
+            for name in gone:
+                self._once.pop(name, None)
+                self._waiting.pop(name, None)
+            left = [one for one in self._taken if (one.key, one.pool) not in gone]
+            if len(left) < len(self._taken):
+                for key, of, nbytes in reversed(left):
+                    self._waiting[key, of] = nbytes
+                    self._waiting.move_to_end((key, of), last=False)
+                self._taken, self._wanted = [], False
             self._changed.notify_all()
 
     def stop(self) -> None:
         """Empties the queue and sends no more. Does not block."""
         with self._changed:
             self._closing = True
-            self._wanted = False
+            self._taken, self._wanted = [], False
             self._waiting.clear()
             self._changed.notify_all()
 
@@ -190,13 +199,13 @@ class Uploader:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._busy = False
+                self._taken, self._busy = [], False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: bool(self._waiting) or self._closing)
                 if self._closing:
                     return
                 self._busy = self._wanted = True
-                names = self._next()
+                names = self._taken = self._next()
             try:
                 self._send_missing(names)
             except Exception:
