@@ -174,11 +174,7 @@ def _map(shape: Shape | None, args: argparse.Namespace) -> int:
 
 def _rows(shape: Shape | None, args: argparse.Namespace, fits: Sequence[Fit]) -> list[Any]:
     return [
-        {
-            **asdict(f),
-            "saved_fraction": f.saved,
-            "break_even_tokens": _shortest(shape, args, f),
-        }
+        {**asdict(f), "saved_fraction": f.saved, "break_even_tokens": _shortest(shape, args, f)}
         for f in fits
         if shape is not None
     ]
