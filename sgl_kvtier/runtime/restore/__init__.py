@@ -1,1 +1,1 @@
-"""Carries out restorations: private slots, loads, copies, the splice."""
+"""Carries out restorations: device slots, loads, copies, and attaching loaded pages."""

@@ -1,18 +1,17 @@
-"""Copies from host pages into device slots, apart from those that HiCache does for the tree. The
-way is chosen here:
+"""Copies from host pages into device slots for restorations, apart from HiCache's own copies:
 
     a CPU                     `CpuCopies`: a copy is done when it is placed
-    a card, pages in order    `StagedCopies` (runtime/cuda): copy engine and one launch; windows
-                              that come with pages, by `StreamCopies`
-    a card, other pages, or   `StreamCopies`: SGLang's own kernels, one launch for all layers where
-    several pools             rows lie equally far apart (latents), else a launch per layer
-    any other accelerator     `StreamCopies`, a launch per layer
+    a GPU, one pool with      `StagedCopies` (runtime/cuda): copy engine and one kernel launch;
+    rows in order             windows that come with pages go by `StreamCopies`
+    a GPU, other pages, or    `StreamCopies`: SGLang's own kernels, one launch for all layers where
+    several pools             rows are equally spaced (latents), else one launch per layer
+    any other accelerator     `StreamCopies`, one launch per layer
 
-A server takes the first way that the check at start finds right (`chosen_for`). What copies as
-a card does is in `CARDS`.
+A server takes the first way that the check at start finds right (`chosen_for`). `CARDS` has the
+kinds of devices that copy as a GPU does.
 
-A slot that was just freed may still be read or written by a forward that runs. So the code
-that claims slots takes a fence, and no page is placed in them before it has come.
+A slot that was just freed may still be read or written by a running forward. So code that allocates
+slots records a fence, and no page is written to them before the fence is reached.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from sgl_kvtier.runtime.sglang import slot_pools
 logger = logging.getLogger(__name__)
 
 MakeScatter: TypeAlias = Callable[[PageShape, int, list[torch.Tensor]], Scatter]
-"""Of shape, pages of a room, and buffers."""
+"""Takes the page shape, the pages of a staging room, and the device buffers."""
 SCATTER: MakeScatter = TritonScatter
-"""`FlashInferScatter` needs one launch per layer. Which is faster is to be measured on a card
-(kvtier bench copy-table).
+"""The default scatter. `FlashInferScatter` needs one launch per layer. Which one is faster on a GPU
+is not measured yet (kvtier bench copy-table).
 """
 
 
@@ -54,13 +53,13 @@ def _cuda(controller: Any) -> tuple[CardMemory, MakeScatter]:
 
 
 CARDS: dict[str, Callable[[Any], tuple[CardMemory, MakeScatter]]] = {"cuda": _cuda}
-"""Kinds of devices that have a copy engine and a kernel for pages in staging: what gives a HiCache
-controller both. A stand-in for the CPU adds itself.
+"""Makes both for a HiCache controller, by kind of device; a CPU stand-in of the tests adds
+itself.
 """
 
 
 class CpuCopies:
-    """Copies in all pools by the calling thread, with one torch thread so that the forward keeps
+    """Copies in all pools on the calling thread, with one torch thread so that the forward keeps
     its cores.
     """
 
@@ -70,11 +69,13 @@ class CpuCopies:
         self._controller = controller
 
     def enter(self) -> None:
-        """One torch thread for the calling thread; the scheduler's keeps its own."""
+        """Sets one torch thread for the calling thread only."""
         torch.set_num_threads(1)
 
     def fence(self) -> None:
-        """Nothing runs beside the scheduler's thread: everything launched before has ended."""
+        """Returns None: forwards run on the scheduler's thread, so everything launched before has
+        ended.
+        """
 
     def begin(
         self,
@@ -83,7 +84,7 @@ class CpuCopies:
         fence: Any,
         window: slot_pools.Slots | None = None,
     ) -> Copy:
-        """A copy that is done once it is placed."""
+        """Returns a copy that is done once it is placed."""
         del fence
         return _CpuCopy(self, host_slots, device_slots, window)
 
@@ -117,18 +118,18 @@ class _CpuCopy:
         self._over = True
 
     def drop(self) -> None:
-        """Nothing was taken."""
+        """Nothing to release."""
 
     def done(self) -> bool:
         return self._over
 
     def wait(self) -> None:
-        """Nothing is ever under way."""
+        """Returns at once: nothing is ever in flight."""
 
 
 class StreamCopies:
-    """Copies on a transfer engine of our own, so that HiCache's layer counters and acknowledgements
-    are not involved. Built on the scheduler's thread.
+    """Copies by a transfer engine of its own, apart from HiCache's layer counters and
+    acknowledgements. Constructed on the scheduler's thread.
     """
 
     most_tokens: int | None = None
@@ -136,8 +137,8 @@ class StreamCopies:
     def __init__(
         self, controller: Any, memory: CardMemory | None = None, all_layers: AllLayers | None = None
     ) -> None:
-        """With `memory`, indices go through pinned memory; it is of this process's card. Without
-        `all_layers` every layer is a launch.
+        """With `memory`, which belongs to this process's GPU, slot indices go through pinned
+        memory. Without `all_layers` every layer is a launch.
         """
         from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 
@@ -151,11 +152,11 @@ class StreamCopies:
             self._ring = IndexRing(self._module, memory)
 
     def enter(self) -> None:
-        """SGLang's "cuda" has no index, and a thread no device of its own."""
+        """Sets the thread's device: a new thread has none, and SGLang's "cuda" names no index."""
         self._module.set_device(self._index)
 
     def fence(self) -> Any:
-        """A mark behind everything that may still use slots claimed before."""
+        """Returns an event after everything that may still use slots allocated before."""
         return fence(self._module, self._controller)
 
     def begin(
@@ -165,7 +166,9 @@ class StreamCopies:
         fence: Any,
         window: slot_pools.Slots | None = None,
     ) -> Copy:
-        """A copy that is submitted once it is placed: these kernels write into slots at once."""
+        """Returns a copy that is submitted once it is placed, since these kernels write to the
+        slots directly.
+        """
         return _StreamCopy(self, (host_slots, device_slots), window, fence)
 
     def _moved(self, slots: slot_pools.Slots) -> slot_pools.Slots:
@@ -206,7 +209,7 @@ class _StreamCopy:
         self._submitted = self._copies._submit(self._slots, self._window, self._fence)
 
     def drop(self) -> None:
-        """Nothing was taken."""
+        """Nothing to release."""
 
     def done(self) -> bool:
         return self._submitted is not None and bool(self._submitted.finish_event.query())
@@ -223,7 +226,7 @@ class _StreamCopy:
 
 
 def lacking(controller: Any) -> str | None:
-    """Why nothing can be copied to this server's device beside SGLang's own copies, or None."""
+    """Why this server cannot make copies apart from SGLang's own, or None."""
     kind = torch.device(controller.device).type
     if kind == "cpu" or hasattr(torch.get_device_module(kind), "Stream"):
         return None
@@ -231,14 +234,14 @@ def lacking(controller: Any) -> str | None:
 
 
 def memory_of(controller: Any) -> CardMemory | None:
-    """The memory of this controller's device, where it is one of `CARDS`."""
+    """The memory of this controller's device, if it is one of `CARDS`; else None."""
     card = CARDS.get(torch.device(controller.device).type)
     return None if card is None or works_at_once(controller.device) else card(controller)[0]
 
 
 def copies_for(controller: Any, *, restores: bool = True) -> CopyDevice:
-    """The copies of the device that this HiCache controller serves, unchecked. A server that
-    restores nothing gets no staging, which takes device memory. Scheduler's thread.
+    """The copies for this HiCache controller's device, unchecked. A server that restores nothing
+    gets no staging, which takes device memory. Scheduler's thread.
     """
     if works_at_once(controller.device):
         return CpuCopies(controller)
@@ -253,7 +256,7 @@ def copies_for(controller: Any, *, restores: bool = True) -> CopyDevice:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The way of copying that a server takes, and what the check at start has shown of it."""
+    """The chosen way of copying, and what the check at start has shown of it."""
 
     copies: CopyDevice
     start: StartResult | None = None
@@ -265,9 +268,8 @@ class Chosen:
 
 
 def chosen_for(controller: Any, policy: PolicyConfig) -> Chosen:
-    """The copies of a server with these settings. Nothing is checked on a CPU, on a server that
-    restores nothing, and where `policy.proof` is off. Scheduler's thread, before the server has
-    requests.
+    """The copies of a server with these settings. Nothing is checked on a CPU, where nothing is
+    restored, or with `policy.proof` off. Scheduler's thread, before the first request.
     """
     on_cpu = torch.device(controller.device).type == "cpu"
     if policy.restore == "off" or policy.proof == "off" or on_cpu:
@@ -276,8 +278,8 @@ def chosen_for(controller: Any, policy: PolicyConfig) -> Chosen:
 
 
 def proven_copies(controller: Any) -> Chosen:
-    """The first way of copying that the check at start finds right, if it can read pages back. On
-    an accelerator; blocks until the device is done.
+    """The first way of copying that the check at start finds right, or that it cannot read back.
+    For accelerators; blocks until the device is done.
     """
     card = CARDS.get(torch.device(controller.device).type)
     ways: Iterator[CopyDevice] = iter([StreamCopies(controller)])
@@ -285,7 +287,7 @@ def proven_copies(controller: Any) -> Chosen:
         ways = _ways(controller, *card(controller))
     wrong: list[str] = []
     while True:
-        copies = None  # its staging is free before the next way takes its own
+        copies = None  # frees its staging before the next way allocates its own
         if (copies := next(ways, None)) is None:
             return Chosen(StreamCopies(controller), wrong="; ".join(dict.fromkeys(wrong)))
         try:
@@ -293,7 +295,7 @@ def proven_copies(controller: Any) -> Chosen:
         except start.StartUnreadable as error:
             return Chosen(copies, unreadable=str(error))
         except Exception as error:
-            # Whatever a driver raises: a way that cannot be shown to be right is not taken.
+            # A driver may raise anything. A way that is not shown to be right is not used.
             named = isinstance(error, start.StartDiffers)
             said = str(error) if named else f"{type(error).__name__}: {error}"
             wrong.append(said.partition("\n")[0])
@@ -304,15 +306,15 @@ def proven_copies(controller: Any) -> Chosen:
 
 
 def way_of(copies: CopyDevice) -> str:
-    """How these copies go, as logs and proofs name it."""
+    """The name of this way of copying in logs and proofs."""
     scatter = getattr(copies, "_scatter", None)
     ways = (copies,) if scatter is None else (copies, scatter)
     return " by ".join(type(way).__name__ for way in ways)
 
 
 def _ways(controller: Any, memory: CardMemory, scatter: MakeScatter) -> Iterator[CopyDevice]:
-    """Every way to copy there is on this card, the fastest first. Each is made when it is asked
-    for; at least one is.
+    """All ways to copy on this GPU, fastest first, at least one; each is made when it is its
+    turn.
     """
     pool = host_pool_of(controller)
     reason = _several_pools(controller) or unfit(controller) or memory.unread(pool)
@@ -340,8 +342,8 @@ def _ways(controller: Any, memory: CardMemory, scatter: MakeScatter) -> Iterator
 
 
 def _several_pools(controller: Any) -> str | None:
-    """Why a load cannot go through staging, which has pages of one pool, or None. Windows come
-    beside them.
+    """Why a load cannot go through staging, which holds pages of one pool, or None. Windows are
+    copied apart from it.
     """
     names = [str(entry.name) for entry in slot_pools.beside(controller)]
     return f"pages of several pools, {', '.join(names)} beside KV" if names else None
@@ -360,9 +362,9 @@ def _say_staging(controller: Any, memory: CardMemory, staged: StagedCopies) -> N
 
 
 def _staged(controller: Any, memory: CardMemory, scatter: MakeScatter) -> StagedCopies | str:
-    """Staged copies, or why there are none."""
+    """Staged copies, or the reason why there are none."""
     needed, free = staging_bytes(shape_of(host_pool_of(controller))), memory.free_bytes()
-    if free < 2 * needed:  # what is taken here is missing at the next long prefill
+    if free < 2 * needed:  # the next long prefill needs free device memory, too
         return (
             f"{free >> 20} MiB of device memory are free, and staging takes {needed >> 20} and "
             "leaves as much (a lower --mem-fraction-static)"
@@ -370,14 +372,15 @@ def _staged(controller: Any, memory: CardMemory, scatter: MakeScatter) -> Staged
     try:
         return staged_by(scatter, controller, memory)
     except Exception as error:
-        # Whatever a driver, a compiler or another version of Triton raises: there is another way.
+        # A driver, a compiler or another version of Triton may raise anything; there is another
+        # way.
         return (
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no kernel'}"
         )
 
 
 def staged_by(make: MakeScatter, controller: Any, memory: CardMemory) -> StagedCopies:
-    """Copies through staging and this scatter, for a pool that is not `unfit`. Raises whatever a
+    """Copies through staging with this scatter, for a pool that `unfit` accepts. Raises whatever a
     driver or a compiler raises.
     """
     pool = host_pool_of(controller)

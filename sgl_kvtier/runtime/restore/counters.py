@@ -16,61 +16,63 @@ _MOST_MEETINGS = 4096
 
 @dataclass
 class RestoreCounters:
-    """Counts and sums. Pages are SGLang's; seconds are of the scheduler's clock."""
+    """Counts and sums. Pages are SGLang's; seconds are of `time.monotonic` on the scheduler's
+    thread.
+    """
 
     starts: Counter[str] = field(default_factory=Counter)
-    """Offers answered, by mode and reason."""
+    """Decided restore candidates, as "mode: reason"."""
     declined: Counter[str] = field(default_factory=Counter)
-    """Hits left to SGLang's own way, by reason."""
+    """Prefixes left to SGLang, by reason."""
     ended: Counter[str] = field(default_factory=Counter)
-    """Restorations ended, by how."""
+    """Ended restorations, by how they ended."""
     lost_pages: Counter[str] = field(default_factory=Counter)
-    """Pages of loads that did not come, by reason."""
+    """Pages that loads failed to bring, by reason."""
     turn_reads: Counter[str] = field(default_factory=Counter)
-    """Stored prefixes of waiting requests that SGLang did not read on arrival, or read again, by
-    what was done.
-    """
+    """What was done with stored prefixes that SGLang did not read on arrival, or read again."""
     bytes_loaded: Counter[Link] = field(default_factory=Counter)
     spliced_pages: Counter[Tier] = field(default_factory=Counter)
     computed_pages: int = 0
     """Pages of restored prefixes that were computed."""
     audited_pages: Counter[str] = field(default_factory=Counter)
-    """Spliced pages read back from the device, by what was found; only with `lab.audit`."""
+    """Attached pages read back from the device, by result; only with `lab.audit`."""
     paused: Counter[str] = field(default_factory=Counter)
-    """Times no restoration began for a while, by why."""
+    """Pauses in which no restoration starts, by reason."""
     unused_pages: int = 0
-    """Pages that were loaded for nothing."""
+    """Pages that were loaded and not used."""
     jumps: int = 0
     parks: int = 0
     parked_s: float = 0.0
     meeting_wait_s: float = 0.0
-    """Of the parked seconds, those right before the two ends met."""
+    """The part of `parked_s` right before prefill and load cursor met."""
     restoring_s: float = 0.0
-    """From the offer to the meeting, summed."""
+    """Seconds from the offer until the cursors met, summed."""
     planner_failures: int = 0
     untimed_chunks: int = 0
-    """Prefills that teach nothing: their end had not been seen when their result was there."""
+    """Prefills without a measured duration: their result was processed before their end was
+    seen.
+    """
     meetings: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_MEETINGS))
-    """Where front and loads met since this was last emptied: computed over restored pages."""
+    """Computed fraction of each completed restoration's pages, since last emptied."""
 
     def park(self, r: Restoration) -> None:
-        """The request in the slot waits for what is under way."""
+        """The request in the chunked-prefill slot starts to wait for loads in flight."""
         if not r.parked_since:
             r.parks += 1
             r.parked_since = time.monotonic()
 
     def unpark(self, r: Restoration) -> None:
-        """It goes on."""
+        """The request continues."""
         r.waited_s = time.monotonic() - r.parked_since if r.parked_since else 0.0
         r.parked_s += r.waited_s
         r.parked_since = 0.0
 
     def note_end(self, r: Restoration, how: str) -> None:
-        """A restoration is over."""
+        """Adds up a restoration that has ended."""
         self.ended[how] += 1
         if r.mode is None:
             return
-        if r.parked_since:  # parked to the end: aborted, or given up
+        if r.parked_since:  # it waited until it was aborted or abandoned
             self.unpark(r)
         loaded = sum(r.spliced.values())
         computed = max(0, r.front - r.resident - loaded)
@@ -86,9 +88,7 @@ class RestoreCounters:
             self.restoring_s += time.monotonic() - r.offered_at
 
     def counts(self, page_tokens: int) -> Iterator[Sample]:
-        """Everything but `meetings`, for /metrics. Any thread: counters are copied before they are
-        gone through.
-        """
+        """Everything but `meetings`, for /metrics. Any thread: iterates over copies."""
         for start, count in dict(self.starts).items():
             mode, _, reason = start.partition(": ")
             yield "started", {"mode": mode, "reason": reason}, count

@@ -1,13 +1,13 @@
-"""Carries out restorations in SGLang: device slots, loads, splices, and their end on every path. It
-decides nothing.
+"""Carries out restorations in SGLang: allocates device slots, starts loads, attaches loaded pages
+to requests, and cleans up however a restoration ends. The planner makes all decisions.
 
-One per scheduler process. Everything runs on the scheduler's thread; the mover's thread only marks
-pages of loads. Commands come from the planner through the tick; the prefill adder queries what a
-request may do in this pass.
+There is one engine per scheduler process. Everything runs on the scheduler's thread; the page
+mover's threads only mark the pages of loads as landed or lost. Commands come from the planner
+through the tick. The prefill adder queries what a request may do in this pass.
 
-A load is kept until every page of it has ended on every rank, even when its request is long gone:
-until then no one else may use its device slots and bounce pages. Splicing gives slots to the
-request's row, which is then their owner.
+A load is kept until each of its pages has landed or was lost on every rank, even when its request
+is long gone: until then its device slots and bounce pages (host staging memory) must not be reused.
+Attaching writes slots into the request's row, and the row owns them from then on.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ from sgl_kvtier.types import Link, Span, Tier
 logger = logging.getLogger(__name__)
 
 _RESET_S = 30.0
-"""How long an emptying of the pools waits for transfers under way."""
+"""Longest time, in seconds, that `reset` waits for transfers in flight."""
 _ROOM_S, _SLOT_ROOM_S = 2.0, 0.2
-"""Seconds without a load that began or ended, after which pages without room are computed: of a
-request that waits, and of one in the slot, for which nothing else is computed meanwhile.
+"""Seconds without progress, after which pages that found no free slots are computed: for a waiting
+request, and for the one in the chunked-prefill slot, which blocks all other prefills.
 """
 _NO_ROOM, _HUNG = "no room", "hung"
-"""Reasons for pages of a load that are not the store's."""
+"""Reasons for lost pages that do not come from the store."""
 _CANCELLED = LOST[ReadOutcome.CANCELLED]
 
 
 class RestoreEngine:
-    """Restorations and their loads. Their slots are the context's."""
+    """All restorations of a scheduler and their loads. `StepContext.slots` counts their slots."""
 
     def __init__(
         self,
@@ -80,11 +80,13 @@ class RestoreEngine:
         min_tokens: int,
         why_declined: Callable[[RestoreOffered], str | None],
     ) -> None:
-        """`why_declined`: why the planner would leave a prefix to SGLang."""
+        """`why_declined` returns the planner's reason for leaving a prefix to SGLang, or None."""
         self.context = context
         self.mover = mover
         self.restorations: dict[str, Restoration] = {}
-        """Those in progress, the oldest first. Each is its request's record's, too."""
+        """Restorations in progress by request id, oldest first; each is in its request's record,
+        too.
+        """
         self.loads: list[Load] = []
         self.computes: dict[str, Compute] = {}
         self.counters = RestoreCounters()
@@ -92,24 +94,22 @@ class RestoreEngine:
             context, self.begin, self.loads, self.counters, min_tokens, why_declined
         )
         self.kept: KeptPages | None = None
-        """Where SGLang writes new pages through to host memory."""
+        """Bounce pages kept for SGLang's write-through; None where it does not write through."""
         self._link_ended: dict[Link, float] = {}
         self.audit: Any = None
-        """What compares spliced pages with what they were loaded from, where that is asked for
-        (`lab.audit`); else None.
-        """
+        """Compares attached pages with their source (setting `lab.audit`); None when off."""
         self.layers: Any = None
-        """What restores by layers, where that is asked for (`lab.layer_parts`); else None."""
+        """Restores by layers (setting `lab.layer_parts`); None when off."""
         self.ending = False
-        """A restoration has ended since the planner was last told."""
+        """Whether a restoration has ended since facts were last reported to the planner."""
         self.proof = Proof()
-        """What this server has shown of its own restorations."""
+        """What the checks of restored pages have shown on this server."""
         self.attach: AttachProof | None = None
-        """What looks at pages computed after loaded ones, where `policy.proof` asks for it."""
+        """Checks KV that is computed after loaded pages; None unless `policy.proof` asks for it."""
         self.guard: DecodeGuard | None = None
-        """What pauses restoration where it slows decoding, on an accelerator."""
+        """Pauses restoration where it slows decoding; on accelerators only."""
         self.second_look: SecondLook | None = None
-        """What compares a page of a request again when its prefill has ended, where pages are
+        """Compares one page of a request again after its prefill; None where no pages are
         compared.
         """
 
@@ -117,38 +117,38 @@ class RestoreEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether a tick has work: a restoration, a load that has not ended, pages to be freed."""
+        """Whether a tick has work: restorations, loads in flight, or slots to be freed."""
         return bool(
             self.restorations
             or self.loads
             or self.context.slots.waiting
             or self.offers.open
             or (self.attach is not None and self.attach.polls())
-            # Ranks know by an agreed time alone when a pause is over.
+            # Ranks learn only from an agreed time, so from a tick, that a pause is over.
             or (not self.context.alone and self.offers.is_paused)
         )
 
     @property
     def is_on(self) -> bool:
-        """Whether hits are taken over at all."""
+        """Whether prefixes are restored at all."""
         return self.offers.is_on
 
     @property
     def holds_memory(self) -> bool:
-        """Whether transfers or slots of ours are in the pools."""
+        """Whether loads are in flight or slots are held in SGLang's pools."""
         return bool(self.loads or self.context.slots.tokens)
 
     @property
     def owned(self) -> list[str]:
-        """Requests whose prefix SGLang need not ask storage for."""
+        """Ids of requests whose prefix SGLang need not query storage for."""
         return [*self.restorations, *self.offers.delayed]
 
     def restoration(self, rid: str) -> Restoration | None:
-        """This request's restoration, from its offer until the front has reached its end."""
+        """This request's restoration, from its offer until the prefill cursor reaches its end."""
         return self.context.requests.restoration(rid)
 
     def begin(self, r: Restoration) -> None:
-        """A prefix was offered to the planner."""
+        """Registers a restoration whose prefix was just offered to the planner."""
         self.restorations[r.rid] = r
         self.context.requests.record(r.rid).restoration = r
 
@@ -160,11 +160,12 @@ class RestoreEngine:
             return False
         if not self.is_on:
             return None
-        # The answer comes within a step or two: it is waited for, whatever the prefetch policy is.
+        # The result of the storage query is there within a step or two, so the request waits for it
+        # under any prefetch policy.
         return False if storage_ops.answer_is_due(self.context.tree, handle) else None
 
     def take_prefix(self, rid: str) -> torch.Tensor | None:
-        """The slots spliced at this request's admission, once."""
+        """Returns the slots attached at this request's admission, and forgets them."""
         found = self.context.requests.get(rid)
         if found is None:
             return None
@@ -172,7 +173,7 @@ class RestoreEngine:
         return prefix
 
     def forget(self, rid: str) -> None:
-        """A request is gone: finished, aborted or retracted. Before its record is."""
+        """The request was finished, aborted or retracted. Called before its record is forgotten."""
         if self.layers is not None:
             self.layers.forget(rid)
         r = self.restorations.get(rid)
@@ -186,20 +187,22 @@ class RestoreEngine:
             self.second_look.forget(rid)
 
     def result_processed(self, batch: Any) -> None:
-        """The results of a batch were given to its requests; those that have not ended run on."""
+        """Called after SGLang has processed a batch's results, before finished requests are
+        released.
+        """
         if self.second_look is not None and self.second_look.waits:
             for req in batch.reqs:
                 self.second_look.prefilled(req)
 
     def releasing(self, req: Req) -> None:
-        """A request gives its row back; nothing else has it yet."""
+        """Called when a request gives up its row, before its slots can be reused."""
         if self.second_look is not None:
             self.second_look.look(req)
 
     def give_room(self, tokens: int, to: str | None = None) -> bool:
-        """Device memory is short and nothing is left to evict: the youngest waiting restorations
-        give up their slots, and the tree pages they protect from eviction; for a request `to` that
-        waits itself, only those behind it in the queue. Returns whether any did.
+        """Frees device memory when nothing is left to evict: waiting restorations are ended,
+        youngest first, until `tokens` slots that they hold or lock in the tree are free. For a
+        waiting request `to`, only those after it in the queue are ended. Returns whether any was.
         """
         before = len(self.restorations)
         if self.context.slots.claiming:
@@ -216,7 +219,7 @@ class RestoreEngine:
         return len(self.restorations) < before
 
     def _up_to(self, rid: str) -> set[str]:
-        """This waiting request and those before it in the queue."""
+        """This waiting request and the requests before it in the queue."""
         waiting = [req.rid for req in step.waiting(self.context.scheduler)]
         return set(waiting[: waiting.index(rid) + 1]) if rid in waiting else {rid}
 
@@ -226,15 +229,15 @@ class RestoreEngine:
             self.abandon(r, how)
 
     def refute(self) -> None:
-        """What was restored is not what was stored: from now on every prefix is SGLang's own way.
-        Called in the same step on all ranks. Idempotent.
+        """Ends restoration for good after restored pages differed from the stored ones: SGLang
+        loads every prefix from now on. Called in the same step on all ranks. Idempotent.
         """
         self.offers.is_on = False
         self.abandon_all("differs")
         self.proof.refute()
 
     def reset(self) -> None:
-        """Ends everything before the pools are emptied. Blocks until no transfer is under way."""
+        """Ends everything before the pools are emptied. Blocks until no transfer is in flight."""
         self.abandon_all("flushed")
         if self.attach is not None:
             self.attach.reset()
@@ -243,8 +246,7 @@ class RestoreEngine:
         end = time.monotonic() + _RESET_S
         while any(OPEN in load.poll.local for load in self.loads) and time.monotonic() < end:
             self.mover.wait_news(0.01)
-        # Without a reduction, ranks know of each other only what they agreed on before: whatever
-        # was open then is lost.
+        # Nothing is reduced here: a page that was open when ranks last agreed counts as lost.
         over = [
             bytes(load.poll.seen)
             if OPEN in load.poll.local
@@ -273,14 +275,16 @@ class RestoreEngine:
             self.attach.close()
 
     def offer_again(self, r: Restoration) -> None:
-        """The tree holds more of its prefix than when offered: the rest is a new restoration."""
+        """Ends a restoration because the tree now holds more of its prefix, and offers the rest
+        anew.
+        """
         self.abandon(r, "grown")
         self.offers.again(r)
 
     # --- carrying a plan out ----------------------------------------------------------------------
 
     def start(self, command: messages.RestoreStart) -> None:
-        """Carries out the planner's answer to an offer."""
+        """Carries out the planner's decision on a restore candidate."""
         r = self.restorations.get(command.rid)
         if r is not None:
             r.mode, r.moved_at = command.mode, self.context.now
@@ -291,7 +295,9 @@ class RestoreEngine:
                 self._close(r, "by layers" if begun else "computed")
 
     def load(self, command: messages.Load) -> None:
-        """Claims device slots, host pages for a source in storage, and begins the transfer."""
+        """Allocates device slots, and bounce pages if the source is storage, and starts the
+        transfer.
+        """
         r, span = self.restorations.get(command.rid), command.span
         if not span:
             return
@@ -299,7 +305,7 @@ class RestoreEngine:
         slots = self._claim(r, span, owns_host) if r is not None else None
         if (
             r is None or r.closed
-        ):  # ended by a load of the same plan: the planner counts this one as under way
+        ):  # an earlier load of this plan ended it; the planner counts this load as in flight
             self.context.facts.append(PagesLost(command.rid, span, "failed", LATER))
             return
         if slots is None:
@@ -335,9 +341,8 @@ class RestoreEngine:
     def _claim(
         self, r: Restoration, span: Span, owns_host: bool
     ) -> tuple[torch.Tensor, torch.Tensor, AnchorSlots | None] | None:
-        """Device and host slots of these pages and of the anchor that comes with them, all or none.
-        A pool that fails where it should hand out pages, or say that it has none, costs this
-        restoration; it is computed instead.
+        """Allocates device and host slots for these pages and for the anchor that comes with them:
+        all or none. If a pool raises, the restoration is abandoned and the request computed.
         """
         page, slots = self.context.page, self.context.slots
         anchored = max(0, span.stop - max(span.start, r.anchor.start)) if r.anchor else 0
@@ -361,7 +366,7 @@ class RestoreEngine:
         return None
 
     def cancel(self, command: messages.Cancel) -> None:
-        """Takes loads back that lie in the span, as far as they were not begun."""
+        """Cancels this request's loads inside the span; pages whose read has started still end."""
         r = self.restorations.get(command.rid)
         for load in r.loads if r is not None else ():
             if (
@@ -372,7 +377,9 @@ class RestoreEngine:
                 load.cancel()
 
     def splice(self, r: Restoration, span: Span) -> torch.Tensor:
-        """Passes the landed pages of a span to the caller, which owns their slots from now on."""
+        """Attaches the landed pages of a span: returns their device slots, which the caller then
+        owns.
+        """
         pieces = []
         anchor, front = list[torch.Tensor](), r.front
         kept = r.to_look_at_again
@@ -405,15 +412,16 @@ class RestoreEngine:
     def _take_over(
         self, r: Restoration, slots: torch.Tensor, anchor: torch.Tensor, span: Span
     ) -> None:
-        """The window or state at the end of the jump is the request's from now on."""
+        """Hands the anchor (window or state) at the end of the span over to the request."""
         page = self.context.page
         assert self.context.anchors is not None, "of a model with anchors"
         self.context.slots.give_anchors(len(anchor))
         self.context.anchors.take_over(r.req, slots, anchor, span.start * page, span.stop * page)
 
     def trusted(self, r: Restoration, span: Span) -> bool:
-        """Whether these pages have landed, and can be attached. If not, plan and executor disagree,
-        and the restoration is given up: the slots of a page that has not landed are never used.
+        """Whether these pages have landed and may be attached. Otherwise planner and executor
+        disagree, and the restoration is abandoned: slots of a page that has not landed are never
+        used.
         """
         ends = not span or not r.whole or span.stop == r.pages
         if ends and all(r.is_landed(page) for page in range(span.start, span.stop)):
@@ -428,8 +436,8 @@ class RestoreEngine:
         return False
 
     def admitted(self, r: Restoration, prefix: torch.Tensor | None, end: int) -> None:
-        """A waiting request was admitted with these slots spliced behind the tree's, and prefills
-        up to token `end`.
+        """A waiting request was admitted with these attached slots after those of the tree, and
+        prefills up to token `end`.
         """
         r.admitted = True
         if prefix is not None:
@@ -438,8 +446,9 @@ class RestoreEngine:
         self.advance(r, end)
 
     def advance(self, r: Restoration, end: int) -> None:
-        """Its prefill up to token `end` was put into a batch. A page that has begun belongs to
-        compute, as in the planner: where memory is short, SGLang ends a chunk inside a page.
+        """The request's prefill up to token `end` was put into a batch. A page that the prefill has
+        started counts as computed, as in the planner: when memory is short, SGLang ends a chunk
+        inside a page.
         """
         r.front = max(r.front, min(-(-end // self.context.page), r.pages))
         if r.front == r.pages:
@@ -448,13 +457,15 @@ class RestoreEngine:
     # --- what ended -------------------------------------------------------------------------------
 
     def polls(self) -> list[Poll]:
-        """What all ranks have to agree on in this step: the loads', then those of the proof."""
+        """The polls that all ranks agree on in this step: those of loads, then those of the
+        proof.
+        """
         proof = [] if self.attach is None else self.attach.polls()
         guard = [] if self.guard is None else [self.guard.poll]
         return [*(load.poll for load in self.loads), *proof, *guard]
 
     def settle_proof(self, states: list[bytes]) -> None:
-        """Takes the agreed states of the proof's polls, in their order."""
+        """Applies the agreed states of the proof's polls, in the order of `polls`."""
         if self.guard is not None and self.guard.settle(states.pop()):
             self.offers.paused_until = self.context.now + PAUSE_S
             self.counters.paused[SLOWER] += 1
@@ -462,8 +473,8 @@ class RestoreEngine:
             self.refute()
 
     def settle(self, states: list[bytes], ended_at: list[float]) -> None:
-        """Takes the agreed states of `loads`, in their order: notes what landed and what was lost,
-        ends what has ended.
+        """Applies the agreed states of `loads`, in their order, and removes loads that have
+        ended.
         """
         differs = False
         for load, state, ended in zip(list(self.loads), states, ended_at, strict=True):
@@ -505,21 +516,21 @@ class RestoreEngine:
         self._lose(r, span, REASON[load.poll.seen[first]], lost)
 
     def _given_up(self, load: Load, first: int, stop: int) -> list[tuple[int, int]]:
-        """Runs of pages of a load that its restoration does not wait for any more."""
+        """Runs [first, stop) of a load's pages that its restoration no longer waits for."""
         owner, start = load.restoration.owner, load.span.start
         mine = bytearray(owner.get(start + at) == (load, at) for at in range(first, stop))
         return [(first + low, first + high) for low, high in runs_of(mine, 0, 0, len(mine))]
 
     def _anchor_bytes(self, load: Load, first: int, stop: int) -> int:
-        """Bytes of an anchor that have come with these pages."""
+        """Bytes of the anchor that came with these pages."""
         anchor = load.anchor_of(first, stop)
         if anchor is None or self.context.anchors is None:
             return 0
         return len(anchor.device) // anchor.page * self.context.anchors.page_bytes
 
     def _disown(self, load: Load, span: Span) -> int:
-        """These pages of a load will not come. Returns the end of those that were waited for; 0
-        where none was.
+        """Takes lost pages out of the load's restoration. Returns the end of those that it still
+        waited for; 0 if it waited for none.
         """
         owner, end = load.restoration.owner, 0
         for page in range(span.start, span.stop):
@@ -529,8 +540,8 @@ class RestoreEngine:
         return end
 
     def _write_off(self, load: Load, state: bytes) -> None:
-        """A device hangs: open pages belong to the front now. The slots stay the load's until every
-        page has ended.
+        """The device hangs: open pages are to be computed instead. The load keeps their slots until
+        every page has ended.
         """
         for first, stop in runs_of(bytearray(state), OPEN, 0, len(state)):
             span = Span(load.span.start + first, load.span.start + stop)
@@ -559,7 +570,7 @@ class RestoreEngine:
             self._unpin(r)
 
     def _leave_host(self, load: Load) -> None:
-        """Its bounce pages: those that landed are kept for the tree, others are free."""
+        """Keeps a load's landed bounce pages for the tree's write-through, and frees the others."""
         r, kept, page = load.restoration, self.kept, self.context.page
         if kept is None or r.closed or load.written_off or not self.context.host.write_through:
             self.context.slots.put_back_host(load.host_slots)
@@ -567,21 +578,22 @@ class RestoreEngine:
         pages, states = load.host_slots.view(-1, page), load.poll.seen
         landed = [place for place, state in enumerate(states) if state == LANDED]
         lost = [place for place, state in enumerate(states) if state != LANDED]
-        keys = r.keys_of(load.span)[::-1]  # they come with the highest page first
+        keys = r.keys_of(load.span)[::-1]  # `keys_of` starts with the highest page
         self.context.slots.give_host(len(landed) * page)
         kept.keep(r.rid, [keys[place] for place in landed], pages[landed].flatten())
         self.context.slots.put_back_host(pages[lost].flatten())
 
     def _lose(self, r: Restoration, span: Span, reason: str, end: int) -> None:
-        """Pages will not come; `end` is behind the last one that was waited for."""
+        """Reports lost pages. `end`: the end of those that the restoration waited for."""
         self.counters.lost_pages[reason] += len(span)
         self.context.facts.append(PagesLost(r.rid, span, reason, LATER))
         if not r.closed and r.whole and end > r.front and reason != CANCELLED:
             self._give_up_to(r, end, retry=reason not in (_NO_ROOM, _HUNG))
 
     def _give_up_to(self, r: Restoration, end: int, retry: bool) -> None:
-        """Pages below `end` cannot be attached any more, so they are computed. Of a request that
-        waits, a shorter prefix that ends at an anchor is restored instead, where there is one.
+        """Pages below `end` can no longer be attached, so they are computed. If the request still
+        waits and storage has an anchor below them, a shorter prefix ending there is offered
+        instead.
         """
         if retry and end > r.anchor.start and not r.admitted:
             shorter, anchored = r.shorter(end - 1), self.context.anchors
@@ -611,14 +623,14 @@ class RestoreEngine:
     # --- ends -------------------------------------------------------------------------------------
 
     def abandon(self, r: Restoration, how: str) -> None:
-        """Ends a restoration that has not met, and tells the planner. Its request is computed."""
+        """Ends an incomplete restoration and tells the planner. Its request is computed."""
         self._close(r, how)
         self.context.facts.append(
             RequestFinished(r.rid, LATER, aborted=True, restoration_only=True)
         )
 
     def _close(self, r: Restoration, how: str) -> None:
-        """Ends a restoration: frees pages that landed and are not spliced now, and those in flight
+        """Ends a restoration: frees landed pages that are not attached now, and those in flight
         when they have ended.
         """
         del self.restorations[r.rid]
@@ -659,7 +671,7 @@ class RestoreEngine:
         self.context.tree.unlock(lock)
 
     def _unpin(self, r: Restoration) -> None:
-        """The tree's host pages are read until the last load from them has ended."""
+        """Releases the tree's host pages once the last load from them has ended."""
         if r.host_pin is not None and all(load.ended or load.owns_host for load in r.loads):
             pin, r.host_pin = r.host_pin, None
             self.context.host.unpin(pin)

@@ -1,4 +1,4 @@
-"""A thread that sleeps in a device's events, one after the other, in place of polling them."""
+"""A thread that blocks in a device's events, one after the other, instead of polling them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ logger = logging.getLogger(__name__)
 
 
 class Waitable(Protocol):
-    """Something of a device that comes."""
+    """Something that a device completes."""
 
     def wait(self) -> None:
-        """Blocks until it has come, without the interpreter."""
+        """Blocks until it is complete, with the GIL released."""
 
 
 class EventWaiter:
-    """Waits for what it is given, in that order; `then` is called on its thread for each. Begun by
-    the first, so that a CPU has no such thread.
+    """Waits for the events it is given, in that order, and then calls `then` of each on its thread.
+    The thread is started by the first `add`, so a CPU has none.
     """
 
     def __init__(self, name: str, enter: Callable[[], None]) -> None:
@@ -32,7 +32,7 @@ class EventWaiter:
         self._closing = False
 
     def add(self, waitable: Waitable, then: Callable[[], None]) -> None:
-        """Any thread."""
+        """Queues an event. Any thread."""
         with self._changed:
             self._due.append((waitable, then))
             self._changed.notify()
@@ -41,8 +41,8 @@ class EventWaiter:
                 self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread after what it was given. An event that has not come by then keeps the
-        thread, which is left behind. Idempotent.
+        """Ends the thread after the events it was given. A thread whose event is not reached within
+        `timeout_s` is abandoned. Idempotent.
         """
         with self._changed:
             self._closing, thread = True, self._thread
@@ -62,6 +62,6 @@ class EventWaiter:
             try:
                 waitable.wait()
             except Exception:
-                # The device failed; who asks it next learns of it.
+                # The device failed; the next call that queries it will raise.
                 logger.exception("kvtier: an event of the device failed")
             then()

@@ -1,6 +1,6 @@
-"""What of a request's prefix lies where when it is offered to the planner.
+"""Finds restore candidates, with the tier of each page, and offers them to the planner.
 
-Whatever is refused here goes SGLang's own way and is counted under the reason. Scheduler's thread.
+Prefixes rejected here are loaded by SGLang and counted by reason. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from sgl_kvtier.runtime.step.tracked import Candidate, Look, Tracked, Waits
 from sgl_kvtier.types import Span, Tier
 
 LATER = 0.0
-"""The time in facts noted between two ticks; the tick puts the agreed one in."""
+"""Placeholder for the time in facts noted between two ticks; the tick sets the agreed time."""
 
 
 _SHORT = 32
-"""Fewer neighbouring pages of one tier below host memory are no source of their own between those
-of the other: each costs the planner time in every step.
+"""A run of fewer pages than this is merged into the source of the pages before it, if both tiers
+are below host memory: each source costs the planner time in every step.
 """
 
 
 _MOST_STOPPING_S = 2.0
-"""Longest time, in seconds, for which a request waits for the end of a read that was stopped."""
+"""Longest time, in seconds, that a request waits for a stopped read to end."""
 _MOST_STOPPING_TICKS = 10_000
-"""The same in ticks, where ranks have no common clock."""
+"""The same in ticks, for several ranks, which share no clock."""
 
 
 class Offers:
-    """Which prefixes are offered to the planner: hits of storage, what it has behind a missing
-    page, and host pages of requests that wait. `loads` are the engine's, and `begin` puts what is
-    offered among its restorations.
+    """Offers prefixes to the planner: storage hits, stored pages after a missing one, and host
+    pages of waiting requests. `loads` are the engine's; `begin` registers an offered restoration
+    with the engine.
     """
 
     def __init__(
@@ -52,13 +52,15 @@ class Offers:
         min_tokens: int,
         why_declined: Callable[[RestoreOffered], str | None],
     ) -> None:
-        """`why_declined`: why the planner would leave a prefix to SGLang."""
+        """`why_declined` returns the planner's reason for leaving a prefix to SGLang, or None."""
         self.min_tokens = min_tokens
         self._is_on = True
         self.paused_until = -math.inf
-        """In seconds of `StepContext.moment`."""
+        """No restoration starts before this time in seconds of `StepContext.moment`."""
         self.shorten: Callable[[Restoration, int], None] | None = None
-        """Leaves the last page out of some restorations of more than so many tokens."""
+        """For the proof: leaves the last page out of some restorations of more than so many
+        tokens.
+        """
         self._context = context
         self._begin = begin
         self._loads = loads
@@ -68,7 +70,7 @@ class Offers:
 
     @property
     def is_on(self) -> bool:
-        """Whether hits are taken over at all; otherwise all of it is SGLang's own way."""
+        """Whether prefixes are restored at all; otherwise SGLang loads all of them."""
         return self._is_on and not self.is_paused
 
     @is_on.setter
@@ -77,7 +79,7 @@ class Offers:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no restoration begins for a while."""
+        """Whether starting restorations is paused."""
         return self._context.moment() < self.paused_until
 
     @property
@@ -90,8 +92,8 @@ class Offers:
 
     @property
     def delayed(self) -> list[str]:
-        """Requests that are offered when loads of their earlier restoration, or SGLang's read that
-        was stopped for this one, have ended.
+        """Requests offered once earlier loads, or SGLang's stopped read of their prefix, have
+        ended.
         """
         return [
             rid
@@ -100,7 +102,7 @@ class Offers:
         ]
 
     def is_delayed(self, handle: Handle) -> bool:
-        """Whether this request is one of those."""
+        """Whether this request is in `delayed`."""
         record = self._requests.candidates.get(handle.rid)
         there = record.candidate if record is not None else None
         if there is None or there.waits is Waits.SGLANG_READS:
@@ -118,7 +120,7 @@ class Offers:
         if (anchored := self._context.anchors) is not None:
             if not anchors.is_asked_for(operation):
                 return self._fall_back(f"{anchored.one} not stored")
-            if self._context.alone:  # ranks have agreed on the longest end alone
+            if self._context.alone:  # several ranks have agreed on the longest end only
                 shorter = anchors.shorter_ends(operation)
                 ends = [stored.start + pages for pages in shorter if pages < len(stored.keys)]
                 stored = stored._replace(ends=tuple(ends))
@@ -130,9 +132,9 @@ class Offers:
         return offered
 
     def look_again(self) -> bool:
-        """Asks the planner again about the prefix that SGLang reads now, where more device slots
-        can be claimed than before: it may have been left for want of room. Returns whether that
-        read was stopped for a restoration. Once per tick.
+        """Asks the planner again about the prefix that SGLang is reading, if more device slots can
+        be allocated than before: it may have been rejected for lack of memory. Returns whether that
+        read was stopped in favour of a restoration. Once per tick.
         """
         tree, being_read = self._context.tree, list[tuple[Tracked, Candidate]]()
         for record, read in self._that(Waits.SGLANG_READS):
@@ -145,7 +147,7 @@ class Offers:
         claimable = self._context.device.claimable()
         for _, read in being_read:
             read.lowest_claimable = min(read.lowest_claimable, claimable)
-        record, read = being_read[0]  # reads are made in this order
+        record, read = being_read[0]  # SGLang reads in this order
         if claimable <= read.lowest_claimable:
             return False
         read.lowest_claimable = claimable
@@ -160,13 +162,13 @@ class Offers:
         return True
 
     def offer_stopped(self) -> list[str]:
-        """Offers prefixes whose reads were stopped and have ended. Returns the requests whose rest
-        SGLang has to read after all. Once per tick.
+        """Offers prefixes whose stopped reads have ended. Returns ids of requests whose remaining
+        pages SGLang has to read after all. Once per tick.
         """
         tree, again = self._context.tree, list[str]()
         for record, stopped in self._that(Waits.READ_STOPS):
             stopped.ticks += 1
-            ended = not storage_ops.asked(tree, stopped.handle)  # what was read is in the tree
+            ended = not storage_ops.asked(tree, stopped.handle)  # pages read so far are in the tree
             if not ended and not self._hangs(stopped):
                 continue
             self._set(record, None)
@@ -176,8 +178,8 @@ class Offers:
         return again
 
     def _takes_back(self, operation: Operation) -> Stored | None:
-        """What storage has for a request whose pages SGLang reads, if the planner wants to restore
-        it now. What was read so far lies in host memory then.
+        """What storage has for a request whose prefix SGLang is reading, if the planner would
+        restore it now. Pages read so far count as host pages.
         """
         context, page = self._context, self._context.page
         req = context.waiting(operation.handle)
@@ -185,8 +187,8 @@ class Offers:
             req is None
             or self._requests.restoration(req.rid) is not None
             or operation.is_terminated()
-            or context.host.write_back  # what was read could not be restored
-            or context.anchors is not None  # nor without its anchor
+            or context.host.write_back  # pages read so far could not be restored
+            or context.anchors is not None  # nor could they without their anchor
         ):
             return None
         stored = stored_of(operation, operation.storage_hit_count, page)
@@ -206,8 +208,8 @@ class Offers:
         return stored if self._why_declined(_offer_of(context, found)) is None else None
 
     def _hangs(self, stopped: Candidate) -> bool:
-        """Whether a read has not ended long after it was stopped. SGLang ends it then, and the
-        request runs with what was read.
+        """Whether a stopped read has taken too long to end. SGLang then ends it, and the request
+        runs with the pages read so far.
         """
         context = self._context
         if not context.alone:
@@ -215,8 +217,8 @@ class Offers:
         return context.moment() - stopped.since > _MOST_STOPPING_S
 
     def look_at(self, handle: Handle, operation: Operation | None = None) -> None:
-        """A waiting request for which SGLang reads nothing. Pages that storage has behind a missing
-        one, by this operation, may be offered next tick, else its host pages.
+        """Notes a waiting request for which SGLang reads nothing. In the next tick it may be
+        offered: stored pages after a missing one, found by `operation`, or else its host pages.
         """
         if not self.is_on or self._context.anchors is not None:
             return
@@ -231,7 +233,7 @@ class Offers:
         self._requests.note_candidate(record)
 
     def again(self, r: Restoration) -> None:
-        """Offers what a restoration that has ended was made of."""
+        """Offers the prefix of a restoration that has ended."""
         below = tuple((span, tier) for span, tier in r.sources if tier > Tier.HOST)
         ends = () if r.stored is None else r.stored.ends
         self._offer(r.req, Stored(r.pages - len(r.keys), r.keys, below, ends), taken=True)
@@ -241,7 +243,7 @@ class Offers:
         self._offer(r.req, stored, taken=True)
 
     def make(self) -> None:
-        """Offers host pages of requests queued, or looked up in storage, since the last tick."""
+        """Offers candidates noted by `look_at`, and those whose earlier loads have ended."""
         looks = [
             (record, record.look)
             for record in self._requests.candidates.values()
@@ -270,8 +272,8 @@ class Offers:
                 self._offer(req, None)
 
     def _that(self, waits: Waits) -> list[tuple[Tracked, Candidate]]:
-        """The requests whose prefix waits for this, in the order in which they became candidates,
-        and the candidates.
+        """Records and candidates that wait for `waits`, in the order in which they became
+        candidates.
         """
         return [
             (record, record.candidate)
@@ -284,7 +286,9 @@ class Offers:
         self._requests.note_candidate(record)
 
     def _offer(self, req: Req, stored: Stored | None, taken: bool = False) -> bool:
-        """`taken`: SGLang has dropped its own transfer from storage, so no pages are left to it."""
+        """Offers a prefix. `taken`: SGLang has dropped its own transfer, so it cannot load the
+        pages.
+        """
         reason = (
             "again"
             if self._requests.restoration(req.rid) is not None
@@ -305,8 +309,8 @@ class Offers:
         if isinstance(found, str):
             return self._fall_back(found)
         if any(load.restoration.rid == req.rid and not load.written_off for load in self._loads):
-            # Loads of an earlier restoration of it are still in flight; their reports must not be
-            # taken for this one's.
+            # Loads of its earlier restoration are still in flight; their reports must not be taken
+            # for the new one's.
             waits = Candidate(Waits.OLD_LOADS, req.cache_request_handle, stored=stored, req=req)
             self._set(self._requests.record(req.rid), waits)
             return True
@@ -321,7 +325,7 @@ class Offers:
         return True
 
     def _fall_back(self, why: str) -> bool:
-        """Leaves a hit to SGLang's own way, and counts why: every hit that is not restored."""
+        """Leaves a hit to SGLang and counts the reason."""
         self._counters.declined[why] += 1
         return False
 
@@ -339,8 +343,8 @@ def _offer_of(context: StepContext, r: Restoration) -> RestoreOffered:
 
 
 def stored_of(operation: Operation, hit_tokens: int, page: int) -> Stored:
-    """What storage has of a waiting request's prompt: a hit of `hit_tokens`, and the pages behind
-    its end.
+    """What storage has of a waiting request's prompt: the hit of `hit_tokens`, and stored pages
+    after the first missing one.
     """
     start, hit = operation.storage_start // page, hit_tokens // page
     names, tiers = stored_pages.up_to_the_last(operation, hit)
@@ -348,8 +352,8 @@ def stored_of(operation: Operation, hit_tokens: int, page: int) -> Stored:
 
 
 def _sources_of(tiers: Sequence[Tier | None], start: int) -> tuple[tuple[Span, Tier], ...]:
-    """Sources of the pages from `start` on. A short run takes the tier of what is before it, and is
-    read from its own disk where it lies there all the same.
+    """Sources of the pages from `start` on, by each page's tier (None: missing). A run shorter than
+    `_SHORT` takes the tier before it; it is still read from the server's own disk if it is there.
     """
     runs = list[tuple[int, int, Tier | None]]()
     for tier, pages in groupby(tiers):
@@ -366,8 +370,9 @@ def _sources_of(tiers: Sequence[Tier | None], start: int) -> tuple[tuple[Span, T
 
 
 def find(context: StepContext, req: Req, stored: Stored | None) -> Restoration | str:
-    """A waiting request's restoration by a fresh match, or why there is none. Between the tree's
-    pages and those in storage must be no gap; pages that are in both count as the tree's.
+    """Matches a waiting request against the tree and returns its restoration, or the reason why it
+    has none. There must be no gap between the tree's pages and those in storage; pages in both
+    count as the tree's.
     """
     page = context.page
     there = requests.match(req, context.tree)
@@ -378,7 +383,7 @@ def find(context: StepContext, req: Req, stored: Stored | None) -> Restoration |
     if len(host) != there.host:
         return "host pages in use"
     if in_tree > resident and context.host.write_back:
-        # SGLang frees host copies of pages that are on the device too, pinned or not
+        # SGLang frees host copies of pages that are on the device too, pinned or not.
         return "write-back"
     if stored is None:
         stored = Stored(in_tree, (), ())

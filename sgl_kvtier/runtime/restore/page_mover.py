@@ -1,15 +1,14 @@
-"""Moves pages of running loads: the store's reads into host pages, and copies from host pages into
-device slots.
+"""Moves the pages of loads in flight: reads of the store into host pages, and copies from host
+pages into device slots.
 
-One thread beside the scheduler's. Pages that the store has read are copied when their load has none
-left to read, or after `_GATHER_S`: a load's last page lands a copy later than it was read. Every
-copy begun takes time of the interpreter that a forward's launches need too, about as long for a
-load as for a page. The scheduler never waits for a copy: it reads `Load.poll` in its tick, and what
-it does with it is the engine's business.
+The mover has a thread of its own. Pages that the store has read are copied when all pages of their
+load are read, or after `_GATHER_S`. They are gathered because starting a copy takes interpreter
+time that launching a forward needs too: about as much for one page as for a load. The scheduler
+never waits for a copy: it reads `Load.poll` in its tick, and the engine acts on it.
 
-Slots are written only after the host has seen their fence, so a copy whose fence has not come is
-behind no other on the device. Two more threads sleep in the device's events: one for fences, one
-for copies under way.
+Slots are written only after the host has seen their fence, so a copy that waits for its fence does
+not hold up others on the device. Two more threads block in device events: one in fences, one in
+copies in flight.
 """
 
 from __future__ import annotations
@@ -32,42 +31,42 @@ from sgl_kvtier.store.base import ReadOutcome
 logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.01
-"""Longest that a page which was read waits for the others of its load."""
+"""Longest time, in seconds, that a page which was read waits for the others of its load."""
 _CLOSE_S = 30.0
 
 
 class Fence(Protocol):
-    """A mark behind everything that may still use slots."""
+    """An event after everything that may still use certain slots."""
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Whether the event is reached."""
 
     def synchronize(self) -> None:
-        """Blocks until it has, without the interpreter."""
+        """Blocks until it is, with the GIL released."""
 
 
 class Copy(Protocol):
-    """One copy under way."""
+    """One copy in flight."""
 
     def place(self) -> None:
-        """Mover's thread, once the fence was seen: from now on slots are written. If this raises,
-        nothing writes them any more.
+        """Starts writing to the slots. Mover's thread, after the fence was seen. If this raises,
+        nothing writes to the slots any more.
         """
 
     def drop(self) -> None:
-        """Mover's thread, in place of `place` or after it raised: gives back what `begin` took.
-        Never raises.
+        """Releases what `begin` took. Mover's thread, in place of `place` or after it raised. Never
+        raises.
         """
 
     def done(self) -> bool:
         """Whether the bytes are in place. Never blocks."""
 
     def wait(self) -> None:
-        """Blocks until they are, without the interpreter."""
+        """Blocks until they are, with the GIL released."""
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that the link was busy with it, once done; None where it was not measured."""
+        """Seconds that the link was busy with the copy, once done; None if not measured."""
 
 
 class CopyDevice(Protocol):
@@ -75,14 +74,14 @@ class CopyDevice(Protocol):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of one copy; None for any number."""
+        """Most tokens of one copy; None for any number."""
 
     def enter(self) -> None:
-        """Each of the mover's threads calls it first: a new thread is on the first device."""
+        """Called first on each of the mover's threads: a new thread is on the first device."""
 
     def fence(self) -> Fence | None:
-        """Scheduler's thread, after slots were allocated: a mark behind everything that may still
-        use them. Fences come in the order in which they were asked for. None: nothing uses them.
+        """Returns a fence after everything that may still use slots allocated so far; None: nothing
+        uses them. Fences are reached in the order in which they were made. Scheduler's thread.
         """
 
     def begin(
@@ -92,24 +91,24 @@ class CopyDevice(Protocol):
         fence: Any,
         window: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Copy | None:
-        """Mover's thread: begins what can be done before the fence. None when there is no room for
-        that at present; asked again once a fence has come. `window`: host and device slots of
-        windows that come along.
+        """Begins what can be done of a copy before its fence is reached. Returns None if there is
+        no staging memory at present; called again after a fence was reached. `window`: host and
+        device slots of a window that comes with the pages. Mover's thread.
         """
 
 
 class Check(Protocol):
-    """Looks at pages between the end of their copy and the moment at which they may be read."""
+    """Checks pages after they were copied and before they may be read."""
 
     def look(self, load: Load, first: int, stop: int) -> Collection[int]:
-        """Of the pages [first, stop) of a load, whose bytes are in place, those that must not land.
-        Copies' thread, or on a CPU the mover's; may block it. Never raises.
+        """Returns those of the copied pages [first, stop) of a load that differ and must not land.
+        Runs on the copies' thread, on a CPU on the mover's, and may block it. Never raises.
         """
 
 
 @dataclass(eq=False)
 class _Piece:
-    """Neighbouring pages of a load that are copied together, [first, stop)."""
+    """Neighbouring pages [first, stop) of a load that are copied together."""
 
     load: Load
     fence: Fence | None
@@ -124,7 +123,7 @@ class _Piece:
 
 
 class PageMover:
-    """The thread that lands pages. `submit` and `wait_news` are for the scheduler's thread."""
+    """The thread that moves pages. `submit` and `wait_news` are for the scheduler's thread."""
 
     def __init__(self, device: CopyDevice, page_tokens: int, check: Check | None = None) -> None:
         self._device, self._check = device, check
@@ -137,7 +136,7 @@ class PageMover:
         self._news = threading.Event()
         self._closing = False
         self._waiting: list[_Piece] = []
-        """The mover's: pages that were read and are not placed yet."""
+        """Pages that were read and are not placed yet. Mover's thread."""
         self._link_free_at = self._compared_at = 0.0
         self._fences = EventWaiter("kvtier-fences", device.enter)
         self._copying = EventWaiter("kvtier-copies", device.enter)
@@ -145,12 +144,12 @@ class PageMover:
         self._thread.start()
 
     def submit(self, load: Load, storage: Any, deadline_s: float) -> None:
-        """Begins a load, the highest page first. Its pages end one by one, whatever happens."""
+        """Starts a load, the highest page first. Each page ends on its own, whatever happens."""
         pages, before = len(load.span), load.unread
         try:
             self._submit(load, storage, deadline_s)
         except Exception:
-            # Whatever a driver or a store raises: the load is known to the scheduler, so it has to
+            # A driver or a store may raise anything. The scheduler knows of this load, so it has to
             # end.
             logger.exception("kvtier: a load could not be begun")
             if load.unread == before:
@@ -182,13 +181,13 @@ class PageMover:
             job.cancel()
 
     def wait_news(self, timeout_s: float) -> None:
-        """Blocks until a page has ended since the last call, or the time is over."""
+        """Blocks until a page has ended since the last call, or until the timeout."""
         self._news.wait(timeout_s)
         self._news.clear()
 
     def close(self) -> None:
-        """Ends the threads after what is under way. After a device error that may never end: then
-        they are left behind. Idempotent.
+        """Ends the threads after work in flight. Threads that do not end within `_CLOSE_S`, as
+        after a device error, are abandoned. Idempotent.
         """
         with self._changed:
             self._closing = True
@@ -199,14 +198,14 @@ class PageMover:
             waiter.close(max(0.0, end - time.monotonic()))
 
     def _note_fence(self) -> None:
-        """Fences' thread."""
+        """Runs on the fences' thread."""
         with self._changed:
             self._fence_has_come = True
             self._changed.notify()
 
     def _put(self, ended: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
-        """Any thread. Wakes the mover when it has to watch the time from now on, when a load is
-        read, or pages are lost: not for every page.
+        """Queues pages whose read has ended; any thread. Wakes the mover not for every page, but
+        when the gathering time starts, a load is read completely, or a page is lost.
         """
         with self._changed:
             begins = not self._ended
@@ -215,13 +214,13 @@ class PageMover:
             self._ended.extend(ended)
             for load, _, _, outcome in ended:
                 load.unread -= 1
-                # Compute may wait for pages that were cancelled, or will not come.
+                # Compute may wait for pages that were cancelled or lost.
                 self._load_is_read |= load.unread == 0 or outcome is not ReadOutcome.OK
             if begins or self._load_is_read:
                 self._changed.notify()
 
     def _gatherable(self) -> bool:
-        """Locked. Whether there are pages to be copied now."""
+        """Whether there are pages to copy now. Lock held."""
         if not self._ended:
             return False
         return (
@@ -231,7 +230,7 @@ class PageMover:
         )
 
     def _gathered(self) -> list[tuple[Load, Any, int, ReadOutcome]]:
-        """Locked. The pages to be copied now."""
+        """Takes the pages to copy now. Lock held."""
         batch = list(self._ended) if self._gatherable() else []
         if batch:
             self._ended.clear()
@@ -239,7 +238,7 @@ class PageMover:
         return batch
 
     def _patience_s(self) -> float | None:
-        """Locked. How long there is nothing to do but for news."""
+        """How long the mover may sleep, in seconds; None: until it is notified. Lock held."""
         if not self._ended:
             return None
         return max(0.0, self._gathering_since + _GATHER_S - time.monotonic())
@@ -258,7 +257,7 @@ class PageMover:
             self._go_on()
 
     def _sort(self, batch: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
-        """Ends what was lost; what was read is cut into pieces."""
+        """Ends pages that were lost, and cuts the others into pieces."""
         ready: dict[int, tuple[Load, Any, list[int]]] = {}
         for load, fence, offset, outcome in batch:
             if outcome is ReadOutcome.OK:
@@ -272,7 +271,7 @@ class PageMover:
                 self._waiting.append(_Piece(load, fence, first, stop, now))
 
     def _go_on(self) -> None:
-        """Begins and places what can be, first that whose slots are free."""
+        """Begins and places pieces where possible, those whose slots are free first."""
         left: list[_Piece] = []
         early: list[_Piece] = []
         for piece in self._waiting:
@@ -280,15 +279,17 @@ class PageMover:
         self._waiting = [piece for piece in (*left, *early) if not self._advance(piece)]
 
     def _is_held(self, piece: _Piece) -> bool:
-        """Whether something may still use its slots. A device that fails here does so below too."""
+        """Whether something may still use the piece's slots. If the device raises, `_advance`
+        handles it.
+        """
         try:
             return piece.fence is not None and not piece.fence.query()
         except Exception:
             return False
 
     def _advance(self, piece: _Piece) -> bool:
-        """Whether a piece needs nothing more from here: it is under way into its slots, or ended.
-        Whatever a driver or a pool raises costs these pages, not the thread.
+        """Returns whether the mover is done with a piece: its copy into the slots is in flight, or
+        its pages have ended. If a driver or a pool raises, these pages fail, not the thread.
         """
         load, pages = piece.load, list(range(piece.first, piece.stop))
         try:
@@ -314,8 +315,8 @@ class PageMover:
         return True
 
     def _begun(self, piece: _Piece) -> Copy | None:
-        # Slices only: on an accelerator the slots may not be there before the fence, so nothing may
-        # read them here.
+        # Only slices: on an accelerator the slots' values may not be there before the fence, so
+        # they must not be read here.
         host, device = (
             slots[piece.first * self._page : piece.stop * self._page]
             for slots in (piece.load.host_slots, piece.load.device_slots)
@@ -326,7 +327,7 @@ class PageMover:
         return self._device.begin(host, device, piece.fence, (anchor.host, anchor.device))
 
     def _reap(self, piece: _Piece, copy: Copy) -> None:
-        """Copies' thread, or the mover's: a copy has ended."""
+        """A copy has ended. Runs on the copies' thread, or on the mover's."""
         state, seconds = LANDED, None
         try:
             if not copy.done():
@@ -337,7 +338,8 @@ class PageMover:
             state = LOST[ReadOutcome.FAILED]
         now = time.monotonic()
         if seconds is not None:
-            # The link's time, without what was waited for slots: a learned rate is the link's own.
+            # Counts the link's own time, without the wait for slots, so that the learned bandwidth
+            # is the link's.
             self._link_free_at = max(self._link_free_at, piece.read_at) + seconds
             now = min(now, self._link_free_at)
         load, pages = piece.load, range(piece.first, piece.stop)
@@ -345,8 +347,8 @@ class PageMover:
         if self._check is not None and state == LANDED:
             begun = time.monotonic()
             wrong = self._check.look(load, piece.first, piece.stop)
-            # Comparing is a second link behind it: while all pages are compared, loads are as slow
-            # as that, and the planner loads less.
+            # Comparing acts as a second link after this one: while all pages are compared, loads
+            # are as slow as comparing, and the planner loads less.
             now = max(self._compared_at, now) + time.monotonic() - begun
             self._compared_at = now
         self._end(load, [page for page in pages if page not in wrong], state, now)
@@ -362,7 +364,7 @@ class PageMover:
 
 
 class _Come:
-    """A fence, as what one waits for."""
+    """A fence as something an `EventWaiter` waits for."""
 
     def __init__(self, fence: Fence) -> None:
         self._fence = fence
@@ -372,7 +374,7 @@ class _Come:
 
 
 def _runs(offsets: list[int], most: int | None) -> list[tuple[int, int]]:
-    """Pages as runs [first, stop) of neighbours, of at most `most` pages, ascending."""
+    """Offsets as ascending runs [first, stop) of neighbours, of at most `most` pages each."""
     runs: list[tuple[int, int]] = []
     for offset in sorted(offsets):
         if runs and runs[-1][1] == offset and (most is None or offset - runs[-1][0] < most):
