@@ -1,1 +1,1 @@
-"""Carries out lookahead: page moves, evictions, the map's facts."""
+"""Carries out lookahead: page moves, evictions, facts for the map of pages."""

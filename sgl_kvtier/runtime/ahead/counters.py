@@ -12,7 +12,7 @@ from sgl_kvtier.types import PLACES, Link, Tier
 
 @dataclass
 class LookaheadCounters:
-    """Pages are SGLang's; of tokens, None is in no tier, so they had to be computed."""
+    """Pages are SGLang's. Tokens under tier None were in no tier, so they had to be computed."""
 
     moved_bytes: Counter[Link] = field(default_factory=Counter)
     failed_moves: Counter[str] = field(default_factory=Counter)
@@ -24,7 +24,7 @@ class LookaheadCounters:
     checks: int = 0
 
     def counts(self, wasted_bytes: int) -> Iterator[Sample]:
-        """All of them, for /metrics. Any thread: counters are copied before they are read."""
+        """All of them, for /metrics. Any thread: iterates over copies."""
         for link in (Link.HOST_TO_DEVICE, Link.STORAGE_TO_HOST, Link.REMOTE_TO_HOST):
             yield "moved_bytes", {"link": link.value}, self.moved_bytes[link]
         for reason, pages in dict(self.failed_moves).items():

@@ -1,13 +1,13 @@
-"""Lookahead in SGLang: reports requests, sessions and pages to the planner, and carries its moves
-and victims out.
+"""Lookahead in SGLang: reports requests, sessions and pages to the planner, and carries out its
+moves and evictions.
 
-One per scheduler process that looks ahead; without it every hook is SGLang's own. It decides
-nothing: the planner's map gives the order of eviction, the planner's moves the prefetches.
-Everything runs on the scheduler's thread.
+There is one engine per scheduler process with lookahead; without it every hook is SGLang's own. The
+planner makes all decisions: its map gives the eviction order, its moves the prefetches. Everything
+runs on the scheduler's thread.
 
-With several ranks each has an engine, a map and a planner of its own, and all get the same facts in
-the same steps. Facts from requests and from the tree are equal on all ranks anyway, times are the
-first rank's, and everything else is polled (`polls.py`).
+With several ranks, each has an engine, a map and a planner, and all get the same facts in the same
+steps. Facts about requests and the tree are equal on all ranks anyway, times are the first rank's,
+and everything else is polled (`polls.py`).
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ logger = logging.getLogger(__name__)
 _LATER = 0.0
 _ARRIVED, _ENDED = "request_arrival", "request_completion"
 _IDLE_PERIOD_S = 0.01
-"""A server with nothing to run looks at its sessions this often."""
+"""Seconds between two plans of a server that has nothing to run."""
 _MOST_IDLE_TOKENS = 64_000_000
-"""Tokens of idle sessions that are kept to find their pages again: 4 bytes each."""
+"""Most tokens of idle sessions that are kept to find their pages again, at 4 bytes each."""
 
 
 class LookaheadEngine:
-    """Carries out the plans of a planner that looks ahead. Facts, slots and numbers are the
-    context's, which restorations use too.
+    """Carries out the plans of a lookahead planner. It shares facts, slots and numbers with
+    restorations through the context.
     """
 
     def __init__(
         self, context: StepContext, planner: Planner, config: PolicyConfig,
         *, orders_evictions: bool, alone: bool = True,
     ) -> None:  # fmt: skip
-        """`alone`: there is no other rank to agree with."""
+        """`alone`: there is only one rank."""
         tree = context.tree
         context.looking_ahead = True
         self.context = context
@@ -76,22 +76,21 @@ class LookaheadEngine:
         self.sessions = SessionNames()
         self.metrics: Source | None = None
         self.hinted: list[Asking] = []
-        """Requests with `kv_hints`, to be carried out once the planner has the facts noted so far.
-        """
+        """Requests whose `kv_hints` are carried out when the planner has the facts noted so far."""
         self.broken = False
-        """Something went wrong on this rank: all ranks stop looking ahead in the next step."""
+        """Lookahead failed on this rank: all ranks end it in the next step."""
         self.off: dict[str, int] = {}
-        """Differences that the last whole comparison found."""
+        """Differences found by the last comparison of the whole map."""
         self._config = config
         self._requests = context.requests
         self._idle: dict[str, Path] = {}
         self._idle_tokens = 0
         self._next: list[Path] | None = None
-        """Paths of idle sessions in the order of their return, as far as they can be held back;
-        None: to be looked up.
+        """Paths of idle sessions in the order in which they return, as many as may be pinned; None:
+        to be determined.
         """
         self._expected = 0
-        """How many sessions are expected in all."""
+        """Number of sessions expected to return."""
         self._backend: Any = None
         self._step_at = 0.0
         self._planned_at = 0.0
@@ -100,7 +99,7 @@ class LookaheadEngine:
     # --- what SGLang tells ------------------------------------------------------------------------
 
     def checkpointed(self, req: Req, before: int) -> None:
-        """A request's tokens [before, cache_protected_len) were put into the tree."""
+        """A request's tokens [before, cache_protected_len) were inserted into the tree."""
         after = int(req.kv.cache_protected_len)
         known = self._requests.announced(req.rid)
         if known is None:
@@ -112,11 +111,11 @@ class LookaheadEngine:
             known.keys = names.keys_of(tokens, req, known.keys)
         known.node, known.kept = req.last_node, after
         if after <= before:
-            return  # all of it was there: a prompt that was asked before
+            return  # all of it was in the tree: a repeated prompt
         self.facts.placed(known.keys[before // page : after // page], Tier.DEVICE)
 
     def released(self, req: Req) -> None:
-        """A request gives its row back. A retracted one comes again and is still the same."""
+        """A request gives up its row. A retracted one will run again under the same record."""
         known = self._requests.announced(req.rid)
         if known is None or not req.finished():
             return
@@ -142,7 +141,7 @@ class LookaheadEngine:
             )
 
     def gone(self, rid: str) -> None:
-        """A waiting request was aborted: its session is idle again, with what it had."""
+        """A waiting request was aborted: its session is idle again, with the pages it had."""
         known = self._requests.drop_announced(rid)
         if known is not None:
             if known.path is not None:
@@ -162,7 +161,7 @@ class LookaheadEngine:
             self._tell(StepDone(chunk.seconds, tokens, 0, _LATER))
 
     def reset(self) -> None:
-        """Before the pools are emptied. A prompt that comes behind it begins a session."""
+        """Called before the pools are emptied. A prompt that arrives after it begins a session."""
         self.sessions = SessionNames()
         self.promotions.reset()
         self.facts.dropped(self.facts.cleared(), Tier.HOST)
@@ -174,14 +173,14 @@ class LookaheadEngine:
             path.node = None
 
     def store_cleared(self) -> None:
-        """Nothing is in storage any more, which is no drift: it was said."""
+        """An operator emptied the storage. This does not count as drift of the map."""
         self._forget_stored()
         if self._votes is None and self._backend is not None:
             self._backend.take_seen()
             self._backend.take_seen(Tier.REMOTE)
 
     def give_up(self) -> None:
-        """The planner failed: SGLang does everything itself. Moves in flight are waited for."""
+        """Lookahead failed: SGLang does everything itself. Waits for moves in flight."""
         logger.error("kvtier: not looking ahead any more")
         self.counters.failures += 1
         self.facts.stop()
@@ -192,12 +191,12 @@ class LookaheadEngine:
         self.promotions.reset()
 
     def close(self) -> None:
-        """Publishes its figures a last time. Idempotent."""
+        """Publishes its metrics a last time. Idempotent."""
         if self.metrics is not None:
             self.metrics.close()
 
     def found(self, hashes: Sequence[str], tiers: Sequence[Tier | None]) -> None:
-        """A storage query has found these pages on every rank, in these tiers."""
+        """A storage query has found these pages in these tiers on every rank."""
         if self._votes is not None:
             self._votes.found(hashes, tiers)
 
@@ -208,8 +207,8 @@ class LookaheadEngine:
         return self.promotions.polls() + (self._votes.polls() if self._votes is not None else [])
 
     def fingerprint(self) -> int:
-        """A number that is the same on all ranks while their maps are; `BROKEN` where this rank's
-        is not kept any more.
+        """A number that is equal on all ranks while their maps are; `BROKEN` if this rank's map is
+        not maintained any more.
         """
         if self.broken:
             return BROKEN
@@ -228,7 +227,7 @@ class LookaheadEngine:
         return zlib.crc32(repr(state).encode())
 
     def look(self, scheduler: Scheduler) -> None:
-        """Takes note of new requests and of what ended, before the planner is told."""
+        """Notes new requests and what has ended, before facts are reported to the planner."""
         self._ticks += 1
         self._next = None
         for req in step.waiting(scheduler):
@@ -241,31 +240,31 @@ class LookaheadEngine:
         self._look_at_store()
 
     def due(self, scheduler: Scheduler) -> bool:
-        """Whether the planner has to be asked although nothing happened: its sessions return as
-        time goes by.
+        """Whether the planner needs a step although nothing happened, because sessions return as
+        time passes.
         """
         if step.waiting(scheduler) or step.in_slot(scheduler) is not None:
             return True
         return self.planner.looks_ahead and self.context.now - self._planned_at >= _IDLE_PERIOD_S
 
     def facts_reported(self) -> None:
-        """The planner has got all facts noted so far."""
+        """The planner has all facts noted so far."""
         self.facts.told()
         self._planned_at = self.context.now
 
     def carry_out(self, moves: tuple[Move, ...], owed_tokens: int) -> None:
-        """Begins a plan's moves; `owed_tokens` of the device stay claimable. The plan's evictions
-        are not used: room is made in the map's order when it is needed.
+        """Begins a plan's moves. `owed_tokens` device slots stay reserved. The plan's evictions are
+        not used: pages are evicted in the map's order when memory is needed.
         """
         scheduler = self.context.scheduler
         if scheduler is not None and scheduler.weight_updater.offload_tags:
-            self.promotions.refuse(moves, "released")  # the device's memory, until it is back
+            self.promotions.refuse(moves, "released")  # device memory is offloaded at present
         else:
             deadline_s = self._config.load_deadline_s
             self.promotions.carry_out(moves, self._path_of, owed_tokens, deadline_s)
 
     def compare(self) -> None:
-        """The whole map against the truth, on an idle server whose facts were all told."""
+        """Compares the whole map with the real state, on an idle server with all facts reported."""
         self.off = self.check.whole()
         self.counters.drift += sum(self.off.values())
         self.counters.checks += 1
@@ -276,17 +275,17 @@ class LookaheadEngine:
     # --- evictions --------------------------------------------------------------------------------
 
     def evict(self, tokens: int, tracker: dict[Any, int]) -> None:
-        """Before SGLang's own eviction from the device, which makes up for what is missing."""
+        """Evicts before SGLang's own eviction from the device, which then frees the rest."""
         if self.victims is not None:
             self._guarded(lambda: self.victims.evict(tokens, tracker))  # type: ignore[union-attr]
 
     def wanted_in_host(self) -> tuple[list[int], bool]:
-        """Ends of the paths of sessions that host pages are kept for, and whether room has to be
-        made all the same.
+        """Last nodes of the paths whose host pages should stay, and whether eviction must free the
+        full amount nevertheless.
 
-        First the sessions whose request waits, then idle ones, those that return first first. When
-        room is needed for a path that is prefetched: all that return before it. Else the half that
-        returns first, so that some are left to SGLang's order.
+        The paths are those of sessions whose request waits, then of idle sessions, soonest return
+        first. If memory is needed to prefetch a path: of all sessions that return no later.
+        Otherwise: of the half that returns first, so that SGLang's order decides on the others.
         """
         if self.victims is None or self._config.eviction != "next-use":
             return [], True
@@ -303,8 +302,8 @@ class LookaheadEngine:
         return nodes, claiming is None
 
     def _look_up_order(self) -> list[Path]:
-        """Once in a step at most: room is made in host memory for every node that is written
-        through.
+        """Determines `_next`. At most once per step, because every node that is written through
+        evicts host pages.
         """
         pages = self.pages
         turns = ((pages.turn_of(owner_of(session)), path) for session, path in self._idle.items())
@@ -343,8 +342,8 @@ class LookaheadEngine:
         self._hint(req, _ARRIVED, session, keys)
 
     def retain(self, session: str, keys: Sequence[PageKey], seconds: float) -> int:
-        """Keeps a session's pages on this server's disk; returns how many, of those from the first
-        one on.
+        """Keeps a session's pages on this server's disk; returns how many, counted from the
+        first.
         """
         backend = store_of(self.context.tree.cache_controller)
         if backend is None:
@@ -372,7 +371,7 @@ class LookaheadEngine:
         return path
 
     def _path_of(self, move: Move) -> Path | None:
-        """The place of a move's pages: a waiting request's path, or that of the idle session they
+        """The path of a move's pages: that of its waiting request, or of the idle session they
         belong to.
         """
         if move.rid is not None:
@@ -393,9 +392,7 @@ class LookaheadEngine:
         )
 
     def _look_at_store(self) -> None:
-        """Reports pages written to the store, or found there, since the last tick, and pages it has
-        dropped.
-        """
+        """Reports pages written to the store, found in it or dropped by it since the last tick."""
         controller = self.context.tree.cache_controller
         backend = store_of(controller)
         if backend is not self._backend:
@@ -412,7 +409,7 @@ class LookaheadEngine:
         self.counters.drift += self.check.roll(self.context.now)
 
     def _forget_stored(self) -> None:
-        """The map's pages in storage are no longer there."""
+        """Reports that all of the map's stored pages are gone."""
         for tier in (Tier.STORAGE, Tier.REMOTE):
             self.facts.dropped(tuple(self.pages.resident(tier)), tier)
         self.check.forget()
@@ -420,8 +417,8 @@ class LookaheadEngine:
             self._votes.forget()
 
     def _count_hits(self, known: Announced, prefix: int) -> None:
-        """Counts the tiers of a prompt's tokens when it first runs. Pages that a restoration has
-        landed by then are on the device.
+        """Counts a prompt's tokens by tier when it first runs. Pages that a restoration has landed
+        by then count as on the device.
         """
         req, r, hits = known.req, known.restored, self.counters.hit_tokens
         below: dict[Tier, int] = {}
@@ -442,7 +439,7 @@ class LookaheadEngine:
     # --- metrics ----------------------------------------------------------------------------------
 
     def samples(self) -> list[Sample]:
-        """All counters, the map's size, and of what it knows, for /metrics. Any thread."""
+        """All counters and the map's size, for /metrics. Any thread."""
         tally, known = self.planner.tally(), self.pages
         wasted = (tally.wasted_pages + self.facts.wasted) * self.context.page_bytes
         return [

@@ -1,5 +1,5 @@
-"""Host pages evicted by SGLang's own order, some paths held back: its tree core picks victims
-itself, and never a locked one.
+"""Evicts host pages in SGLang's own order with some paths protected: SGLang's tree picks the
+victims itself, but never a locked node, so the paths are locked meanwhile.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from itertools import islice
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
 
 MOST_PINS = 256
-"""Most paths that are held back: about 6 microseconds each."""
+"""Most paths that are locked, at about 6 microseconds each."""
 
 
 def evict_others(
     host: HostTier, tokens: int, nodes: Iterable[int], evict: Callable[[int], int], *, least: bool
 ) -> int:
-    """Evicts `tokens` with the paths to `nodes` locked meanwhile; returns how many were freed.
-    Where that is too little, and at least `tokens` have to be freed, it evicts again without locks.
-    Scheduler's thread.
+    """Evicts `tokens` while the paths to `nodes` are locked; returns how many were freed. With
+    `least`, if that is too little, it evicts the rest without locks. Scheduler's thread.
     """
     pins = []
     for node in islice(nodes, MOST_PINS):

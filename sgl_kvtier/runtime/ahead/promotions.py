@@ -1,21 +1,21 @@
-"""Carries out the moves of a plan: host pages to the device, and pages of expected sessions from
-storage to host memory.
+"""Carries out the prefetches of a plan: host pages to the device, and pages of expected sessions
+from storage to host memory.
 
-    host -> device  SGLang's own load-back of a path of the tree, begun before its request is
-                   admitted. Slots are the tree's at once. A batch launched while copies are in
-                   flight carries their layer counters, as SGLang's own admitting batch does, so
-                   no layer reads pages that have not come.
-    storage -> host  for sessions that are expected and have no request yet: read by the store into
-                   host pages, then grafted into the tree. SGLang's prefetch and restorations
-                   bring the pages of waiting requests from storage.
+    host -> device   SGLang's own load-back of a path of the tree, before its request is admitted.
+                     The slots are the tree's at once. A batch launched while copies are in flight
+                     waits for their layer counters, as SGLang's own admitting batch does, so no
+                     layer reads pages that have not arrived.
+    storage -> host  for expected sessions without a request: the store reads pages into host
+                     slots, which are then grafted into the tree. For waiting requests, SGLang's
+                     prefetch and restorations load the pages from storage.
 
-A model with anchors (windows, states) goes on behind an anchor only. There a move brings the whole
-path as far as a request could begin behind it: from storage all of it that is stored, with the
-anchor at its end, or nothing.
+A model with anchors (windows, states) can continue a prefix only after an anchor. There a move
+brings the whole path up to an anchor: from storage, all of it that is stored, with the anchor at
+its end, or nothing.
 
-A move that cannot be carried out is reported as dropped in the target tier. Runs on the scheduler's
-thread; reads end on the store's. Several ranks begin the same moves in the same steps. The end of a
-move is a poll (`polls.py`), which reports it when all ranks have it.
+A move that cannot be carried out is reported as dropped from the target tier. Runs on the
+scheduler's thread; reads end on the store's. All ranks begin the same moves in the same steps. The
+end of a move is a poll (`polls.py`), so it counts once all ranks have it.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ _NO_SPAN = Span(0, 0)
 _RESET_S = 30.0
 _MOST_FETCHES = 4
 _HOST_SHARE = 4
-"""At most a quarter of the host pool, and half of its part that the device's copies leave, may be
-prefetched pages that were not used yet.
+"""Prefetched pages not used yet may occupy a quarter of the host pool at most, and half of the part
+that copies of device pages leave.
 """
 _AGAIN_S = 0.1
-"""Seconds until a move that failed is tried again."""
+"""Seconds until a failed move may be planned again."""
 
 
 @dataclass
 class _Fetch:
-    """Pages on their way from storage to host memory."""
+    """Pages being read from storage to host memory."""
 
     path: Path
     keys: tuple[PageKey, ...]
     start: int
     host: Any
     pin: Pin
-    """Of the node behind which they come."""
+    """Pin of the node after which they will be grafted."""
     job: Any
     poll: Poll
     begun_at: float
@@ -73,12 +73,12 @@ class _Fetch:
     source: Tier
     onwards: bool
     anchor: Any = None
-    """Host slots of what stands at the end of these pages."""
+    """Host slots of the anchor at the end of these pages."""
 
 
 @dataclass
 class _Copying:
-    """Copies to the device that were begun last. `ack` is SGLang's record of them."""
+    """The latest copies to the device. `ack` is SGLang's record of them."""
 
     counter: int
     ack: Any
@@ -88,7 +88,7 @@ class _Copying:
     poll: Poll
 
     def look(self) -> None:
-        """Whether they have ended on this rank."""
+        """Checks whether they have ended on this rank."""
         if self.poll.local[0] or not self.ack.finish_event.query():
             return
         seconds = time.monotonic() - self.started
@@ -98,7 +98,7 @@ class _Copying:
 
 
 class Promotions:
-    """One per scheduler process."""
+    """The prefetches of one scheduler process."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Promotions:
         tell: Callable[[Fact], None],
         counters: LookaheadCounters,
     ) -> None:
-        """The context's slots, numbers and clock are used, which are the same on every rank."""
+        """Uses the slots, numbers and clock of `context`, which are the same on every rank."""
         self._tree = TreeNodes(context.tree)
         self._context = context
         self._facts = facts
@@ -118,28 +118,28 @@ class Promotions:
         self._host, self._device = context.host, context.device
         self._anchors = context.anchors
         host, device = (port.tokens // self._page for port in (context.host, context.device))
-        # With write-through what is on the device has its copy in host memory too, which cannot
-        # leave: the rest is the room.
+        # With write-through, pages on the device have host copies, which cannot be evicted; the
+        # rest of the host pool is available.
         left = host if context.host.write_back else max(0, host - device) // 2
         self._most_unused = min(host // _HOST_SHARE, left)
         self._page_bytes = context.page_bytes
         self._fetches: list[_Fetch] = []
         self._copying: _Copying | None = None
-        """None when they have been reported."""
+        """None once they have been reported."""
         self._failed: deque[tuple[float, tuple[PageKey, ...], Tier]] = deque()
         self.claiming_for: Path | None = None
-        """While host pages are claimed for a path: pages needed sooner are not evicted for it."""
+        """The path that host pages are being allocated for: pages needed sooner stay."""
 
     @property
     def consumer(self) -> int:
-        """The layer counter of a batch without loads of its own; -1 when no copy is in flight."""
+        """The layer counter for a batch without loads of its own; -1 when no copy is in flight."""
         if self._copying is None or self._copying.ack.finish_event.query():
             return -1
         return self._copying.counter
 
     @property
     def hangs(self) -> bool:
-        """Whether a read goes to host pages although its time is over and it was cancelled."""
+        """Whether a read is in flight past its deadline, although it was cancelled."""
         return any(self._context.now > fetch.deadline_at for fetch in self._fetches)
 
     def polls(self) -> list[Poll]:
@@ -159,21 +159,21 @@ class Promotions:
         owed_tokens: int,
         deadline_s: float,
     ) -> None:
-        """Begins what can be begun. `owed_tokens` of the device stay claimable."""
+        """Begins as many moves as possible. `owed_tokens` device slots stay reserved."""
         loaded = False
         for move in moves:
             path = path_of(move)
             if move.target > move.source:
                 self._fail(
                     move.keys, move.target, "written through"
-                )  # every page gets its copy below as soon as it is computed
+                )  # every page is written through as soon as it is computed
             elif path is None:
                 self._fail(move.keys, move.target, "unknown")
             elif move.source in FIRST_HOP:
                 if move.rid is None:
                     self._fetch(move, path, deadline_s)
-                # else: SGLang's prefetch or a restoration brings them; if not, the planner gives
-                # the move up in time
+                # else: SGLang's prefetch or a restoration loads them; if not, the move times out in
+                # the planner
             elif self._device.copies_are_begun:
                 self._fail(move.keys, move.target, "busy")
             else:
@@ -182,13 +182,13 @@ class Promotions:
             self._begin_copies()
 
     def refuse(self, moves: tuple[Move, ...], reason: str) -> None:
-        """Begins none of them."""
+        """Reports these moves as failed without beginning any."""
         for move in moves:
             self._fail(move.keys, move.target, reason)
 
     def _fail(self, keys: tuple[PageKey, ...], target: Tier, reason: str) -> None:
-        """Counts the failure at once and reports it a little later, so that the same move is not
-        planned again in every step.
+        """Counts the failure at once and reports it after `_AGAIN_S`, so that the same move is not
+        planned in every step.
         """
         if keys:
             self._counters.failed_moves[reason] += len(keys)
@@ -201,8 +201,8 @@ class Promotions:
             self._facts.failed(keys, target)
 
     def _load_back(self, path: Path, keys: tuple[PageKey, ...], owed_tokens: int) -> int:
-        """Loads the path's host pages up to the last of `keys`, in whole nodes; returns how many
-        pages. Until they have come the whole path is locked, and nothing of it can be claimed.
+        """Loads the path's host pages up to the last of `keys`, in whole nodes; returns the number
+        of pages. The whole path is locked, and cannot be evicted, until they have arrived.
         """
         nodes = self._nodes(path)
         try:
@@ -221,7 +221,7 @@ class Promotions:
             fits = needed <= room and (self._anchors is None or self._anchors.spares(1))
             reason = "" if fits else "no room"
         if not reason:
-            self._slots.claiming = True  # restorations need not give anything up for it
+            self._slots.claiming = True  # no restoration gives up slots for it
             try:
                 if not self._device.queue_copies(fitting[-1].node_id):
                     reason, pages = "refused", 0
@@ -240,8 +240,8 @@ class Promotions:
         return 0 if reason else pages
 
     def _nodes(self, path: Path) -> list[Any]:
-        """The nodes of a path from the root on, as far as it is in the tree with a copy in host
-        memory or on the device.
+        """The nodes of a path from the root on, as long as they are on the device or in host
+        memory.
         """
         try:
             if path.node is None or self._anchors is not None:
@@ -258,7 +258,7 @@ class Promotions:
         return usable
 
     def _find(self, path: Path) -> Found:
-        """How much of a path the tree has now."""
+        """How much of a path is in the tree now."""
         return self._tree.find(self._context.names.radix_key(path, 0, len(path.keys)))
 
     # --- copies to the device ---------------------------------------------------------------------
@@ -272,7 +272,7 @@ class Promotions:
             self._copying.look()
 
     def _note_copied(self) -> None:
-        """Reports copies that have ended, with the time their link took."""
+        """Reports copies that have ended, with their duration."""
         copying = self._copying
         if copying is None or not copying.poll.over:
             return
@@ -285,7 +285,7 @@ class Promotions:
         self._tell(TransferDone("", Link.HOST_TO_DEVICE, _NO_SPAN, nbytes, seconds, _LATER))
 
     def _bytes(self, pages: int, anchor_slots: int) -> int:
-        """Bytes of so many pages, and of slots of what stands at their end."""
+        """Bytes of this many pages and of these anchor slots."""
         own = 0
         if self._anchors is not None:
             own = anchor_slots // self._anchors.page_slots * self._anchors.page_bytes
@@ -340,7 +340,7 @@ class Promotions:
             )
 
         order, slots = keys, host
-        if own is not None:  # the last page first, for its anchor comes with it
+        if own is not None:  # the last page first, because the anchor comes with it
             order, slots = keys[::-1], host.view(-1, self._page).flip(0).flatten()
         job = storage.begin_read(order, slots, deadline_s, on_page, Urgency.AHEAD, own)
         for page in range(len(keys) if job is None else 0):
@@ -363,8 +363,8 @@ class Promotions:
         )
 
     def _missing(self, move: Move, path: Path, start: int) -> tuple[PageKey, ...]:
-        """The pages of a move, behind the first `start` of its path, which the tree has; with
-        anchors all of them that are in storage. None where a page between is missing.
+        """The pages of a move that the tree lacks; it has the first `start` pages of the path. With
+        anchors, all pages of the path in storage. None if a page before them is missing.
         """
         if self._anchors is not None:
             return path.keys[start : start + self._facts.stored(path.keys[start:])]
@@ -373,14 +373,14 @@ class Promotions:
         return keys if path.keys[start : start + len(keys)] == keys else ()
 
     def _claim_host(self, pages: int, start: int) -> tuple[Any, Any]:
-        """Host slots for pages behind the first `start` of a path, and for their anchor, where the
-        model has some, the last page's first; None for both when there is no room, or the anchor
-        begins before them.
+        """Allocates host slots for `pages` pages after the first `start` of a path, and for their
+        anchor, if the model has anchors, with the last page's first. Returns None for both if there
+        is no room, or if the anchor begins before these pages.
         """
         own = None
         if self._anchors is not None:
             count = self._anchors.pages
-            if pages < count:  # a prefix that is shorter than a window is its own
+            if pages < count:  # the whole of a prefix shorter than a window is its anchor
                 count = pages if start == 0 else 0
             own = self._slots.claim_host_anchors(count) if count else None
             if own is None:
@@ -392,7 +392,7 @@ class Promotions:
         return host, own if host is not None else None
 
     def look(self) -> None:
-        """Takes note of what has ended since the last tick."""
+        """Notes what has ended since the last tick."""
         self._note_copied()
         self._report_failed()
         fetches, self._fetches = self._fetches, []
@@ -405,10 +405,10 @@ class Promotions:
             self._fetches.append(fetch)
 
     def _land(self, fetch: _Fetch, pages: int) -> None:
-        """Grafts the first `pages` pages into the tree and frees the rest. No read is under way."""
+        """Grafts the first `pages` pages into the tree and frees the rest. No read is in flight."""
         if fetch.anchor is not None and pages < len(fetch.keys):
-            # Nobody can begin behind the others. Until they are seen in storage again they count as
-            # lost, so that they are not read in vain once more.
+            # No request can continue after an incomplete prefix. These pages count as lost until
+            # they are found in storage again, so that they are not read again in vain.
             self._facts.dropped(fetch.keys, fetch.source)
             pages = 0
         kept = self._graft(fetch, pages) if pages else _NO_SPAN
@@ -420,15 +420,15 @@ class Promotions:
         self._slots.give_host(len(kept) * self._page)
         self._fail(fetch.keys[kept.stop :], Tier.HOST, "not read")
         if fetch.source is Tier.REMOTE:
-            # Nothing else says what other servers have no more.
+            # Nothing else reports pages that other servers have dropped.
             self._facts.dropped(fetch.keys[pages:], Tier.REMOTE)
         self._facts.brought(fetch.keys[kept.start : kept.stop])
         if fetch.onwards:
             self._facts.failed(fetch.keys, Tier.DEVICE)  # the second hop is a move of its own
 
     def _graft(self, fetch: _Fetch, pages: int) -> Span:
-        """Which of the pages read are the tree's from now on: those behind what it had already;
-        none when it takes none.
+        """Inserts the pages that were read into the tree. Returns those that the tree took: the
+        ones after those it had already, or none.
         """
         page, names = self._page, [key.hex() for key in fetch.keys[:pages]]
         nbytes = self._bytes(pages, 0 if fetch.anchor is None else len(fetch.anchor))
@@ -452,7 +452,7 @@ class Promotions:
         return Span(taken.known_tokens // page, pages)
 
     def _give_anchor(self, fetch: _Fetch, inserted: Any) -> None:
-        """The tree has put a fetch's pages into host memory, and gets their anchor."""
+        """Passes the anchor to the tree, which has just inserted the pages into host memory."""
         assert self._anchors is not None
         in_order = fetch.anchor.view(-1, self._anchors.page_slots).flip(0).flatten()
         tree, behind = self._context.tree, fetch.pin.node
@@ -460,11 +460,11 @@ class Promotions:
         fetch.anchor = None
 
     def reset(self) -> None:
-        """Ends all moves, before the pools are emptied, or for good: blocks until no read writes to
-        our host pages, and until copies to the device have ended. After it no batch heeds their
-        layer counter, although the tree has had their pages since they began.
+        """Ends all moves, before the pools are emptied or for good. Blocks until no read writes to
+        our host pages, and until copies to the device have ended: after this, no batch waits for
+        their layer counter, although the tree has owned their pages since they began.
 
-        If a read hangs all the same, its host pages stay unusable until the pools are emptied. A
+        If a read hangs nevertheless, its host pages stay unusable until the pools are emptied. A
         server with one rank counts as busy until that read has ended (`reads_hang` of the context).
         A server with several ranks does not wait, because the ranks would have to agree on it.
         """

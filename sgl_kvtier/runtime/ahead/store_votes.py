@@ -1,10 +1,10 @@
-"""The pages that every rank has in its store, where several ranks have to agree.
+"""With several ranks: agreement on the pages that are in every rank's store.
 
 Each rank has its own store: pages are written at different times, and one rank may lose or evict a
-page that another has. For the map a page is stored when it is on all ranks. So every rank looks up
-the pages that SGLang has written back, and from time to time all pages marked as stored, and the
-ranks agree by a poll (`polls.py`). Pages found by a storage query need no poll: SGLang's ranks
-agree on it. Scheduler's thread.
+page that another has. The map counts a page as stored when it is on all ranks. So every rank looks
+up the pages that SGLang has written, and at intervals all pages that the map has as stored, and the
+ranks agree by a poll (`polls.py`). Pages found by a storage query need no poll, since SGLang's
+ranks have agreed on it. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Lookup, PageKey, Tier
 
 _SLICE = 512
-"""Pages put to one vote: 4 KiB in a reduction."""
+"""Pages of one poll: 4 KiB in a reduction."""
 _PERIOD_S = 1.0
-"""So often ranks are asked whether their stores have lost pages."""
+"""Seconds between two polls on whether a store has lost pages."""
 _NO = LOST[ReadOutcome.MISS]
 
 
 class StoreVotes:
-    """One per scheduler process of several. `number` gives every poll its number."""
+    """One per scheduler process of several. `number` returns the number of a new poll."""
 
     def __init__(
         self, tree: Tree, pages: PageView, facts: TierFacts, number: Callable[[], int]
     ) -> None:
-        """Watches what SGLang writes to storage from now on."""
+        """Starts watching what SGLang writes to storage."""
         self._tree = tree
         self._pages = pages
         self._facts = facts
@@ -53,7 +53,7 @@ class StoreVotes:
         self._ask_at = 0.0
         self._seen = (0, 0)
         self.stop = storage_ops.watch_writes(tree, self._written)
-        """Watches no longer."""
+        """Stops watching."""
 
     def polls(self) -> list[Poll]:
         """The polls in progress."""
@@ -64,7 +64,7 @@ class StoreVotes:
         ]
 
     def forget(self) -> None:
-        """Another store was attached, or none is any more."""
+        """The store was detached, or replaced by another."""
         self._writing.clear()
         self._todo.clear()
         self._next = None
@@ -72,14 +72,14 @@ class StoreVotes:
         self._seen = (0, 0)
 
     def found(self, hashes: Sequence[str], tiers: Sequence[Tier | None]) -> None:
-        """A storage query has found these pages on every rank, in these tiers."""
+        """A storage query has found these pages in these tiers on every rank."""
         for tier in (Tier.STORAGE, Tier.REMOTE):
             names = [name for name, there in zip(hashes, tiers, strict=False) if there is tier]
             self._facts.placed(self._not_known(from_hex(names), tier), tier)
 
     def look(self, now: float) -> int:
-        """Takes what was voted on and puts the next to the vote; returns how many pages were not
-        where the map had them. `now` is the agreed time.
+        """Applies the poll that has ended and starts the next one. Returns how many pages were not
+        where the map had them. `now` is the agreed time in seconds.
         """
         gone = 0
         if self._losses is not None and self._losses.over:
@@ -143,7 +143,7 @@ class StoreVotes:
         return len(gone)
 
     def _has_lost(self) -> bool:
-        """Whether this rank's store has dropped pages since it was last asked."""
+        """Whether this rank's store has dropped pages since the last call."""
         store = self._store()
         stats = store.stats() if store is not None else None
         before, self._seen = (

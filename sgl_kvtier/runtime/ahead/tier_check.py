@@ -1,7 +1,7 @@
-"""The planner's map compared with the truth: the tree, the host pool and the store.
+"""Compares the planner's map with the real state: the tree, the host pool and the store.
 
-Differences are counted and corrected. The map is advisory, so nothing depends on it for
-correctness; but a wrong map makes bad decisions.
+Differences are counted, and pages missing in the store are taken off the map. The map is advisory:
+an error costs bad decisions, not correctness.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.types import Lookup, PageKey, Tier
 
 _SLICE = 2048
-"""Pages looked up in the store at a time: about half a millisecond of the scheduler's."""
+"""Pages looked up in the store at a time: about half a millisecond of the scheduler's thread."""
 _PERIOD_S = 1.0
 
 
 class TierCheck:
-    """A rolling check of the store's pages, which may change unseen, and a whole one when idle."""
+    """A rolling check of stored pages, which may change unnoticed, and a complete one when idle."""
 
     def __init__(self, tree: Tree, pages: PageView, facts: TierFacts) -> None:
         self._tree = tree
@@ -42,7 +42,7 @@ class TierCheck:
         return getattr(backend_of(self._tree.cache_controller), "local_store", None)
 
     def roll(self, now: float) -> int:
-        """Pages the store dropped since are taken off the map, some at a time; returns how many."""
+        """Takes pages that the store has dropped off the map, some at a time; returns how many."""
         if now < self._at and self._next is None and not self._said:
             return 0
         self._at = now + _PERIOD_S
@@ -70,8 +70,8 @@ class TierCheck:
         return len(gone)
 
     def forget(self) -> None:
-        """All stored pages were just reported as gone. The map learns it at the end of the tick, so
-        the next `roll` checks nothing: it would find and count those pages again.
+        """All stored pages were just reported as gone. The map learns this at the end of the tick,
+        so the next `roll` checks nothing: it would count those pages again.
         """
         self._next, self._seen, self._said = None, None, True
 
@@ -85,11 +85,12 @@ class TierCheck:
         )
 
     def whole(self) -> dict[str, int]:
-        """Number of pages that differ, by kind. For an idle server that has reported all its facts;
+        """Number of differing pages by kind, for an idle server that has reported all its facts;
         O(pages).
 
-        device: device pages of the tree against the map's, by count. leaves: pages of all evictable
-        paths that the map places elsewhere, by name. host, storage: by name.
+        device_number: device pages of the tree and of the map, by count. device_names: pages of
+        evictable paths that the map does not have on the device. host_names, storage_names: by
+        name.
         """
         nodes, page = self._nodes, self._facts._page
         known = {

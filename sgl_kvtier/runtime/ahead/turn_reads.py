@@ -1,12 +1,13 @@
-"""Reads stored pages of waiting requests that are left to SGLang in the order of the queue, and
-again when they were lost.
+"""Reads stored pages of waiting requests, where SGLang loads them, in queue order, and reads them
+again when they were evicted.
 
-SGLang asks storage for a request once, when it arrives, and reads its prefix into host memory. The
-pages are not protected there until the request runs. A request that arrives while SGLang's read
-budget is used up may never be read. So a request whose pages have no room yet is kept back until
-they have (`policy/ahead/budget.py` gives the order). One that finds less at its turn than
-storage had is read again. Scheduler's thread; all of it follows from facts that ranks have in
-common, so they do the same. Not with pipeline stages: there SGLang decides on the first.
+SGLang queries storage for a request once, when it arrives, and reads its prefix into host memory.
+There the pages are not protected until the request runs. A request that arrives while SGLang's read
+budget is used up may never be read. So reads of requests whose pages do not fit yet are deferred
+until they do (`policy/ahead/budget.py` gives the order). A request that finds less when it is its
+turn than storage had is read again. Scheduler's thread; everything follows from facts that all
+ranks share, so they act alike. Not used with pipeline stages, where SGLang decides on the first
+one.
 """
 
 from __future__ import annotations
@@ -21,26 +22,24 @@ from sgl_kvtier.runtime.step.context import Restoring, StepContext
 from sgl_kvtier.runtime.step.tracked import TurnRead
 
 _MOST_READS = 3
-"""A request that has lost its pages is read for so often, then it is computed: something pushes
-them out again and again.
-"""
+"""Most reads for a request that loses its pages again and again; after that it is computed."""
 _MOST_IDLE_S = 2.0
-"""Longest time, in seconds, in which nothing runs while requests are kept back. Then the first of
-them runs with the pages it has: a device may hang.
+"""Longest time, in seconds, in which nothing runs while requests are deferred. Then the first of
+them runs with the pages it has, since a device may hang.
 """
 _MOST_IDLE_PASSES = 10_000
-"""The same in passes of the scheduler, where ranks have no common clock. Such a pass takes a
-millisecond at least, unless pages land meanwhile.
+"""The same in passes of the scheduler, for several ranks, which share no clock. Such a pass takes
+at least a millisecond, unless pages land meanwhile.
 """
 
 
 class TurnReads:
-    """One per scheduler process. The time of several ranks may stand still."""
+    """One per scheduler process. With several ranks the time may stand still."""
 
     def __init__(
         self, context: StepContext, restoring: Restoring, planner: Consulted, counts: Counter[str]
     ) -> None:
-        """The planner says whose turn it is; `counts` counts what was done, by kind."""
+        """The planner decides whose turn it is. `counts` counts what was done, by kind."""
         self._context = context
         self._restoring = restoring
         self._planner = planner
@@ -52,8 +51,8 @@ class TurnReads:
 
     @property
     def active(self) -> bool:
-        """Whether anything is done here: not where all is SGLang's own way, nor where no request
-        may wait for its pages.
+        """Whether reads are deferred at all: only if something is restored or prefetched, and if
+        requests may wait for their pages.
         """
         tree = self._tree
         return (
@@ -64,7 +63,7 @@ class TurnReads:
 
     @property
     def kept_back(self) -> list[str]:
-        """Requests whose read was not begun. SGLang need not ask for them by itself."""
+        """Requests whose read is deferred, for which SGLang must not query storage by itself."""
         return [
             record.rid
             for record in self._requests
@@ -72,8 +71,8 @@ class TurnReads:
         ]
 
     def declines(self, handle: Handle, tokens: int, start: int) -> bool:
-        """Called before SGLang asks storage for `tokens` of a request from `start` on. True: not
-        now, SGLang reads enough already.
+        """Called before SGLang queries storage for `tokens` of a request from `start` on. True:
+        deferred, because SGLang's read budget is used up.
         """
         if (
             not self.active
@@ -86,7 +85,7 @@ class TurnReads:
         return True
 
     def hit(self, operation: Operation, hit_tokens: int) -> bool:
-        """SGLang is about to read these tokens of a waiting request. True: not now."""
+        """SGLang is about to read these tokens of a waiting request. True: deferred."""
         rid = operation.handle.rid
         if not self.active:
             return False
@@ -97,13 +96,13 @@ class TurnReads:
         return True
 
     def keep_back(self, rid: str) -> None:
-        """The rest of this waiting request's stored pages is read when there is room."""
+        """Defers the read of the rest of this waiting request's stored pages."""
         if self.active and self._requests.turn_read(rid) is not None:
             self._keep_back(rid)
 
     def landed(self, operation: Operation) -> None:
-        """SGLang's read of a prefix has ended. Pages that could not be read, or not in time, are
-        not read again, unless the read was stopped for a restoration.
+        """SGLang's read of a prefix has ended. Pages that failed or were late are not read again,
+        unless the read was stopped for a restoration.
         """
         stored = self._requests.turn_read(operation.handle.rid)
         req = self._context.waiting(operation.handle)
@@ -116,15 +115,15 @@ class TurnReads:
         stored.node = req.best_match_node
 
     def nodes(self) -> list[Any]:
-        """Ends of the paths that were read for waiting requests, in the order of the queue: they
-        should stay till then.
+        """Last nodes of the paths read for waiting requests, in queue order. They should stay in
+        host memory until then.
         """
         waiting = step.waiting(self._context.scheduler)
         found = (self._requests.turn_read(req.rid) for req in waiting)
         return [stored.node for stored in found if stored is not None and stored.node is not None]
 
     def look(self, scheduler: Scheduler) -> None:
-        """Has what was kept back and fits now read. Once per tick."""
+        """Starts deferred reads that fit now. Once per tick."""
         if not self.kept_back:
             return
         if storage_ops.limited(self._tree):
@@ -137,15 +136,15 @@ class TurnReads:
                 self._ask(scheduler, req)
 
     def admissible(self, handle: Handle) -> bool | None:
-        """Whether a waiting request may be admitted in this pass: not while it is kept back. None
-        when that is SGLang's to say.
+        """False while this waiting request's read is deferred, so that it is not admitted in this
+        pass; otherwise None: SGLang decides.
         """
         stored = self._requests.turn_read(handle.rid)
         return False if stored is not None and stored.deferred and self.active else None
 
     def at_turn(self, scheduler: Scheduler, req: Req) -> bool:
-        """Called right before a request may be admitted, and after a fresh match. Returns whether
-        it has to wait, because pages that were read for it, or found in storage, are gone.
+        """Called after a fresh match, right before a request may be admitted. Returns whether it
+        has to wait because pages that were read for it or found in storage are gone.
         """
         stored, restored = self._requests.turn_read(req.rid), self._requests.restoration(req.rid)
         if stored is None or restored is not None or not self.active:
@@ -163,7 +162,7 @@ class TurnReads:
         return self._ask(scheduler, req)
 
     def passed(self, ran: bool) -> None:
-        """The scheduler has looked for a batch, and has one or not."""
+        """Called after the scheduler has looked for a batch; `ran`: it has one."""
         kept = [] if ran else self.kept_back
         if not kept:
             self._idle_passes = 0
@@ -178,12 +177,12 @@ class TurnReads:
     # --- inside -----------------------------------------------------------------------------------
 
     def _let_go(self, stored: TurnRead) -> None:
-        """It runs with what it has."""
+        """Lets the request run with the pages it has."""
         self._counts["given up"] += 1
         stored.end, stored.deferred = 0, False
 
     def _turn_read(self, rid: str) -> TurnRead:
-        """What storage has of its prompt: nothing, where nothing was noted."""
+        """What storage has of its prompt; a new record if nothing was noted."""
         record = self._requests.record(rid)
         if record.turn_read is None:
             record.turn_read = TurnRead(0)
@@ -197,33 +196,33 @@ class TurnReads:
         self._counts["kept back"] += 1
 
     def _ask(self, scheduler: Scheduler, req: Req) -> bool:
-        """Has SGLang look in storage again; whether it does."""
+        """Makes SGLang query storage again; returns whether it does."""
         stored = self._turn_read(req.rid)
         stored.deferred, stored.end = False, 0  # the answer says how much there is
         return storage_ops.ask(scheduler, self._tree, req)
 
     def _due(self, asking: str = "") -> tuple[str, ...]:
-        """The requests whose pages may be read. `asking` is a request that wants to read now,
-        besides those kept back.
+        """Requests whose pages may be read now. `asking` is a request to be considered in addition
+        to the deferred ones.
         """
         device, host = self._context.device, self._context.host
         if host.write_back:
-            # What leaves the device is copied to host memory first. Where reads under way have all
-            # of that, nothing leaves, and SGLang ends with "Prefill out of memory".
+            # Pages are copied to host memory before they leave the device. If reads in flight
+            # occupied all of it, nothing could leave, and SGLang would end with "Prefill out of
+            # memory".
             room = host.tokens // 2
         else:
-            # What is on the device has its copy in host memory, which cannot leave: the rest is the
-            # room.
+            # Pages on the device have host copies, which cannot be evicted: the rest is the room.
             room = host.tokens - (device.tokens - device.available())
         pages = max(0, room) // self._context.page
         return self._planner.query(ReadsDue(self._waiting(asking, pages), pages))
 
     def _waiting(self, asking: str, room: int) -> tuple[Queued, ...]:
-        """Waiting requests in the order they run, up to the first that exceeds `room` pages."""
+        """Waiting requests in queue order, up to the first that exceeds `room` pages."""
         context, found = self._context, list[Queued]()
         for req in step.waiting(context.scheduler):
             if self._requests.restoration(req.rid) is not None:
-                continue  # it has pages of its own
+                continue  # a restoration has slots of its own
             stored = self._requests.turn_read(req.rid)
             there = requests.found(req)
             end = max(there.tokens, stored.end) if stored is not None else there.tokens

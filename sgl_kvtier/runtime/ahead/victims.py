@@ -1,10 +1,10 @@
 """Evicts from the device in the order of the planner's map.
 
-SGLang's tree core offers leaves for eviction in its own order and evicts the one its caller names.
-So its offers are collected first, without evicting, and then the offered leaf that the map names
-first is evicted. Only leaves that the core offered in that very moment are ever evicted: never a
-locked node, never one with a child on the device. If the map's order does not yield enough,
-SGLang's own eviction runs afterwards as if nothing had happened.
+SGLang's tree offers leaves for eviction in its own order and evicts the one that its caller names.
+So the offers are collected first, without evicting, and then the leaf that comes first in the map's
+order is evicted. Only leaves that the tree offered at that moment are evicted: never a locked node,
+never one with a child on the device. If the map's order does not yield enough, SGLang's own
+eviction runs afterwards as usual.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier
 
 _SLACK_PAGES = 512
-"""This many victims more than needed are requested from the map: some are of nodes in use."""
+"""Pages requested from the map in addition to those needed, since some are of nodes in use."""
 
 
 class Victims:
@@ -38,18 +38,18 @@ class Victims:
         self._nodes = TreeNodes(tree)
 
     def evict(self, tokens: int, tracker: dict[Any, int]) -> None:
-        """Frees about `tokens` of the device; `tracker`: SGLang's count of what this has freed."""
+        """Frees about `tokens` of the device; `tracker` is SGLang's count of freed tokens."""
         from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as FULL
 
         if self._host.write_back:
-            return  # what leaves the device has to be copied first, which is SGLang's to do
+            return  # pages are copied before they leave the device, and SGLang does that
         while tracker[FULL] < tokens:
             leaves = self._leaves()
             if not self._evict_some(leaves, tokens, tracker, FULL):
                 return
 
     def _leaves(self) -> dict[PageKey, int]:
-        """Nodes that could be evicted now, by the name of their last page."""
+        """Nodes that can be evicted now, by the name of their last page."""
         nodes = self._nodes
         named = ((nodes.last_name(node), node) for node in nodes.leaves())
         return {from_hex((text,))[0]: node for text, node in named if text is not None}
@@ -57,8 +57,8 @@ class Victims:
     def _evict_some(
         self, leaves: dict[PageKey, int], tokens: int, tracker: dict[Any, int], full: Any
     ) -> bool:
-        """Evicts in the map's order until there is enough, or until the next node may have become a
-        leaf just now and was not offered yet. Returns whether any was evicted.
+        """Evicts in the map's order until enough is freed, or until the next node may just have
+        become a leaf and so was not offered yet. Returns whether any was evicted.
         """
         missing = -(-(tokens - tracker[full]) // self._page)
         evicted = False

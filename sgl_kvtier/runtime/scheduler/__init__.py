@@ -1,1 +1,1 @@
-"""The hooks in SGLang's scheduler: step, radix cache, admission."""
+"""Connects kvtier to SGLang's scheduler: step, radix cache, admission."""

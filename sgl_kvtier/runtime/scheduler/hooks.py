@@ -1,5 +1,5 @@
-"""The hooks of restoration in SGLang's scheduler processes. Without our radix cache each is
-SGLang's own method.
+"""Hooks in SGLang's scheduler processes. On caches without our parts, each runs SGLang's own
+method.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAP_S = 0.001
 def build_tree(
     original: Callable[..., Any], ctx: Any, *args: Any, cache_class: Any = None, **kwargs: Any
 ) -> Any:
-    """Around SGLang's choice of a cache: ours where settings ask for it and the server can."""
+    """Hook around SGLang's choice of a cache: ours if settings ask for it and it is possible."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     view = resolving_view(ctx.server_args)
@@ -48,7 +48,7 @@ def build_tree(
 
 
 def run_tick(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    """After SGLang's own cache events."""
+    """Hook after SGLang's own cache events."""
     del result, args, kwargs
     parts = parts_of(scheduler.tree_cache)
     refuse_kv_hints(scheduler, parts)
@@ -66,7 +66,7 @@ def adder_class(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) ->
 
 
 def order_queue(result: None, policy: Any, waiting: list[Req], *args: Any, **kwargs: Any) -> None:
-    """After SGLang has ordered its queue."""
+    """Hook after SGLang has ordered its queue."""
     del result, args, kwargs
     parts = parts_of(policy.tree_cache)
     if parts is not None and queue.in_order_of_arrival(policy):
@@ -74,9 +74,9 @@ def order_queue(result: None, policy: Any, waiting: list[Req], *args: Any, **kwa
 
 
 def repair_parked(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    """After a batch was built beside a parked request: SGLang has counted a chunk of it that is not
-    in the batch. It would take the request's first output token for that of a chunk before the
-    last.
+    """Hook after a batch was built without the waiting request in the chunked-prefill slot: SGLang
+    has counted a chunk of it that is not in the batch. It would take the request's first output
+    token for that of a middle chunk.
     """
     del args, kwargs
     batch, parked = result[0], step.in_slot(scheduler)
@@ -94,9 +94,9 @@ def repair_parked(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) 
 def read_first(
     original: Callable[..., bool], scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any
 ) -> bool:
-    """Hook around SGLang's check whether a request has lost pages since it was queued: pages read
-    for it since then count too. It is passed over then. SGLang lets it keep the state's slot that
-    its match took, and the plan to copy a state there, which may be another's by its next match.
+    """Hook around SGLang's check whether a request has lost pages since it was queued. Pages read
+    for it since then count too. If it has to wait, the state slot and the planned state copy that
+    its match left are undone: they may be another request's by its next match.
     """
     parts = parts_of(scheduler.tree_cache)
     if parts is None:
@@ -108,10 +108,10 @@ def read_first(
 
 
 def after_pass(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    """With nothing to run and pages in flight it waits until one lands, so that the threads that
-    land it get the interpreter. With requests that wait, for what is read from storage, for room or
-    for a session, it lets some time pass: SGLang's loop would keep a core busy. Not with pipeline
-    stages, where a pass is of one of several batches, and others may run.
+    """Hook after SGLang has looked for a batch. If there is none but pages are in flight, it waits
+    until one lands, so that the threads that load it get the interpreter. If requests wait for
+    storage, memory or a session, it sleeps briefly: SGLang's loop would keep a core busy. Not with
+    pipeline stages, where a pass is of one of several batches and others may run.
     """
     del args, kwargs
     parts = parts_of(scheduler.tree_cache)
@@ -152,7 +152,7 @@ def time_batch(
 
 
 def _forward_stream(scheduler: Scheduler) -> Any:
-    """The stream of SGLang's forwards: beside its own, or with overlap off the same one."""
+    """The stream of SGLang's forwards: separate from the scheduler's, except with overlap off."""
     apart = scheduler.enable_overlap or tree_ranks.stages(scheduler.tree_cache) > 1
     return scheduler.forward_stream if apart else scheduler.schedule_stream
 
@@ -170,8 +170,8 @@ def time_result(result: None, scheduler: Scheduler, batch: Any, *args: Any, **kw
 def is_fully_idle(
     original: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> bool:
-    """A server is not idle while its pools have transfers or slots of ours. A paused server runs no
-    step that could end them, so they are ended here, for a flush.
+    """Hook: a server is not idle while we have transfers or slots in its pools. A paused server
+    runs no step that could end them, so they are ended here, for a flush.
     """
     idle = original(scheduler, *args, **kwargs)
     parts = parts_of(scheduler.tree_cache)

@@ -1,6 +1,4 @@
-"""State that a restoring server keeps beside its restorations: settings in force, decision log,
-learned profile, metrics.
-"""
+"""Settings in force, decision log, learned profile and metrics of a restoring server."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from sgl_kvtier.runtime.sglang import storage_ops
 
 
 class RestoreNotes:
-    """One per scheduler process. Scheduler's thread, but for `samples`."""
+    """One per scheduler process. Scheduler's thread, except `samples`."""
 
     def __init__(
         self,
@@ -37,37 +35,37 @@ class RestoreNotes:
         self._apply(config)
 
     def configure(self, config: PolicyConfig) -> None:
-        """Other settings from the next request on. Restorations under way keep their mode. What was
-        refuted stays off.
+        """Applies other settings from the next request on. Restorations in progress keep their
+        mode. If restored pages were found to be wrong, restoration stays off.
         """
         self.config = config
         self._apply(config)
         self._planner.observe(PolicyChanged(config, self._engine.context.now))
 
     def _apply(self, config: PolicyConfig) -> None:
-        """Puts in force what the runtime itself acts on, at the start and after every change."""
+        """Applies the settings that the runtime uses itself, at the start and after a change."""
         self._engine.offers.is_on = config.restore != "off" and not self.is_refuted
         self._engine.offers.min_tokens = config.min_restore_tokens
 
     @property
     def is_refuted(self) -> bool:
-        """Whether restoring was not right on this device."""
+        """Whether restored pages were found to be wrong on this device."""
         return self._engine.proof.state is State.REFUTED
 
     def tune(self, name: str, value: float) -> None:
-        """Another number for the rules from the next request on. Raises ValueError when the class
-        in policy.rules has none of that name, or refuses the value.
+        """Changes a number of the planner's rules from the next request on. Raises ValueError if
+        the class in policy.rules has no such name or refuses the value.
         """
         refused = self._planner.query(RulesTuned(name, value))
         if refused is not None:
             raise ValueError(refused)
 
     def forget_links(self) -> None:
-        """The bandwidth was changed on purpose: those learned from now on are not kept."""
+        """An experiment changed the bandwidth: what is learned from now on is not kept."""
         self._planner.stop_keeping()
 
     def samples(self) -> Iterator[Sample]:
-        """All figures of restorations, for /metrics. Each meeting point is reported once."""
+        """All metrics of restorations, for /metrics. Each meeting point is reported once."""
         yield from self._engine.counters.counts(self._engine.context.page)
         yield from self._engine.proof.samples()
         yield "reductions", {}, self._agreement.reductions
@@ -83,7 +81,7 @@ class RestoreNotes:
             yield "break_even_bytes_per_second", {}, self._planner.break_even_bytes_per_s
 
     def close(self) -> None:
-        """Writes what is left and ends the threads; publishes a last time. Idempotent."""
+        """Publishes a last time, writes what is left and ends the threads. Idempotent."""
         if self.metrics is not None:
             self.metrics.close()
         if self._log is not None:

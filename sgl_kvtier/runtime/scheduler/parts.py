@@ -1,6 +1,6 @@
-"""What works in one scheduler process: the object that hangs on SGLang's tree as `kvtier`.
+"""The object that connects one scheduler process to kvtier, `kvtier` on SGLang's radix cache.
 
-SGLang's cache, hooks and routes reach every part through it. Without it they are SGLang's own.
+The cache, the hooks and the routes reach all modules through it. Without it SGLang's own code runs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _T = TypeVar("_T")
 
 
 class Parts:
-    """The restore engine, reads in turn, lookahead if there is one, the tick over them, and their
-    records. Scheduler's thread.
+    """The restore engine, reads in queue order, lookahead if enabled, the tick that drives them,
+    and their records. Scheduler's thread.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Parts:
         log: DecisionFile | None = None,
         look_ahead: Callable[[StepContext], LookaheadEngine] | None = None,
     ) -> None:
-        """`look_ahead` makes the part that looks ahead."""
+        """`look_ahead` constructs the lookahead engine."""
         self.context = context
         self.planner = planner
         self.agreement = agreement
@@ -59,22 +59,22 @@ class Parts:
         )
         self.turns = TurnReads(context, engine, planner, engine.counters.turn_reads)
         self.queue: Queue | None = Queue(planner, context.requests)
-        # Pipeline stages with fewer layers may have room for more tokens.
+        # Pipeline stages with fewer layers may hold more tokens.
         self.views = Views(engine, chunk_tokens, agreement.least(context.host.kv_tokens))
         ahead = look_ahead(context) if look_ahead is not None else None
         self.tick = RestoreTick(engine, planner, agreement, self.turns, self.views, ahead)
         self.notes = RestoreNotes(policy, engine, planner, agreement, log)
         self.planned: Callable[[str], Mapping[str, str]] = lambda _: {}
-        """What each part of the planner knows of a request, in words."""
+        """What each part of the planner knows of a request, as text."""
 
     @property
     def ahead(self) -> LookaheadEngine | None:
-        """What looks ahead; None where nothing does, or not any more."""
+        """The lookahead engine; None if lookahead is off or has failed."""
         return self.tick.ahead
 
     def publish(self, replica: int) -> None:
-        """Publishes the figures of all parts in /metrics, labelled with this rank; `replica` is the
-        data-parallel copy's number.
+        """Publishes all metrics in /metrics, labelled with this rank. `replica` is the
+        data-parallel rank.
         """
         tree = self.context.tree
         ranks = {"tp_rank": tree_ranks.tensor_rank(tree), "pp_rank": tree_ranks.stage(tree)}
@@ -87,12 +87,12 @@ class Parts:
 
     @property
     def queries_storage_once(self) -> list[str]:
-        """Requests for which SGLang does not ask storage again."""
+        """Requests for which SGLang must not query storage again."""
         return [*self.engine.owned, *self.turns.kept_back]
 
     def takes(self, operation: Operation, hit_tokens: int) -> bool:
-        """Whether a storage hit of a waiting request is restored, or read later, and so dropped by
-        SGLang.
+        """Whether SGLang has to drop a storage hit of a waiting request, because it is restored or
+        read later.
         """
         page = self.context.page
         hit = hit_tokens // page
@@ -102,7 +102,7 @@ class Parts:
         return offered or self.turns.hit(operation, hit_tokens)
 
     def order_queue(self, waiting: list[Req]) -> None:
-        """Orders SGLang's queue, but never again once restoration was refuted. If ordering fails,
+        """Orders SGLang's queue, unless restored pages were found to be wrong. If ordering fails,
         the queue stays as it is.
         """
         if self.engine.proof.state is State.REFUTED:
@@ -112,7 +112,7 @@ class Parts:
         self._ask(lambda queue: queue.sort(waiting, self.context.moment()), None)
 
     def _ask(self, ask: Callable[[Queue], _T], otherwise: _T) -> _T:
-        """What the queue answers. If it fails, it is given up, and this is the answer."""
+        """Asks the queue. If it raises, the queue is given up and the result is `otherwise`."""
         assert self.queue is not None, "only where the planner orders"
         try:
             return ask(self.queue)
@@ -127,13 +127,13 @@ class Parts:
         return self.queue is not None and self.queue.in_force
 
     def chunk_beside(self, req: Req, left: int, most: int, room: int) -> int:
-        """Tokens of the chunk, up to `most`, of a request that restores nothing and has `left` to
-        compute: short ones run beside it, and may take `room` tokens of the device.
+        """Tokens of the next chunk, `most` at most, of a request without a restoration that has
+        `left` tokens to prefill. Short requests that run with it may allocate `room` device tokens.
         """
         return self._ask(lambda queue: queue.chunk(req, left, most, room), most)
 
     def held_back(self, req: Req) -> bool:
-        """Whether a request that could be admitted waits for a session to return."""
+        """Whether a request that could be admitted waits because a session is about to return."""
         empty = self.context.host.available() // self.context.page
         return self._ask(lambda queue: queue.held_back(req, empty, self.context.moment()), False)
 
@@ -143,18 +143,18 @@ class Parts:
         return self.turns.admissible(handle) if admissible is None else admissible
 
     def forget(self, rid: str) -> None:
-        """A request is gone: finished, aborted or retracted."""
+        """The request was finished, aborted or retracted."""
         self.engine.forget(rid)
         self.context.requests.forget(rid)
 
     def reset(self) -> None:
-        """Before the pools are emptied: blocks until no transfer is under way into them."""
+        """Called before the pools are emptied: blocks until no transfer into them is in flight."""
         self.engine.reset()
         self.tell_ahead(lambda ahead: ahead.reset())
 
     def is_idle(self, paused: bool) -> bool:
-        """Whether no transfers or slots of ours are in SGLang's pools. A paused server takes no
-        step that could end them, so they are ended here.
+        """Whether we have no transfers or slots in SGLang's pools. A paused server takes no steps
+        that could end them, so they are ended here.
         """
         ahead = self.ahead
         if paused:
@@ -168,7 +168,7 @@ class Parts:
         return not self.engine.holds_memory and not hangs
 
     def tell_ahead(self, tell: Callable[[LookaheadEngine], None]) -> None:
-        """Reports to lookahead. If that fails, lookahead ends, not the server."""
+        """Reports to the lookahead engine. If it raises, lookahead ends, not the server."""
         if self.ahead is None:
             return
         try:
@@ -178,7 +178,7 @@ class Parts:
             if self.agreement.alone:
                 self.tick.stop_looking_ahead()
             elif self.ahead is not None:
-                self.ahead.broken = True  # until then it gives its numbers into every reduction
+                self.ahead.broken = True  # it takes part in reductions until all ranks know
 
     def close(self) -> None:
         """Ends the threads. Idempotent."""
@@ -191,8 +191,8 @@ class Parts:
     # --- what is left to SGLang -------------------------------------------------------------------
 
     def _why_left(self, offer: RestoreOffered) -> str | None:
-        """The planner's answer on whether a prefix is better left to SGLang, at this moment or,
-        with several ranks, at the last one they agreed on.
+        """Asks the planner whether SGLang should load this prefix itself; returns the reason or
+        None.
         """
         context = self.context
         try:
@@ -209,6 +209,6 @@ class Parts:
 
 
 def parts_of(tree: Tree) -> Parts | None:
-    """Ours on this cache of SGLang's; None on another one's, or where all is SGLang's own way."""
+    """Our parts on this cache of SGLang's; None on other caches and where kvtier is off."""
     parts: Parts | None = getattr(tree, "kvtier", None)
     return parts

@@ -1,7 +1,7 @@
-"""Restoring requests in a prefill pass: they are admitted while they load, jump over landed pages,
-or wait.
+"""Restored requests in a prefill pass: they are admitted while their loads are in flight, get
+landed pages attached, or wait.
 
-SGLang builds one adder per pass. It first asks for the request in the one slot for chunked prefill,
+SGLang builds one adder per pass. It first asks for the request in the single chunked-prefill slot,
 then for waiting ones.
 """
 
@@ -18,24 +18,26 @@ from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.types import Span, Tier
 
 _MOST_OVER = 8
-"""Requests in a pass that others overtake beside a cut chunk: each costs a match of its prompt."""
+"""Most requests that others may overtake in a pass with a cut chunk: each costs a prefix match."""
 
 
 class KVTierPrefillAdder(PrefillAdder):
-    """SGLang's adder with the planner's word on restorations. `tree_cache`: `KVTierRadixCache`."""
+    """SGLang's adder, which follows the planner on restorations. `tree_cache`:
+    `KVTierRadixCache`.
+    """
 
     chunked_req_limit: int | None
     rem_chunk_tokens: int | None
     _is_cut = False
-    """Whether a chunk of this pass was cut for others that wait."""
+    """Whether a chunk of this pass was cut so that waiting requests can run with it."""
     _over = 0
-    """Requests of this pass that need the slot, which is taken."""
+    """Number of requests in this pass that need the chunked-prefill slot, which is taken."""
 
     # --- the request in the slot ------------------------------------------------------------------
 
     def add_chunked_req(self, req: Req) -> Any:
-        """Splices what has landed, then adds the granted chunk. Returning the request without
-        adding it parks it.
+        """Attaches landed pages, then adds the chunk that the planner granted. If the request is
+        returned without being added, it waits.
         """
         engine = self.tree_cache.kvtier.engine
         r = engine.restoration(req.rid)
@@ -44,8 +46,8 @@ class KVTierPrefillAdder(PrefillAdder):
         compute = engine.computes.get(req.rid)
         if compute is None:
             return self._park(r, req)
-        # A splice of a pass in which no chunk was added is not repeated: the planner learns of it
-        # with the next chunk.
+        # Pages attached in a pass that added no chunk are not attached again: the planner learns of
+        # them with the next chunk.
         span = Span(max(compute.splice.start, r.front), max(compute.splice.stop, r.front))
         if span and span.start * self.page_size != req.prefix_len:
             engine.abandon(r, "unaligned")
@@ -70,8 +72,8 @@ class KVTierPrefillAdder(PrefillAdder):
         return left
 
     def _add_beside_others(self, req: Req) -> Any:
-        """Adds the next chunk of a request that restores nothing. SGLang would take all tokens of
-        the pass for it; the planner leaves room for short ones that wait.
+        """Adds the next chunk of a request without a restoration. SGLang would use all tokens of
+        the pass for it; the planner leaves room for waiting short requests.
         """
         tokens = self._chunk_beside(req, requests.prompt_tokens(req) - req.prefix_len)
         if tokens is None:
@@ -85,8 +87,8 @@ class KVTierPrefillAdder(PrefillAdder):
         return again
 
     def _chunk_beside(self, req: Req, left: int) -> int | None:
-        """The tokens of this request's chunk, of which SGLang would compute more; None: all that
-        fit. `left` are to be computed.
+        """Tokens of this request's next chunk, if the planner cuts it; None: as many as fit. `left`
+        tokens are to be prefilled.
         """
         parts, most = self.tree_cache.kvtier, self.rem_chunk_tokens
         if most is None or not parts.orders or not step.admits(self):
@@ -97,19 +99,19 @@ class KVTierPrefillAdder(PrefillAdder):
         return tokens if self._is_cut else None
 
     def _leave(self, req: Req, tokens: int, end: int) -> None:
-        """Others are admitted beside a chunk of `tokens` up to `end`: as many as it has, and not
-        into the memory that the next chunks need.
+        """Limits the requests admitted with a chunk of `tokens` that ends at `end`: to as many
+        tokens as the chunk has, and to memory that its next chunks do not need.
         """
         self.rem_chunk_tokens = min(self.rem_chunk_tokens or 0, tokens)
         self.memory_budget.total_offset += self._rest_of(req, requests.prompt_tokens(req) - end)
 
     def _rest_of(self, req: Req, left: int) -> int:
-        """Tokens of memory that a request with `left` tokens to compute still takes."""
+        """Device tokens that a request with `left` tokens to prefill will still allocate."""
         return left + requests.whole_output_room(req, self.page_size)
 
     def _add_what_fits(self, req: Req) -> Any:
-        """Adds the next chunk. SGLang assumes that there is room for it; slots of restorations can
-        make that untrue for a while.
+        """Adds the next chunk. SGLang assumes that there is memory for it, which slots held by
+        restorations can make untrue for a while.
         """
         engine, most = (self.tree_cache.kvtier.engine, requests.prompt_tokens(req) - req.prefix_len)
         limits = [
@@ -127,7 +129,7 @@ class KVTierPrefillAdder(PrefillAdder):
         return super().add_chunked_req(req)
 
     def _room_for(self, tokens: int) -> int:
-        """How many of `tokens` can be allocated once waiting restorations gave up their slots."""
+        """How many of `tokens` can be allocated, once waiting restorations gave up their slots."""
         budget, engine = self.memory_budget, self.tree_cache.kvtier.engine
         short = tokens + self.page_size - budget._available_and_evictable()
         if short > 0:
@@ -142,16 +144,16 @@ class KVTierPrefillAdder(PrefillAdder):
         return tokens - max(0, needed - free)
 
     def _whole_pages(self, tokens: int) -> int:
-        """As much of a chunk as there is room for now, in whole pages. SGLang would cut it
-        anywhere, or fail.
+        """As many of a chunk's tokens as fit now, in whole pages. SGLang would cut it anywhere, or
+        fail.
         """
         room = self._room_for(tokens)
         chunk = self.memory_budget.available_chunk_tokens(self.rem_chunk_tokens) or 0
         return max(0, min(chunk, room)) // self.page_size * self.page_size
 
     def _splice_into_row(self, r: Restoration, req: Req, span: Span) -> None:
-        """The jump: the row gets the loaded slots, and the prefix ends behind them. [front, stop)
-        is the request's own.
+        """Attaches pages: writes their slots into the request's row and moves the end of its prefix
+        after them.
         """
         assert span.start * self.page_size == req.prefix_len, (req.rid, span, req.prefix_len)
         tiers = dict(r.spliced)
@@ -166,8 +168,8 @@ class KVTierPrefillAdder(PrefillAdder):
         self._count_cached(req, r, tiers)
 
     def _count_cached(self, req: Req, r: Restoration, before: dict[Tier, int]) -> None:
-        """SGLang splits a prompt's cached tokens by tier once, at the first chunk: tokens spliced
-        later are added here.
+        """Adds tokens that are attached after the first chunk to SGLang's counts of cached tokens
+        by tier, which it splits only once, at that chunk.
         """
         host, storage = (
             (now - then) * self.page_size
@@ -186,8 +188,8 @@ class KVTierPrefillAdder(PrefillAdder):
         return req
 
     def _reserve(self, r: Restoration, req: Req, end: int) -> None:
-        """Reserves the tokens that this request still needs behind `end`: other requests are
-        admitted beside a small chunk, or beside none.
+        """Reserves the tokens that this request still needs after `end`, since other requests may
+        be admitted together with its small chunk, or while it waits.
         """
         held = len(r.owner) * self.page_size
         left = requests.prompt_tokens(req) - end
@@ -200,8 +202,8 @@ class KVTierPrefillAdder(PrefillAdder):
     def add_one_req(
         self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> Any:
-        """Admits a waiting request; a restoring one with the chunk it was granted and what has
-        landed as its prefix.
+        """Admits a waiting request; one with a restoration gets its landed pages as prefix and the
+        granted chunk.
         """
         engine = self.tree_cache.kvtier.engine
         anchored, r = engine.context.anchors, engine.restoration(req.rid)
@@ -217,7 +219,8 @@ class KVTierPrefillAdder(PrefillAdder):
             and not self.can_run_list
             and not self.running_batch.reqs
         ):
-            # Nothing runs that could free room: only restorations behind it can, which wait for it.
+            # Nothing runs that could free memory. Restorations after it in the queue wait for it,
+            # so only they can.
             engine.give_room(engine.context.device.tokens, to=req.rid)
         added = self.can_run_list and self.can_run_list[-1] is req
         if anchored is not None and verdict is AddReqResult.CONTINUE and not added:
@@ -225,8 +228,8 @@ class KVTierPrefillAdder(PrefillAdder):
         return verdict
 
     def _add_plain(self, req: Req, has_chunked_req: bool, align: int | None) -> Any:
-        """Admits a request that restores nothing. Where its prompt needs several chunks, the first
-        one leaves room as well.
+        """Admits a request without a restoration. If its prompt needs several chunks, its first
+        chunk leaves room for others as well.
         """
         left = requests.prompt_tokens(req) - requests.found(req).tokens
         whole = self.rem_chunk_tokens is None or left <= self.rem_chunk_tokens
@@ -244,8 +247,8 @@ class KVTierPrefillAdder(PrefillAdder):
         return self.budget_state()
 
     def _held_back(self, req: Req) -> bool:
-        """Whether a request that could be admitted waits for a session that is about to return. Not
-        one for which no page has to leave the device.
+        """Whether a request that could be admitted waits because a session is about to return. Only
+        if its admission would evict pages from the device.
         """
         parts = self.tree_cache.kvtier
         if not parts.orders or parts.ahead is None:
@@ -256,8 +259,8 @@ class KVTierPrefillAdder(PrefillAdder):
         return empty < needed <= int(self.rem_total_tokens) and bool(parts.held_back(req))
 
     def _passed_over(self) -> AddReqResult | None:
-        """CONTINUE for a request that needs the taken slot, in a pass whose chunk was cut: SGLang
-        goes on with those behind it. None for all others, and after `_MOST_OVER` of them.
+        """CONTINUE for a request that needs the taken slot, if this pass has a cut chunk: SGLang
+        then goes on with the requests after it. Otherwise None, also after `_MOST_OVER` requests.
         """
         self._over += 1
         return AddReqResult.CONTINUE if self._is_cut and self._over <= _MOST_OVER else None
@@ -283,8 +286,8 @@ class KVTierPrefillAdder(PrefillAdder):
         ):
             return AddReqResult.CONTINUE
         found = requests.found(req)
-        # It is about to be charged for all its tokens behind the splice: those that have a slot of
-        # a load cost nothing.
+        # SGLang is about to charge all its tokens after the attached pages; those that already have
+        # a slot of a load cost nothing.
         held = (len(r.owner) - len(compute.splice)) * self.page_size
         self.memory_budget.total_offset -= held
         requests.set_found(req, requests.Found(compute.splice.stop * self.page_size, 0))
@@ -310,8 +313,8 @@ class KVTierPrefillAdder(PrefillAdder):
     def _add_with_limit(
         self, req: Req, has_chunked_req: bool, align: int | None, tokens: int | None
     ) -> Any:
-        """A chunk of `tokens`, although more would fit: SGLang cuts a prompt where the pass's
-        tokens end.
+        """Adds a chunk of `tokens` even if more would fit: SGLang cuts a prompt where the tokens of
+        the pass end.
         """
         if tokens is None:
             return super().add_one_req(req, has_chunked_req, align)
@@ -326,8 +329,8 @@ class KVTierPrefillAdder(PrefillAdder):
             )
 
     def _count_admitted(self, req: Req, r: Restoration, spliced: Span, read: Span) -> None:
-        """The split by tier of a prefix that SGLang has just logged as the device's. Of the tokens
-        `spliced` behind the resident ones, those that SGLang `read` before are storage's.
+        """Splits by tier the prefix that SGLang has just logged as the device's. Of the tokens
+        `spliced` after the resident ones, those that SGLang `read` before count as storage's.
         """
         if req.retracted_stain:
             return
@@ -346,9 +349,9 @@ class KVTierPrefillAdder(PrefillAdder):
     def _select_prefill_admission(
         self, req: Req, *, total_tokens: int, has_chunked_req: bool = False, **how: Any
     ) -> Any:
-        """One request can be mid-prefill. A chunk of SGLang's own leaves no tokens for a second one
-        in its pass. Beside one of ours, or a parked request, some are left, and a second would take
-        the first one's place.
+        """Ensures that only one request is mid-prefill. SGLang's chunks leave no tokens for a
+        second one in the pass. A cut chunk or a waiting restoration does, and the second would take
+        the first one's slot.
         """
         admission = super()._select_prefill_admission(
             req, total_tokens=total_tokens, has_chunked_req=has_chunked_req, **how
@@ -361,14 +364,13 @@ class KVTierPrefillAdder(PrefillAdder):
         return self._lacks_room(req, total_tokens) or admission
 
     def _lacks_room(self, req: Req, tokens: int) -> AddReqResult | None:
-        """Why a request that needs `tokens` more is not admitted although SGLang counts enough that
-        can leave the device; None where there are as many empty slots. Its prefix on the device is
-        locked.
+        """Why a request that needs `tokens` more is not admitted although SGLang counts enough
+        evictable memory; None if enough slots are empty. Its prefix on the device is locked.
         """
         context = self.tree_cache.kvtier.engine.context
         anchored, room = context.anchors, context.room
         if anchored is not None and context.slots.anchor_slots and anchored.is_short():
-            return AddReqResult.OTHER  # those that restorations hold are soon a request's, or free
+            return AddReqResult.OTHER  # restorations soon give theirs to a request, or free them
         if not room.matters:
             return None
         needed = int(self.memory_budget.total_offset) + tokens
@@ -379,10 +381,10 @@ class KVTierPrefillAdder(PrefillAdder):
         finally:
             if pin is not None:
                 context.host.unpin(pin)
-        # What is in flight ends by itself. Otherwise only restorations can give up slots.
+        # Transfers in flight end by themselves. Otherwise only restorations can give up slots.
         return AddReqResult.OTHER if room.transfers else AddReqResult.NO_TOKEN
 
 
 def _by_place(pages: Mapping[Tier, int]) -> tuple[int, int]:
-    """Pages from host memory, and from storage: for SGLang, what servers share is storage."""
+    """Pages from host memory, and from storage, which for SGLang includes remote servers' pages."""
     return pages.get(Tier.HOST, 0), pages.get(Tier.STORAGE, 0) + pages.get(Tier.REMOTE, 0)

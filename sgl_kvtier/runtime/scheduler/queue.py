@@ -1,8 +1,8 @@
-"""The order in which SGLang looks at waiting requests: the planner's, where SGLang's own policy is
-the order of arrival.
+"""Orders SGLang's waiting requests as the planner decides, where SGLang's own policy is first come,
+first served.
 
-Another `--schedule-policy`, or priorities of requests, are the user's word and stay in force.
-Scheduler's thread. All ranks are told the same, so they order alike.
+Another `--schedule-policy`, or request priorities, stay in force because the user chose them.
+Scheduler's thread. All ranks give the planner the same input, so they order alike.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.runtime.step.tracked import Requests
 
 _MOST = 64
-"""Requests that are ordered: those that came first. The others stay behind them."""
+"""Most requests that are ordered, the oldest ones. The others stay after them."""
 
 
 class Queue:
-    """The waiting requests of one scheduler in the order they came."""
+    """The waiting requests of one scheduler, numbered by arrival."""
 
     def __init__(self, planner: Consulted, tracked: Requests) -> None:
         self._planner = planner
         self._tracked = tracked
         self._number = 0
-        """How many requests have come."""
+        """How many requests have arrived."""
         self._round = 0
         """How often the queue was ordered."""
         self._sorted: list[str] = []
         self._asked_at = 0.0
         self._waiting: list[Req] = []
         self._known: frozenset[str] = frozenset()
-        """Requests that the planner knows the places of."""
+        """Requests that the planner has ordered."""
         self._held = False
-        """Whether one was held back since the planner was asked for an order."""
+        """Whether a request was made to wait for a session since the planner last gave an order."""
         self.in_force = False
-        """Whether the planner's order is SGLang's."""
+        """Whether SGLang's queue is in the planner's order."""
 
     def sort(self, queue: list[Req], now: float) -> None:
-        """Sorts SGLang's queue in place. The planner is asked when requests came or went, and from
-        time to time. `now` is the agreed time in seconds.
+        """Sorts SGLang's queue in place. The planner is asked when requests have arrived or left,
+        and at intervals. `now` is the agreed time in seconds.
         """
         self._waiting, self.in_force = queue, True
         if [req.rid for req in queue] == self._sorted and 0 <= now - self._asked_at < ASK_AGAIN_S:
@@ -59,8 +59,8 @@ class Queue:
         self._sorted = [req.rid for req in queue]
 
     def _arrivals(self, queue: list[Req]) -> dict[str, int]:
-        """The numbers of these requests in the order of arrival. One that was not in the queue at
-        the last ordering comes anew.
+        """The arrival numbers of these requests. One that was not in the queue at the last ordering
+        counts as newly arrived.
         """
         self._round += 1
         came = {}
@@ -76,9 +76,9 @@ class Queue:
         return came
 
     def chunk(self, req: Req, left: int, most: int, room: int) -> int:
-        """The tokens of the chunk, up to `most`, that a request which restores nothing and has
-        `left` to compute gets in this pass. Others may take `room` tokens of the device. Those that
-        are in the pass already count as well: they wait for the whole of it.
+        """Tokens of this pass's chunk, `most` at most, for a request without a restoration that has
+        `left` tokens to prefill. Others may allocate `room` device tokens. Requests already in this
+        pass count as waiting too, since the whole batch delays them.
         """
         waiting = tuple([self._waiter(one) for one in self._waiting[:_MOST] if one is not req])
         if not waiting:
@@ -87,11 +87,11 @@ class Queue:
         return self._planner.query(ChunkBeside(done, left, most, room, waiting))
 
     def held_back(self, req: Req, host_empty: int, now: float) -> bool:
-        """Whether a request waits for a session that is about to return. `host_empty`: the pages of
-        host memory that hold nothing.
+        """Whether a request waits for a session that is about to return. `host_empty`: empty pages
+        of host memory.
         """
         if len(self._waiting) > 1 and req.rid not in self._known:
-            return False  # too far behind to have a place
+            return False  # too far back in the queue to be ordered
         question = HeldBack(self._waiter(req), host_empty, now)
         held: bool = self._planner.query(question)
         self._held = self._held or held
@@ -106,5 +106,5 @@ class Queue:
 
 
 def in_order_of_arrival(policy: Any) -> bool:
-    """Whether SGLang's policy orders nothing by itself."""
+    """Whether SGLang's policy is first come, first served, without priorities."""
     return policy.policy.value == "fcfs" and not policy.enable_priority_scheduling

@@ -1,9 +1,9 @@
-"""SGLang's radix cache with restorations and lookahead: the calls of the tree that reach their
+"""SGLang's radix cache with restorations and lookahead: the methods in which the tree calls their
 engines.
 
-A subclass, because SGLang asks `isinstance(tree_cache, UnifiedRadixCache)`. Of ours only
-`kvtier` hangs on it. Every override runs on the scheduler's thread, and without `kvtier` each is
-SGLang's own method.
+It is a subclass, because SGLang asks `isinstance(tree_cache, UnifiedRadixCache)`. All our state is
+in `kvtier`. Every override runs on the scheduler's thread, and without `kvtier` it is SGLang's own
+method.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ logger = logging.getLogger(__name__)
 
 
 class KVTierRadixCache(UnifiedRadixCache):
-    """The tree of a server that restores prefixes by computing and loading at once."""
+    """The tree of a server that restores prefixes by computing and loading at the same time."""
 
     kvtier: Parts | None = None
-    """Ours; None where all is SGLang's own way."""
+    """Our parts; None where kvtier is off."""
     _taken_over = False
     _in_reduction = False
     _built_for: Any = None
     """The server's arguments, once host pools and storage backend are built."""
     _drafts = frozenset[str]()
-    """Names of the pools that SGLang registers for a draft after that."""
+    """Names of pools that SGLang registers later for a draft model, and has not yet."""
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
-        """Builds host pools and storage backend; ours follows when all pools are there."""
+        """Builds host pools and storage backend; our parts follow when all pools exist."""
         super().init_hicache(server_args, params)
         self._built_for = server_args
         self._drafts = frozenset(slot_pools.registered_later(params))
@@ -53,13 +53,13 @@ class KVTierRadixCache(UnifiedRadixCache):
             self._take_storage_hits()
 
     def register_sidecar_pool(self, spec: Any, entry: Any = None) -> None:
-        """One more pool whose pages have the slots of another one's."""
+        """Registers one more pool whose pages share the slots of another pool."""
         super().register_sidecar_pool(spec, entry)
         if self._drafts:
             self._drafts -= {str(spec.pool_name)}
             if not self._drafts:
                 self._take_storage_hits()
-        elif self.kvtier is not None:  # it copies and counts the pools that were there
+        elif self.kvtier is not None:  # it copies and counts only the pools it was built with
             logger.warning(
                 "kvtier: prefixes are restored SGLang's own way: the pool %s came too late",
                 spec.pool_name,
@@ -68,7 +68,7 @@ class KVTierRadixCache(UnifiedRadixCache):
             parts.close()
 
     def _take_storage_hits(self) -> None:
-        """When all pools are there: storage hits go to the engine."""
+        """Constructs our parts when all pools exist; storage hits go to the engine from then on."""
         found = restore_setup.lacks(self, self._built_for) or restore_setup.build(
             self, self._built_for
         )
@@ -78,13 +78,14 @@ class KVTierRadixCache(UnifiedRadixCache):
         self._allocate = self.cache_controller.allocate_storage_hit
         self.cache_controller.allocate_storage_hit = self._offer_or_allocate
         self.kvtier = found
-        # With several stages SGLang looks on the first one alone. Behind a gap no anchor is of use.
+        # With several stages SGLang looks up pages on the first one alone. No anchor is usable
+        # after a gap.
         if tree_ranks.stages(self) == 1 and self.kvtier.context.anchors is None:
             StoredPages(self.cache_controller, self.kvtier.agreement.alone)
 
     def check_hicache_events(self) -> None:
-        """SGLang's own events. It would ask storage again for what it dropped in favour of a
-        restoration.
+        """Runs SGLang's own events, and keeps SGLang from querying storage again for transfers that
+        it dropped in favour of a restoration.
         """
         super().check_hicache_events()
         if self.kvtier is not None:
@@ -92,8 +93,8 @@ class KVTierRadixCache(UnifiedRadixCache):
                 self.storage_prefetch_retries.cancel(rid)
 
     def _sync_hicache_ready_counts(self) -> Any:
-        """SGLang's reduction of a tick: values that ranks that look ahead have to agree on go with
-        it.
+        """SGLang's reduction of a tick. Ranks with lookahead add the values that they have to agree
+        on.
         """
         self._in_reduction = self.kvtier is not None and self.kvtier.tick.shares_reduction
         try:
@@ -102,7 +103,7 @@ class KVTierRadixCache(UnifiedRadixCache):
             self._in_reduction = False
 
     def _all_reduce(self, data: torch.Tensor, tp_reduce_op: Any) -> None:
-        """Over all ranks, in place."""
+        """Reduces over all ranks, in place."""
         if not self._in_reduction or self.kvtier is None:
             return super()._all_reduce(data, tp_reduce_op)
         whole = torch.cat(
@@ -115,20 +116,20 @@ class KVTierRadixCache(UnifiedRadixCache):
     def _offer_or_allocate(
         self, operation: Operation, hit_tokens: int, **how: Any
     ) -> tuple[torch.Tensor | None, int]:
-        """Instead of reserving host pages for a hit: (None, n) makes SGLang drop its own transfer
-        of pages that we restore, or that are read later.
+        """Replaces the allocation of host pages for a hit. Returning (None, n) makes SGLang drop
+        its own transfer, because we restore the pages or read them later.
         """
         if self.kvtier is not None and self.kvtier.takes(operation, hit_tokens):
             self.discard_storage_prefetch_accounting(
                 operation.handle
-            )  # neither fulfilled nor dropped: it is ours now
+            )  # neither fulfilled nor dropped: we take over
             self._taken_over = True
             return None, hit_tokens
         return self._allocate(operation, hit_tokens, **how)
 
     def _log_storage_prefetch_deferred(self, num_tokens: int, reason: str) -> None:
-        """The last thing SGLang does with a transfer it dropped for us; nothing was deferred, and
-        nothing is retried.
+        """SGLang's last call for a transfer that it dropped for us. Nothing is logged, since
+        nothing was deferred or is retried.
         """
         if self._taken_over:
             self._taken_over = False
@@ -138,7 +139,7 @@ class KVTierRadixCache(UnifiedRadixCache):
     def prefetch_from_storage(
         self, request: Any, last_host_node_id: Any, new_input_tokens: Any, *args: Any, **kwargs: Any
     ) -> bool | None:
-        """When a request is queued, and when storage is asked again for it."""
+        """Called when a request is queued, and when storage is queried again for it."""
         parts = self.kvtier
         if parts is not None and request.rid in parts.engine.owned:
             return None
@@ -150,13 +151,13 @@ class KVTierRadixCache(UnifiedRadixCache):
             request, last_host_node_id, new_input_tokens, *args, **kwargs
         )
         if parts is not None and request not in self.ongoing_prefetch:
-            # Storage was not asked: what is in host memory may still be worth restoring.
+            # Storage was not queried; the pages in host memory may still be worth restoring.
             parts.engine.offers.look_at(request)
         return answer
 
     def revoke_pending_prefetch(self, request: Any) -> None:
-        """Storage has nothing more for this request from its first missing page on, or its transfer
-        is ours now.
+        """Called when storage has no more pages for this request before a missing one, or when we
+        took over its transfer.
         """
         operation = storage_ops.of(self, request)
         super().revoke_pending_prefetch(request)
@@ -164,7 +165,7 @@ class KVTierRadixCache(UnifiedRadixCache):
             self.kvtier.engine.offers.look_at(request, operation)
 
     def _handle_prefetch_result(self, operation: Operation) -> None:
-        """SGLang has read a waiting request's pages to host memory, and puts them into the tree."""
+        """SGLang has read a waiting request's pages to host memory; they go into the tree."""
         super()._handle_prefetch_result(operation)
         if self.kvtier is not None:
             self.kvtier.turns.landed(operation)
@@ -175,7 +176,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         return super().check_prefetch_progress(request) if admissible is None else admissible
 
     def prefix_device_indices(self, req: Req) -> torch.Tensor:
-        """A new request's prefix: the tree's slots, then those spliced at its admission."""
+        """A new request's prefix: the tree's slots, then those attached at its admission."""
         spliced = None if self.kvtier is None else self.kvtier.engine.take_prefix(req.rid)
         if spliced is None:
             return super().prefix_device_indices(req)
@@ -187,7 +188,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         return torch.cat([path[:resident], spliced])
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
-        """A request gives its row back: finished, aborted or retracted."""
+        """A request gives up its row: it was finished, aborted or retracted."""
         if self.kvtier is not None:
             self.kvtier.engine.releasing(req)
             self.kvtier.forget(req.rid)
@@ -202,7 +203,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         super().release_aborted_request(request)
 
     def evict_for_alloc(self, params: Any, **how: Any) -> Any:
-        """Room is needed: waiting restorations give up slots after all that can be evicted."""
+        """Evicts for an allocation. If that is not enough, waiting restorations give up slots."""
         if self.kvtier is None:
             return super().evict_for_alloc(params, **how)
         context = self.kvtier.context
@@ -215,11 +216,11 @@ class KVTierRadixCache(UnifiedRadixCache):
             for had, tokens, has in zip(before, asked, context.available(), strict=False)
         )
         if short > 0 and self.kvtier.engine.give_room(short):
-            return super().evict_for_alloc(params, **how)  # what they kept from eviction
+            return super().evict_for_alloc(params, **how)  # pages that they had locked
         return result
 
     def reset(self) -> None:
-        """Before the pools are emptied: no transfer may be under way into them."""
+        """Called before the pools are emptied: no transfer into them may be in flight."""
         if self.kvtier is not None:
             self.kvtier.reset()
         super().reset()
@@ -234,26 +235,26 @@ class KVTierRadixCache(UnifiedRadixCache):
         return cleared
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
-        """A request's tokens become the tree's."""
+        """Inserts a request's tokens into the tree."""
         before = int(req.kv.cache_protected_len)
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         kept = None if self.kvtier is None else self.kvtier.engine.kept
         prompt = len(req.origin_input_ids) // self.page_size * self.page_size
         if kept is not None and req.kv.cache_protected_len >= prompt:
-            kept.drop(req.rid)  # its whole prompt is in the tree: nothing is left to take
+            kept.drop(req.rid)  # its whole prompt is in the tree, which took the pages it can use
         self._tell_ahead(lambda ahead: ahead.checkpointed(req, before))
 
     def _evict_components(
         self, request_by_type: Any, tracker: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Makes room on the device: by the planner's order first, then by SGLang's own."""
+        """Evicts from the device: first in the planner's order, then in SGLang's."""
         ahead = self._ahead
         if ahead is not None:
             ahead.evict(request_by_type[BASE_COMPONENT_TYPE], tracker)
         super()._evict_components(request_by_type, tracker, *args, **kwargs)
 
     def _evict_device_leaf(self, node_id: int, tracker: Any) -> Any:
-        """A node leaves the device; with write-back perhaps only after its backup, by `_demote`."""
+        """Evicts a node from the device; with write-back perhaps after its backup, by `_demote`."""
         keys: tuple[PageKey, ...] = ()
 
         def note(ahead: LookaheadEngine) -> None:
@@ -273,15 +274,15 @@ class KVTierRadixCache(UnifiedRadixCache):
         )
 
     def evict_host(self, num_tokens: int, component_type: Any = BASE_COMPONENT_TYPE) -> int:
-        """Room is made in host memory: pages read for waiting requests, and paths of sessions that
-        return soon, are protected while there are others.
+        """Evicts from host memory. Pages read for waiting requests, and paths of sessions that
+        return soon, are protected as long as there are others.
         """
         kept = None if self.kvtier is None else self.kvtier.engine.kept
         if component_type != BASE_COMPONENT_TYPE or kept is None:
             return self._evict_host(num_tokens, component_type)
         freed, ahead = self._evict_host(num_tokens, component_type), self._ahead
         if ahead is not None and ahead.promotions.claiming_for is not None:
-            return freed  # a prefetch takes nothing from requests that run
+            return freed  # a prefetch takes no kept pages from running requests
         return freed + (kept.give_room(num_tokens - freed) if freed < num_tokens else 0)
 
     def _evict_host(self, num_tokens: int, component_type: Any) -> int:
@@ -300,8 +301,8 @@ class KVTierRadixCache(UnifiedRadixCache):
     def _execute_kv_backup(
         self, node_id: int, device_value: torch.Tensor, comp_xfers: Any, sidecar_xfers: Any
     ) -> torch.Tensor | None:
-        """A new node is copied to host memory, but for pages that were restored from there. Side
-        pools have the slots of the KV pages (`slot_pools`): a kept page is one of all pools.
+        """Copies a new node to host memory, except pages whose bounce pages were kept. Side pools
+        share the slots of KV pages (`slot_pools`), so a kept page is one of all pools.
         """
         kept = None if self.kvtier is None else self.kvtier.engine.kept
         keys = [] if kept is None else from_hex(self.tree_core.get_hash_values(node_id))
@@ -326,22 +327,23 @@ class KVTierRadixCache(UnifiedRadixCache):
         )
 
     def _acknowledge(self, node_id: int) -> None:
-        """What SGLang waits for after a copy, where there is none."""
+        """Queues the acknowledgement that SGLang waits for after a copy, where there was none."""
         start, finish, _ = make_timing_event_pair()
         start.record()
         finish.record()
         self.cache_controller.ack_write_queue.append(HiCacheAck(start, finish, [node_id]))
 
     def _drain_host_frees(self, host_frees: Any) -> None:
-        """Host pages of the tree are given back."""
+        """The tree frees host pages."""
         self._tell_ahead(
             lambda ahead: ahead.facts.host_freed(host_frees.get(BASE_COMPONENT_TYPE, ()))
         )
         super()._drain_host_frees(host_frees)
 
     def ready_to_load_host_cache(self) -> int:
-        """The layer counter the batch being built has to heed. Promotions under way may be of its
-        prefix; the newest of two covers the older one, because copies run in order on one stream.
+        """The layer counter that the batch being built waits for. Lookahead's copies in flight may
+        be of its prefix. Copies run in order on one stream, so the newer of two counters covers the
+        older.
         """
         own = super().ready_to_load_host_cache()
         ahead = self._ahead
@@ -357,8 +359,8 @@ class KVTierRadixCache(UnifiedRadixCache):
             self.kvtier.tell_ahead(tell)
 
     def release_host_resources(self) -> None:
-        """At a graceful end SGLang unmaps host memory: nothing may be read into it then, and what
-        was learned is written.
+        """Called at a graceful end, before SGLang unmaps host memory: nothing may be read into it
+        any more. Writes what was learned.
         """
         try:
             if self.kvtier is not None:
@@ -371,7 +373,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         super().release_host_resources()
 
     def shutdown(self) -> None:
-        """At the end of the process: the engine's thread first, then SGLang's."""
+        """Called at the end of the process: ends our threads first, then SGLang's."""
         if self.kvtier is not None:
             self.kvtier.close()
         super().shutdown()

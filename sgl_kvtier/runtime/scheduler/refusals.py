@@ -1,6 +1,6 @@
-"""Servers that cannot restore or look ahead, and the flag or setting that corrects it.
+"""Configurations that cannot restore or look ahead, and the flag or setting that corrects them.
 
-Arguments are SGLang's resolved ones: a value the user wrote may be in another field by then, as
+The arguments are SGLang's resolved ones: a user's value may be in another field by then, as
 `--enable-dp-attention` is in `attn_dp_size`. So tests/runtime/test_refusals.py tries each refusal
 with a real command line. Pure.
 """
@@ -24,14 +24,14 @@ _NO_FLAG = 'no flag changes this; policy.restore = "off" in kvtier.json ends thi
 
 
 _WITH_DRAFT_KV = ("EAGLE", "EAGLE3", "STANDALONE")
-"""Algorithms whose draft has KV that follows the target's slots: tail layers of the target's pages
-(MTP), or a pool of its own. SGLang resolves NEXTN to EAGLE.
+"""Algorithms whose draft KV is stored in the target's slots: as tail layers of the target's pages
+(MTP), or in a pool of its own. SGLang resolves NEXTN to EAGLE.
 """
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason why a server goes SGLang's own way. `holds` is asked with what its list says."""
+    """One reason why kvtier is off on a server. `holds` gets the object that its list names."""
 
     what: str
     remedy: str
@@ -46,8 +46,7 @@ def _ranks_come_or_differ(args: Any) -> bool:
 
 
 def _prefill_is_tiled(args: Any) -> bool:
-    # As Scheduler.init_deterministic_inference_config: of a chunk that is shorter, nothing is
-    # admitted.
+    # See Scheduler.init_deterministic_inference_config: it admits nothing with a shorter chunk.
     backend = args.prefill_attention_backend or args.attention_backend
     return bool(args.enable_deterministic_inference) and backend == "flashinfer"
 
@@ -58,8 +57,8 @@ def _is_nvidia(args: Any) -> bool:
 
 
 def _writes_wait() -> bool:
-    """Whether the scheduler writes what forwards read only once they have read it. SGLang does on
-    NVIDIA GPUs (`Scheduler._apply_war_barrier`).
+    """Whether the scheduler waits for forwards to have read their inputs before it overwrites them.
+    SGLang does on NVIDIA GPUs (`Scheduler._apply_war_barrier`).
     """
     from sglang.srt.environ import envs
 
@@ -80,7 +79,7 @@ OF_MODEL = (
         lambda ctx: ctx.is_hybrid_ssm and ctx.is_hybrid_swa,
     ),
 )
-"""Asked with the context that SGLang builds its cache in."""
+"""Checked with the context in which SGLang builds its cache."""
 
 OF_STATES = (
     Refusal(
@@ -90,7 +89,7 @@ OF_STATES = (
         lambda args: args.device != "cpu" and not _is_nvidia(args) and not _writes_wait(),
     ),
 )
-"""Of models whose linear layers keep states. Asked with the resolved arguments."""
+"""For models whose linear layers keep states. Checked with the resolved arguments."""
 
 OF_ARGUMENTS = (
     Refusal(
@@ -162,7 +161,7 @@ OF_ARGUMENTS = (
     ),
     Refusal("context parallelism of decoding", "--dcp-size 1", lambda args: args.dcp_size > 1),
 )
-"""Asked with the resolved arguments."""
+"""Checked with the resolved arguments."""
 
 UNPROVEN = (
     Refusal(
@@ -176,20 +175,20 @@ UNPROVEN = (
         lambda args: args.device != "cpu" and not _is_nvidia(args),
     ),
 )
-"""Of servers whose policy.restore was left at auto. Asked with the resolved arguments."""
+"""For servers whose policy.restore is auto. Checked with the resolved arguments."""
 
 SIDE_PAGES = Refusal("the model keeps other pages beside its KV pages", _NO_FLAG)
-"""Of what was built for the model, where its settings did not tell."""
+"""Checked with the pools built for the model, where its settings did not tell."""
 
 WIDTHS = Refusal("K and V of different widths: nobody has restored such pages", _NO_FLAG)
-"""Of what was built for the model, too."""
+"""Checked with the pools built for the model, too."""
 
 UNREADABLE = Refusal(
     "the check at start cannot read these pages back from the device",
     "omit the variables SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT; for "
     f"other pages {_NO_FLAG}",
 )
-"""Of how pages lie in the pools that were built."""
+"""Depends on the layout of pages in the pools that were built."""
 
 STAGES = Refusal("not looking ahead: more than one pipeline stage", "--pp-size 1")
 UNEVEN = Refusal(
@@ -203,7 +202,7 @@ WRITE_BACK = Refusal(
 
 
 def unsupported(args: Any, ctx: Any) -> str | None:
-    """Why this server restores SGLang's own way and does not look ahead, or None."""
+    """Why this server can neither restore nor look ahead, or None."""
     of_states = OF_STATES if ctx.is_hybrid_ssm else ()
     return _told(
         [*_holding(OF_MODEL, ctx), *_holding(of_states, args), *_holding(OF_ARGUMENTS, args)]
@@ -211,15 +210,15 @@ def unsupported(args: Any, ctx: Any) -> str | None:
 
 
 def anchors_of(ctx: Any) -> str | None:
-    """What stands at the end of a prefix in the model that SGLang builds its cache for in this
-    context: windows or states (`anchors`); None where the KV pages are enough.
+    """The kind of anchor of the model for which SGLang builds its cache: windows or states; None
+    where the KV pages are enough.
     """
     return "windows" if ctx.is_hybrid_swa else "states" if ctx.is_hybrid_ssm else None
 
 
 def unproven(args: Any, policy: PolicyConfig) -> str | None:
-    """Why a server whose policy.restore was left at auto restores SGLang's own way though it could
-    try, or None. Elsewhere it has to be turned on by naming a mode: fastest, both, load or compute.
+    """Why a server whose policy.restore is auto does not restore although it could, or None. On
+    such a server, naming a mode turns it on: fastest, both, load or compute.
     """
     if policy.restore != "auto":
         return None
@@ -227,15 +226,15 @@ def unproven(args: Any, policy: PolicyConfig) -> str | None:
 
 
 def looks_ahead_by_default(args: Any) -> bool:
-    """Whether policy.prefetch and policy.eviction are on where they were left at auto: on what
-    restores by default and has device memory of its own to prefetch into.
+    """Whether policy.prefetch and policy.eviction mean on where they are auto: on servers that
+    restore by default and have device memory of their own to prefetch into.
     """
     return not works_at_once(args.device) and not _holding(UNPROVEN, args)
 
 
 def lacking(tree: Any) -> str | None:
-    """The same, by the pools that were built for the model: beside the KV pages there may be those
-    that lie at the same slots (`slot_pools`).
+    """Why the pools built for the model rule out restoring, or None. In addition to the KV pages,
+    only pools with the same slots are supported (`slot_pools`).
     """
     from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 

@@ -1,6 +1,4 @@
-"""Whether a server can restore, and what it restores with: the parts put together when the cache is
-built.
-"""
+"""Decides whether a server can restore, and constructs the parts when SGLang builds its cache."""
 
 from __future__ import annotations
 
@@ -55,7 +53,9 @@ logger = logging.getLogger(__name__)
 
 
 def wanted(args: Any) -> KVTierConfig | None:
-    """The settings of a server that restores, by its resolved arguments; else None."""
+    """The settings, by resolved arguments, of a server that is to restore or look ahead; else
+    None.
+    """
     if not settings.uses_backend(args):
         return None
     config = settings.of_server(args)
@@ -63,9 +63,7 @@ def wanted(args: Any) -> KVTierConfig | None:
 
 
 def own_way(args: Any, ctx: Any, policy: PolicyConfig) -> str | None:
-    """The line by which a server says that all of it is SGLang's own way although its settings ask
-    for more, or None.
-    """
+    """The log line of a server on which kvtier is off although its settings ask for it, or None."""
     line = features.line("restore")
     kind = anchors_of(ctx)
     if line is None and kind is not None:
@@ -77,7 +75,7 @@ def own_way(args: Any, ctx: Any, policy: PolicyConfig) -> str | None:
 
 
 def lacks(tree: Tree, server_args: Any) -> str | None:
-    """The same, by the pools that were built for the model."""
+    """The same, judged by the pools that were built for the model."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     reason = lacking(tree) or copy_device.lacking(tree.cache_controller)
@@ -89,7 +87,7 @@ def lacks(tree: Tree, server_args: Any) -> str | None:
 
 
 def not_followed(args: Any, policy: PolicyConfig) -> list[str]:
-    """A line for each part of these settings that this server leaves to SGLang."""
+    """A log line for each setting that this server cannot follow and leaves to SGLang."""
     followed, lines = in_force(args, policy), []
     if looks_ahead(policy) and not looks_ahead(followed):
         lines.append(f"kvtier: {STAGES}. Prefetching and eviction are SGLang's own")
@@ -108,7 +106,7 @@ def _told(policy: PolicyConfig, reason: str) -> str:
 
 
 def nothing_to_do(args: Any, policy: PolicyConfig) -> str | None:
-    """Why all of this server is SGLang's own way although it could do something, or None."""
+    """Why kvtier has nothing to do on this server although it could, or None."""
     followed = in_force(args, policy)
     if looks_ahead(followed):
         return None
@@ -119,7 +117,7 @@ def nothing_to_do(args: Any, policy: PolicyConfig) -> str | None:
 
 
 def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
-    """The settings as this server can follow them: nothing of lookahead is left at auto."""
+    """The settings that this server can follow. Prefetch and eviction are no longer auto."""
     ahead = _may_look_ahead(args, policy) and not features.moved("lookahead")
     if policy.prefetch == "auto":
         policy = replace(policy, prefetch="on" if ahead else "off")
@@ -133,14 +131,14 @@ def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
 
 
 def _may_look_ahead(args: Any, policy: PolicyConfig) -> bool:
-    """Whether auto means looking ahead, as far as this server's device and settings say."""
+    """Whether auto means looking ahead on this server's device and with its settings."""
     left = "auto" in (policy.prefetch, policy.eviction)
     return left and policy.restore != "off" and looks_ahead_by_default(args)
 
 
 def build(tree: Tree, server_args: Any) -> Parts | str:
-    """The parts for a tree whose host pools and storage backend are there, or the line by which the
-    server says that all of it is SGLang's own way: no copy can be checked on its device. Raises
+    """Constructs the parts for a tree whose host pools and storage backend exist. If no copy can be
+    checked on this device, kvtier stays off, and the log line that says so is returned. Raises
     SeamError, and ConfigError when the decision log cannot be written, or pages cannot be audited
     or restored by layers.
     """
@@ -191,8 +189,7 @@ def build(tree: Tree, server_args: Any) -> Parts | str:
     path = _path(controller, cost_profile.NAME)
     here = conditions(args, config, shape)
     known = cost_profile.fitting(cost_profile.read(path), here) if path is not None else None
-    # Ranks that planned with different costs would come apart: all begin with what the first one
-    # has.
+    # Ranks that plan with different costs would diverge: all start with the first rank's.
     profile = cost_profile.taken(agreement.first_says(cost_profile.as_numbers(known)))
     planner = make_planner(policy, shape, profile)
     log = _decision_file(policy, shape, profile, replica) if first and policy.decision_log else None
@@ -217,10 +214,10 @@ def build(tree: Tree, server_args: Any) -> Parts | str:
     parts.engine.proof = proof
     if checks is not None:
         parts.engine.second_look = checks[1]
-    # Ranks with unequal host pools would keep unequal pages, and acknowledge unequal backups.
+    # Ranks with unequal host pools would keep different pages and acknowledge different backups.
     if context.host.write_through and same:
         parts.engine.kept = KeptPages(context.host, context.page)
-    # Stages would not compute the page in the same step.
+    # Pipeline stages would not compute the page in the same step.
     if reports is None and policy.restore != "off":
         _watch(parts.engine, controller, policy, at_once)
     if config.lab.audit:
@@ -251,8 +248,8 @@ def build(tree: Tree, server_args: Any) -> Parts | str:
 
 
 def unreadable_at_start(unreadable: str, agreement: Agreement) -> str | None:
-    """Why the check at start can compare nothing, on this rank (`unreadable` says why) or on
-    another, or None. Nothing is refuted by that. A collective.
+    """Why the check at start cannot compare anything, on this rank (`unreadable` says why) or on
+    another; or None. This refutes nothing. A collective.
     """
     if agreement.least(int(not unreadable)):
         return None
@@ -260,8 +257,8 @@ def unreadable_at_start(unreadable: str, agreement: Agreement) -> str | None:
 
 
 def refute_at_start(proof: Proof, wrong: str, agreement: Agreement) -> None:
-    """Refutes where the check at start found no right way of copying, on this rank (`wrong` says
-    why) or on another. Not remembered, for every start checks anew. A collective.
+    """Turns restoration off where the check at start found no correct way of copying, on this rank
+    (`wrong` says why) or on another. Not remembered, since every start checks again. A collective.
     """
     if agreement.least(int(not wrong)):
         return
@@ -271,10 +268,10 @@ def refute_at_start(proof: Proof, wrong: str, agreement: Agreement) -> None:
 
 
 def _watch(engine: RestoreEngine, controller: Any, policy: PolicyConfig, at_once: bool) -> None:
-    """What this server looks at while it restores. Attaches: with `policy.proof` auto some on an
-    accelerator and none on a CPU, with all every one. Gaps between output tokens: on an
-    accelerator, unless it is off; on a CPU copies and forwards share the cores, so that loads
-    always lengthen them.
+    """Sets up checks during operation. KV computed after attached pages: with `policy.proof` auto,
+    some on an accelerator and none on a CPU; with all, each. Gaps between output tokens: on an
+    accelerator, unless proof is off. Not on a CPU, where copies and forwards share the cores, so
+    that loads always lengthen the gaps.
     """
     proof = policy.proof
     if proof == "off" or (proof == "auto" and at_once):
@@ -315,8 +312,8 @@ def _look_ahead(
 
 
 def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str, Any]:
-    """The conditions that a learned profile depends on besides the identity: under other conditions
-    it is ignored.
+    """The conditions that a learned profile depends on in addition to the model fingerprint. Under
+    other conditions it is ignored.
     """
     cuda = args.device == "cuda" and torch.cuda.is_available()
     network = asdict(config.lab.remote_throttle)
@@ -334,13 +331,13 @@ def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str,
 
 
 def _path(controller: Any, name: str) -> Path | None:
-    """Of a file in the folder of this model's pages."""
+    """The path of a file in the folder of this model's pages."""
     folder = getattr(backend_of(controller), "folder", None)
     return None if folder is None else Path(folder) / name
 
 
 def _checks(tree: Tree, proof: Proof, policy: PolicyConfig) -> tuple[PageCheck, SecondLook] | None:
-    """What compares pages, where this server has any compared."""
+    """The checks that compare loaded pages; None where no pages are compared."""
     controller = tree.cache_controller
     every_page = policy.proof == "all"
     if policy.proof == "off" or (works_at_once(controller.device) and not every_page):

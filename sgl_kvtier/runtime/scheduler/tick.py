@@ -1,9 +1,8 @@
-"""The loop decide - do - observe, once per scheduler step: facts go to the planner, its plan to the
-engines.
+"""Drives planner and engines once per scheduler step: reports facts to the planner, asks for a
+plan, and carries it out.
 
 Runs right after SGLang's own cache events, so that loads are in flight and the next chunk is
-decided before a batch is built. The prefill adder queries the plan's chunks and cut-offs in the
-same step.
+decided before a batch is built. The prefill adder reads the plan's chunks in the same step.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ logger = logging.getLogger(__name__)
 _PATIENCE = 4
 """Most steps in a row in which nothing happens at all."""
 _LATER = 0.0
-"""The time in facts noted before a step's time is agreed on."""
+"""Placeholder for the time in facts, until this step's time is agreed on."""
 _SWEEP = 256
-"""Requests that left without a call are searched for once in this many ticks."""
+"""Ticks between two searches for requests that left without a call."""
 _STARVED_S = 5.0
-"""Seconds that a request that is only loaded may wait without a load in flight."""
+"""Longest time, in seconds, that a request that only loads may wait without a load in flight."""
 
 
 class RestoreTick:
-    """Feeds the planner and carries its plans out. A planner that raises loses its restorations,
-    not the server.
+    """Feeds the planner and carries out its plans. If the planner raises, restorations end, not the
+    server.
     """
 
     def __init__(
@@ -77,14 +76,14 @@ class RestoreTick:
         self.ahead = ahead
         self.shared = SharedReduction(agreement)
         self._not_begun: list[Load] = []
-        """Loads of a plan that is being carried out."""
+        """Loads of the current plan that are not started yet."""
         self.clock = ChunkClock(self.note_chunk)
 
     def note_chunk(self, chunk: Chunk, follows: bool = False) -> bool:
-        """A prefill was launched, or has ended; `follows` where its launch was noted. Returns
-        whether it is reported to the planner: several ranks have to agree on their facts, so only
-        while a request is restored. The chunk launched now may be the one that ended a restoration
-        in this step.
+        """A prefill was launched, or has ended; `follows`: its launch was reported. Returns whether
+        it is reported to the planner. Several ranks have to agree on facts, so they report chunks
+        only while something is restored. The chunk launched now may be the one that ended a
+        restoration in this step.
         """
         engine = self.engine
         if chunk.seconds == 0.0:
@@ -101,11 +100,11 @@ class RestoreTick:
 
     @property
     def shares_reduction(self) -> bool:
-        """Whether what is agreed on goes with the reduction that SGLang makes in every tick."""
+        """Whether agreed values go with the reduction that SGLang makes in every tick."""
         return self.ahead is not None and not self.agreement.alone
 
     def reduction_input(self) -> list[int]:
-        """This rank's input to SGLang's reduction by MIN: as many numbers on every rank. Events
+        """This rank's input to SGLang's reduction by MIN, of equal length on every rank. Events
         noted later in the same tick have no times and need no agreement.
         """
         ahead = self.ahead
@@ -116,11 +115,11 @@ class RestoreTick:
         )
 
     def take_result(self, values: Sequence[int]) -> None:
-        """Takes the reduction's result."""
+        """Applies the reduction's result."""
         self.context.now = self.shared.take_result(values)
 
     def begin_tick(self) -> None:
-        """Sets the clock of this tick, and tells what looking ahead waits for how far it is."""
+        """Sets the clock of this tick and gives lookahead's polls their agreed states."""
         assert self.ahead is not None, "only for who looks ahead"
         if self.agreement.alone:
             self.context.now = time.monotonic()
@@ -130,7 +129,7 @@ class RestoreTick:
             self.shared.report_polls()
 
     def run(self, scheduler: Scheduler) -> None:
-        """One step. Nothing is reduced over the ranks while nothing is being restored."""
+        """Runs one step. While nothing is restored, nothing is reduced over the ranks."""
         self.context.scheduler = scheduler
         self.engine.computes = {}
         if self.engine.layers is not None:
@@ -138,13 +137,13 @@ class RestoreTick:
         try:
             self._run(scheduler)
         except Exception:
-            # The state after a wrong decision is known and can be ended; the requests are computed
-            # as usual.
+            # The state is known even now, so restorations can be ended; their requests are
+            # computed.
             logger.exception(
                 "kvtier: the restore planner failed; restorations under way are given up"
             )
             self.engine.counters.planner_failures += 1
-            # It counts these as restorations in progress: they end as well.
+            # The planner counts these as loads in flight, so they have to end as well.
             self.context.facts[:] = [
                 fact for fact in self.context.facts if isinstance(fact, PagesLost)
             ]
@@ -158,7 +157,7 @@ class RestoreTick:
     def _run(self, scheduler: Scheduler) -> None:
         engine = self.engine
         if self.agreement.alone and engine.proof.difference is not None:
-            # Other ranks learn of it, all in one step, with the next page that ends here.
+            # Several ranks learn of it in one step, with the next page that ends here.
             self._refute()
         if self.shared.maps_differ and self.ahead is not None:
             logger.error("kvtier: the ranks' maps of pages differ")
@@ -199,15 +198,15 @@ class RestoreTick:
             self.ahead.gone(rid)
 
     def _refute(self) -> None:
-        """Restored pages are not what was stored: neither restorations nor prefetches bring any to
-        the device from now on. On all ranks in the same step; idempotent.
+        """Restored pages differ from the stored ones: neither restorations nor prefetches bring
+        pages to the device from now on. On all ranks in the same step; idempotent.
         """
         self.engine.refute()
         if self.ahead is not None:
             self.stop_looking_ahead()
 
     def stop_looking_ahead(self) -> None:
-        """For good: from now on where pages are is SGLang's business alone."""
+        """Ends lookahead for good: SGLang alone decides where pages are."""
         ahead, self.ahead = self.ahead, None
         self.context.looking_ahead = False
         if ahead is None:
@@ -219,10 +218,10 @@ class RestoreTick:
             logger.exception("kvtier: what looking ahead has under way could not be ended")
 
     def _note_reads(self) -> None:
-        """Tells the planner how fast SGLang itself has read from storage while no load of ours,
-        which goes first, was in flight. Otherwise a disk that has become slower would never be
-        noticed while everything is left to SGLang. Clocks of several ranks differ, so only a single
-        rank does.
+        """Reports to the planner how fast SGLang itself read from storage while no load of ours,
+        which has priority, was in flight. Otherwise a disk that became slower would never be
+        noticed while SGLang loads everything. For a single rank only, since the clocks of several
+        ranks differ.
         """
         context, now = self.context, self.context.moment()
         if self.engine.loads:
@@ -255,7 +254,7 @@ class RestoreTick:
             engine.load(self._not_begun[0])
             del self._not_begun[0]
         for r in [r for r in engine.restorations.values() if r.mode is None]:
-            engine.abandon(r, "unanswered")  # held back for an answer, it would wait for ever
+            engine.abandon(r, "unanswered")  # otherwise its request would wait for ever
         engine.computes = {
             compute.rid: compute for compute in plan.computes if compute.rid in engine.restorations
         }
@@ -265,9 +264,9 @@ class RestoreTick:
         self._end_starved()
 
     def _unblock(self, scheduler: Scheduler, tried: bool) -> None:
-        """With nothing running, nothing loading and nothing granted, waiting restorations stand in
-        each other's way: the youngest is given up, one per step. Loads that were `tried` and found
-        no room are computed in time.
+        """If nothing runs, loads or may be computed, waiting restorations block each other: the
+        youngest is ended, one per step. Not if loads were `tried`: pages that find no room are
+        computed in time.
         """
         engine = self.engine
         granted = any(compute.tokens != 0 for compute in engine.computes.values())
@@ -280,8 +279,8 @@ class RestoreTick:
             engine.abandon(list(engine.restorations.values())[-1], "in the way")
 
     def _end_starved(self) -> None:
-        """Requests that wait for their pages let others pass, and those may take all room there is:
-        not for ever. Nor do pages that have landed wait for others, which are to be attached with
+        """Ends restorations whose pages do not come. A request that only loads lets others pass,
+        which may use all memory. And landed pages may wait for pages that must be attached with
         them.
         """
         engine = self.engine
@@ -295,14 +294,14 @@ class RestoreTick:
                 engine.abandon(r, "starved")
 
     def report_facts(self) -> None:
-        """Tells the planner what was noted so far, without asking it anything."""
+        """Reports the facts noted so far to the planner, without asking for a plan."""
         now = self._observe(time.monotonic())
         if self.ahead is not None:
             self.ahead.facts_reported()
             self._pass_hints_on(now)
 
     def _pass_hints_on(self, now: float) -> None:
-        """Carries out what requests that came or ended ask for in their `kv_hints`."""
+        """Carries out the `kv_hints` of requests that arrived or ended."""
         assert self.ahead is not None, "only for who looks ahead"
         hinted, self.ahead.hinted = self.ahead.hinted, []
         args = getattr(self.context.scheduler, "server_args", None)
@@ -312,15 +311,15 @@ class RestoreTick:
                 answers = actions.carry_out(
                     self.planner, asking, now, others=others, retain=self.ahead.retain
                 )
-            except Exception:  # of one client's making: where ranks differ, their maps will tell
+            except Exception:  # a client's mistake; if ranks differ now, their maps show it
                 logger.exception("kvtier: the kv_hints of a request were not carried out")
                 continue
             for answer in answers:
                 count(self.context.scheduler, result_of(answer))
 
     def compare_map(self, scheduler: Scheduler) -> None:
-        """The planner's whole map against the truth, on an idle server that looks ahead: what
-        differs is logged and counted.
+        """Compares the planner's whole map with the real state, on an idle server with lookahead.
+        Differences are logged and counted.
         """
         assert self.ahead is not None, "only for who looks ahead"
         self.context.tree.check_hicache_events()
@@ -332,7 +331,7 @@ class RestoreTick:
     # --- facts ------------------------------------------------------------------------------------
 
     def _observe(self, now: float) -> float:
-        """Agrees on what happened, tells the planner, and returns the agreed time."""
+        """Agrees on what happened, reports it to the planner, and returns the agreed time."""
         engine = self.engine
         facts, self.context.facts = self.context.facts, []
         engine.ending = False
@@ -359,7 +358,7 @@ class RestoreTick:
 
 
 def _own_times(fact: Fact | Chunk) -> tuple[float, ...]:
-    """Times in a fact that every rank has measured for itself."""
+    """Times in a fact that each rank has measured for itself."""
     if isinstance(fact, Chunk):
         return fact.at, fact.seconds or 0.0
     return (fact.seconds,) if isinstance(fact, StepDone) else ()

@@ -1,5 +1,5 @@
-"""The planner's view of a step: the queue, the slot for chunked prefill, and how many pages may be
-claimed.
+"""Builds the planner's view of a step: the queue, the chunked-prefill slot, and the pages that may
+be allocated.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from sgl_kvtier.runtime.sglang.types import Req, Scheduler
 from sgl_kvtier.types import Tier
 
 _WAITING = 256
-"""At most this many waiting requests are shown to the planner."""
+"""Most waiting requests that the planner sees."""
 _HOST_SHARE = 4
-"""A quarter of the host pool may be bounce pages at any time."""
+"""At most a quarter of the host pool may be bounce pages at any time."""
 
 
 class Views:
-    """Builds views of one scheduler's steps. Scheduler's thread; changes nothing."""
+    """Builds the views of one scheduler's steps. Scheduler's thread; changes nothing but notes."""
 
     def __init__(self, engine: RestoreEngine, chunk_tokens: int, host_tokens: int) -> None:
-        """`host_tokens` are those of the smallest host pool of all ranks."""
+        """`host_tokens` is the size of the smallest host pool of all ranks."""
         self._engine = engine
         self._context = engine.context
         self._chunk_tokens = chunk_tokens
         self._host_tokens = host_tokens
 
     def left(self, rid: str, tokens: int) -> None:
-        """Notes that SGLang loads the first `tokens` of a waiting request."""
+        """Notes that SGLang loads the first `tokens` tokens of a waiting request."""
         self._context.requests.record(rid).sglang_loads = tokens
 
     def before(self, view: StepView, scheduler: Scheduler, rid: str) -> StepView:
-        """The view as of one request: of those that restore nothing only those before it in the
-        queue count; all that wait, where it is not in the queue yet.
+        """The view for one request: among requests without a restoration, only those before it in
+        the queue count; all of them if it is not in the queue yet.
         """
         fresh = wanted = 0
         for req in step.waiting(scheduler)[:_WAITING]:
@@ -45,8 +45,8 @@ class Views:
         return replace(view, fresh_tokens=fresh, wanted_tokens=wanted, fresh=())
 
     def _wanted(self, req: Req) -> int:
-        """Tokens of a waiting request that are not on the device; none of one that restores: the
-        planner counts those from its answer on.
+        """Tokens of a waiting request that are not on the device. 0 for a restoration in progress,
+        which the planner counts itself from its decision on.
         """
         r = self._engine.restoration(req.rid)
         if r is not None and r.mode is not None:
@@ -54,8 +54,8 @@ class Views:
         return max(0, requests.prompt_tokens(req) - requests.found(req).device)
 
     def _fresh(self, req: Req) -> int:
-        """Tokens of a waiting request that are neither in memory nor left to SGLang to load; none
-        of one that restores.
+        """Tokens of a waiting request that are neither in memory nor loaded by SGLang; 0 if it has
+        a restoration.
         """
         known = self._context.requests.get(req.rid)
         if known is None:
@@ -89,7 +89,7 @@ class Views:
         )
 
     def _empty_pages(self) -> dict[Tier, int]:
-        """Pages of the pools that hold nothing."""
+        """Pages of device and host pool that hold nothing."""
         context, page = self._context, self._context.page
         return {
             Tier.DEVICE: context.device.available() // page,
@@ -97,8 +97,8 @@ class Views:
         }
 
     def owed_tokens(self, scheduler: Scheduler) -> int:
-        """Device slots that must stay claimable: what runs, and the prompt in the slot, will claim
-        them.
+        """Device slots to be reserved for running requests and the prompt in the chunked-prefill
+        slot.
         """
         return self._owed(step.decoding(scheduler), step.in_slot(scheduler))
 
@@ -112,15 +112,15 @@ class Views:
         return int(tokens)
 
     def free_pages(self, running: list[Req], chunked: Req | None) -> dict[Tier, int]:
-        """The pages that loads may claim: on the device, those left when everything running gets
-        the room it will need.
+        """Pages that loads may allocate, by tier. On the device: those left after reserving what
+        running requests will need.
         """
         page = self._context.page
         tokens = self._context.device.claimable() - self._owed(running, chunked)
         r = None if chunked is None else self._engine.restoration(chunked.rid)
         if r is not None and len(self._engine.restorations) == 1:
-            # Its loads take from the room it needs anyway; where other requests load as well, pages
-            # it has not claimed yet are still reserved for it.
+            # Its own loads may use what is reserved for it. If other requests load as well, the
+            # pages that it has not allocated yet stay reserved.
             tokens += (r.pages - r.front - len(r.owner)) * page
         bounce = self._host_tokens // _HOST_SHARE - self._context.slots.host_tokens
         return {Tier.DEVICE: max(0, int(tokens) // page), Tier.HOST: max(0, bounce // page)}

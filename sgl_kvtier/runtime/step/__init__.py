@@ -1,1 +1,1 @@
-"""State that the parts of one scheduler step share."""
+"""State that the modules working in one scheduler step share."""

@@ -1,8 +1,8 @@
-"""How long prefill batches take: from launch to the end of the forward, per batch.
+"""Measures how long prefill batches take, from launch to the end of their forward.
 
-On a CPU a forward has ended when SGLang's `run_batch` returns. On an accelerator its ends are
-events on the forward stream, read when the batch's result is processed, which waits for them
-anyway. Scheduler's thread.
+On a CPU a forward has ended when SGLang's `run_batch` returns. On an accelerator, events on the
+forward stream mark its start and end. They are read when the batch's result is processed, which
+waits for them anyway. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sgl_kvtier.types import Span
 
 @dataclass(frozen=True)
 class Chunk:
-    """One request's share of a prefill batch, launched at `started` and over at `ended`; None while
-    it runs.
+    """One request's share of a prefill batch. While it runs, `at` is the launch and `seconds` None;
+    after that, `at` is the end and `seconds` the duration.
     """
 
     rid: str
@@ -31,14 +31,14 @@ class Chunk:
     seconds: float | None = None
 
     def fact(self, at: float, seconds: float) -> ChunkStarted | ChunkDone:
-        """The fact for the planner, with the times all ranks agreed on."""
+        """The planner's fact, with the times that all ranks agreed on."""
         if self.seconds is None:
             return ChunkStarted(self.rid, self.tokens, at)
         return ChunkDone(self.rid, self.tokens, seconds, at, self.shared_tokens)
 
 
 class _Timed:
-    """One prefill batch under way."""
+    """One prefill batch in flight."""
 
     def __init__(self, chunks: list[tuple[str, Span, int]]) -> None:
         self.chunks = chunks
@@ -50,17 +50,17 @@ class _Timed:
 
 
 class ChunkClock:
-    """Notes chunks as they start and end."""
+    """Reports chunks as they start and end."""
 
     def __init__(self, note: Callable[[Chunk, bool], bool]) -> None:
-        """`note` takes a chunk and, at its end, whether its launch was noted; it returns whether it
-        notes this one.
+        """`note(chunk, follows)` is called at a launch and at an end; at an end, `follows` says
+        whether the launch was reported. It returns whether it reports this one.
         """
         self._note = note
         self._under_way: dict[int, _Timed] = {}
 
     def launch(self, batch: Any, stream: Any = None) -> _Timed:
-        """Before a prefill batch is launched on an accelerator's forward stream, or on a CPU."""
+        """Called before the launch; `stream` is an accelerator's forward stream, None on a CPU."""
         tokens = int(batch.extend_num_tokens)
         chunks = [
             (req.rid, Span(prefix, prefix + length), tokens - length)
@@ -79,8 +79,8 @@ class ChunkClock:
         return timed
 
     def launched(self, timed: _Timed, batch: Any, whole: bool = True) -> None:
-        """After it was launched: on a CPU it has ended. Not `whole`: its seconds are not those of
-        its tokens, and nothing is learned of 0 seconds.
+        """Called after the launch; on a CPU the batch has ended. `whole` is False if its duration
+        does not match its tokens: it is then reported as 0 seconds, from which nothing is learned.
         """
         timed.whole = whole
         if timed.events is None:
@@ -91,12 +91,12 @@ class ChunkClock:
         self._under_way[batch.forward_iter] = timed
 
     def processed(self, batch: Any) -> None:
-        """After a batch's result was processed: its forward has ended."""
+        """Called after a batch's result was processed: its forward has ended."""
         timed = self._under_way.pop(batch.forward_iter, None)
         if timed is not None and timed.events is not None:
-            # A stage that does not wait for the result of a chunk in the middle has not waited for
-            # its forward either. The end is reported all the same, since all ranks report equally
-            # much; nothing is learned of 0 seconds.
+            # A pipeline stage that does not wait for the result of a middle chunk has not waited
+            # for its forward either. The end is reported with 0 seconds all the same, since all
+            # ranks have to report equally often.
             begin, end = timed.events
             learns = timed.whole and end.query()
             self._end(timed, time.monotonic(), begin.elapsed_time(end) / 1e3 if learns else 0.0)

@@ -1,9 +1,9 @@
-"""Names of pages: SGLang's chained page hashes of a request's tokens, and the session a request
-belongs to.
+"""Names of pages, which are SGLang's chained page hashes of a request's tokens, and the session
+that a request belongs to.
 
-With EAGLE and MTP SGLang names pairs of neighbouring tokens instead of tokens, since a row of such
-a draft is computed from the next token as well. A page of n tokens is named by n + 1 then, and
-equal names mean an equal token after the page, too.
+With EAGLE and MTP, SGLang hashes pairs of neighbouring tokens instead of tokens, since the draft's
+KV row of a token is computed from the next token as well. A page of n tokens is then named by n + 1
+tokens, and equal names mean that the token after the page is equal, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_SESSIONS = 10_000
 
 
 class Namespace(Protocol):
-    """What keeps one client's pages apart from another's: of a request, or of a hint."""
+    """What separates the pages of different clients: the keys of a request or of a hint."""
 
     @property
     def extra_key(self) -> str | None:
@@ -34,21 +34,21 @@ class Namespace(Protocol):
 
 
 class PageNames:
-    """How the pages of one tree are named."""
+    """Names the pages of one tree."""
 
     def __init__(self, page: int, *, pairs: bool) -> None:
-        """`page` in tokens. `pairs`: by pairs of tokens (EAGLE, MTP)."""
+        """`page` in tokens. `pairs`: pages are named by pairs of tokens (EAGLE, MTP)."""
         self._page, self._pairs = page, pairs
 
     def tokens_naming(self, pages: int) -> int:
-        """How many tokens of a prompt name its first pages."""
+        """How many tokens of a prompt are needed to name its first `pages` pages."""
         return pages * self._page + self._pairs
 
     def keys_of(
         self, tokens: Any, of: Namespace, known: tuple[PageKey, ...] = ()
     ) -> tuple[PageKey, ...]:
-        """Names of the pages that `tokens` (SGLang's array of ids) name in full, in the namespace
-        `of` a request or a hint, or as many of `known`, the names of their first pages. About 0.4
+        """Names of the full pages of `tokens` (SGLang's array of ids) in the namespace `of` a
+        request or hint. `known` are the names of the first pages, if computed before. About 0.4
         microseconds per page that is not known.
         """
         from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -64,7 +64,7 @@ class PageNames:
         return known + from_hex(fresh)
 
     def radix_key(self, path: Path, start: int, stop: int) -> Any:
-        """Pages [start, stop) of a path as a key of the tree."""
+        """Pages [start, stop) of a path as a key of SGLang's tree."""
         tokens = array("q", path.tokens[start * self._page : self.tokens_naming(stop)])
         return self._radix_key(tokens, 0, stop - start, path.extra_key, path.cache_salt)
 
@@ -82,12 +82,12 @@ class PageNames:
 
 
 def from_hex(hashes: Any) -> tuple[PageKey, ...]:
-    """SGLang writes page hashes as hexadecimal text."""
+    """Converts SGLang's page hashes, which are hexadecimal text."""
     return tuple(PageKey(bytes.fromhex(text)) for text in hashes)
 
 
 def page_key(name: str) -> PageKey:
-    """A page's key by its name. A name that is no SHA-256 in hexadecimal is hashed into one."""
+    """The key of a page by its name. A name that is no SHA-256 in hexadecimal is hashed."""
     if len(name) == _DIGEST_HEX:
         try:
             return PageKey(bytes.fromhex(name))
@@ -97,9 +97,7 @@ def page_key(name: str) -> PageKey:
 
 
 def compact(tokens: Any) -> array[int]:
-    """Token ids in 4 bytes each; in 8 where images have names of their own among them, which are
-    longer.
-    """
+    """Token ids in 4 bytes each; in 8 bytes where there are image ids, which are larger."""
     try:
         return array("i", tokens)
     except OverflowError:
@@ -107,19 +105,19 @@ def compact(tokens: Any) -> array[int]:
 
 
 class SessionNames:
-    """The session of a request: the one its client names, or the one whose last turn its prompt
-    begins with.
+    """Finds a request's session: the one its client names, or the one whose last turn is a prefix
+    of the request's prompt.
 
-    Clients name sessions by the fields in `session_name`. Without a name, the last full page of
-    each finished request is remembered; a prompt that has that page continues that session.
-    Bounded; scheduler's thread.
+    Clients name sessions by the fields in `session_name`. For requests without a name, the last
+    full page of each finished request is remembered; a prompt that contains that page continues
+    that session. Bounded; scheduler's thread.
     """
 
     def __init__(self) -> None:
         self._ends: dict[PageKey, str] = {}
 
     def of(self, req: Req, keys: tuple[PageKey, ...]) -> str:
-        """The session's name. A request that continues nothing begins a session of its own."""
+        """The session's name. A request that continues no session begins its own."""
         named = session_of(req)
         if named is not None:
             return named
@@ -127,7 +125,7 @@ class SessionNames:
         return next((ends[key] for key in reversed(keys) if key in ends), f"from {req.rid}")
 
     def ended(self, session: str, keys: tuple[PageKey, ...]) -> None:
-        """A session's turn has ended with these pages."""
+        """A session's turn has ended; `keys` are its pages."""
         if not keys:
             return
         self._ends.pop(keys[-1], None)

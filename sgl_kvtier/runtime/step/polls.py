@@ -1,10 +1,10 @@
-"""Events that each rank observes by itself, and that all ranks have to know before any of them acts
-on one.
+"""Events that each rank observes by itself, and that all ranks must know of before any acts on
+them.
 
-A poll goes with the loads of restorations into the agreement of a step. The state of each page is
-the smallest of all ranks' (`OPEN` < lost < `LANDED`). So a page has ended when it has on every
-rank, and has landed only where it has on all of them. Ranks make the same polls in the same steps
-with the same numbers.
+Polls are reduced over the ranks together with the loads of restorations, once per step. The state
+of each page is the minimum over all ranks (`OPEN` < lost < `LANDED`). So a page has ended once it
+has ended on every rank, and it has landed only if it has landed on all. All ranks make the same
+polls in the same steps with the same numbers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from sgl_kvtier.store.base import ReadOutcome
 
 OPEN = 0
 LANDED = 100
-"""A page's state is one byte; of two ranks' states the smaller one counts: open before lost, lost
-before landed.
-"""
+"""States of a page, one byte. The minimum over the ranks counts: open before lost before landed."""
 
 _MOST_SERIOUS_FIRST = (
     ReadOutcome.CORRUPT,
@@ -27,23 +25,23 @@ _MOST_SERIOUS_FIRST = (
     ReadOutcome.CANCELLED,
 )
 DIFFERS = 1
-"""The state of a page that is on the device and does not equal what it was loaded from. The
-smallest of the lost: every rank sees it in the same step, whatever else was lost on others.
+"""The state of a page that is on the device and differs from its source. It is the smallest of the
+lost states, so every rank sees it in the same step, whatever else was lost on others.
 """
 LOST = {outcome: code for code, outcome in enumerate(_MOST_SERIOUS_FIRST, start=DIFFERS + 1)}
-"""The state of a page that was lost, by its outcome. Where a page is lost on several ranks for
-different reasons, the smallest code is the one that all of them count and report. So a page that is
-damaged on one rank is reported as damaged, and not as the cancelled read of another rank.
+"""The state of a lost page by its outcome. Where a page is lost on several ranks for different
+reasons, the smallest code is the one that all of them count and report. So a page that is damaged
+on one rank is reported as damaged, and not as the cancelled read of another rank.
 """
 REASON = {DIFFERS: "differs", **{code: outcome.value for outcome, code in LOST.items()}}
 
 
 class Poll:
-    """Pages that are waited for. `local` is what this rank knows, `seen` what all of them do; any
-    thread may mark.
+    """The states of pages in flight. `local` is what this rank knows, and any thread may set it;
+    `seen` is what all ranks agreed on.
 
-    `ended_at` are this rank's times per page, `seen_at` is when the last page that has ended did so
-    on the first rank.
+    `ended_at` are this rank's times per page. `seen_at` is when, on the first rank, the last of the
+    ended pages ended.
     """
 
     def __init__(self, number: int, pages: int) -> None:
@@ -54,7 +52,7 @@ class Poll:
         self.seen_at = 0.0
 
     def mark(self, page: int, state: int, now: float) -> None:
-        """A page has ended on this rank."""
+        """Sets the state of a page that has ended on this rank."""
         self.ended_at[page] = now
         self.local[page] = state
 
@@ -76,7 +74,7 @@ class Poll:
 
 
 def fresh_runs(seen: bytearray, state: bytes) -> list[tuple[int, int]]:
-    """Runs [first, stop) of pages that ended since they were last seen, each of one state."""
+    """Runs [first, stop) of pages that ended since they were last seen, each run of one state."""
     runs: list[tuple[int, int]] = []
     for offset, (before, now) in enumerate(zip(seen, state, strict=True)):
         if before != OPEN or now == OPEN:
@@ -102,7 +100,7 @@ def runs_of(states: bytearray, wanted: int, first: int, stop: int) -> list[tuple
 
 
 def agree(polls: Sequence[Poll], states: bytes, ended_at: Sequence[float]) -> None:
-    """Tells polls what all ranks know: the states of their pages, and a time for each poll."""
+    """Sets the states and the times that all ranks agreed on in these polls."""
     for poll, state, ended in zip(
         polls, cut(states, [len(poll.local) for poll in polls]), ended_at, strict=True
     ):
@@ -110,7 +108,7 @@ def agree(polls: Sequence[Poll], states: bytes, ended_at: Sequence[float]) -> No
 
 
 def cut(states: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
-    """States as parts of these sizes."""
+    """Splits states into parts of these sizes."""
     start = 0
     for size in sizes:
         yield states[start : start + size]

@@ -1,8 +1,8 @@
-"""Device and host pages that belong to restorations: neither free, nor the tree's, nor in a
-request's row.
+"""Device and host pages that restorations hold: neither free, nor in the tree, nor in a request's
+row.
 
 SGLang's memory checks add up every device page, so these are counted until they are freed or given
-to a row. Scheduler's thread only; every rank claims and frees in the same order.
+to a row. Scheduler's thread only; every rank allocates and frees in the same order.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from sgl_kvtier.runtime.sglang.host_tier import HostTier
 
 
 class AnchorSlots(NamedTuple):
-    """Equally many slots of anchors, `page` of them to a page."""
+    """Device and host slots of anchors, equally many, with `page` slots per page."""
 
     device: torch.Tensor
     host: torch.Tensor
     page: int
 
     def pages(self, first: int, stop: int) -> AnchorSlots:
-        """Those of the pages [first, stop) of it."""
+        """The slots of pages [first, stop)."""
         some = slice(first * self.page, stop * self.page)
         return AnchorSlots(self.device[some], self.host[some], self.page)
 
 
 class PrivateSlots:
-    """Claims slots page by page from SGLang's pools and gives them back."""
+    """Allocates whole pages from SGLang's pools and gives them back."""
 
     def __init__(self, device: DeviceSlots, host: HostTier, anchors: Anchors | None = None) -> None:
         self.device = device
@@ -44,7 +44,7 @@ class PrivateSlots:
         """Device tokens held or waiting to be freed."""
         self.host_tokens = 0
         self.claiming = False
-        """While true, an eviction is for a claim of ours: no restoration gives up slots for it."""
+        """While true, SGLang evicts for us: no restoration gives up slots for it."""
 
     @property
     def waiting(self) -> bool:
@@ -60,7 +60,7 @@ class PrivateSlots:
             self.claiming = False
 
     def claim_device(self, tokens: int) -> torch.Tensor | None:
-        """Claims whole pages, evicting unused ones; None when there is no room."""
+        """Allocates whole pages, evicting unused ones; None when there is no room."""
         self.claiming = True
         try:
             slots = self.device.claim(tokens)
@@ -71,14 +71,14 @@ class PrivateSlots:
         return slots
 
     def claim_host(self, tokens: int) -> torch.Tensor | None:
-        """Whole host pages, evicting the least recently used; None when there is no room."""
+        """Allocates whole host pages, evicting by LRU; None when there is no room."""
         slots = self.host.claim(tokens)
         if slots is not None:
             self.host_tokens += tokens
         return slots
 
     def claim_anchors(self, pages: int) -> AnchorSlots | None:
-        """What comes with so many pages, on the device and in host memory, both or none."""
+        """Allocates the anchor slots of this many pages, on device and host: both or none."""
         assert self._anchors is not None, "of a model with anchors"
         slots = pages * self._anchors.page_slots
         self.claiming = True
@@ -100,7 +100,7 @@ class PrivateSlots:
         return AnchorSlots(device, host, self._anchors.page_slots)
 
     def claim_host_anchors(self, pages: int) -> torch.Tensor | None:
-        """What comes with so many pages, in host memory alone; None when there is no room."""
+        """Allocates anchor slots of this many pages in host memory; None: no room."""
         assert self._anchors is not None, "of a model with anchors"
         return self._anchors.claim_host(pages * self._anchors.page_slots)
 

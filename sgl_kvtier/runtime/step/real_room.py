@@ -1,10 +1,11 @@
-"""Room on the device that is really there, where pages are copied before they leave.
+"""Counts the device memory that can really be freed when pages are copied to host memory on
+eviction.
 
-With write-back SGLang counts every page that no request uses as one that can leave the device. But
-a page without a copy leaves only if host memory has room for one, or if no page behind it in the
-tree is locked there. Pages that are being stored or read are locked, and a server that has admitted
-a request by that count ends with "Prefill out of memory". Here pages leave before a request is
-admitted, and only empty slots count. Scheduler's thread; alike on every rank.
+With write-back, SGLang counts every page that no request uses as evictable. But a page without a
+host copy can leave only if host memory has room for one, and if no page after it in the tree is
+locked. Pages that are being stored or read are locked. A server that admits a request by SGLang's
+count ends with "Prefill out of memory". Here pages are evicted before a request is admitted, and
+only empty slots count. Scheduler's thread; the same on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.private_slots import PrivateSlots
 
 _AGAIN = 1000
-"""Calls after which it is tried again although nothing has changed that is seen here."""
+"""Calls after which eviction is tried again although no change is visible here."""
 
 
 class RealRoom:
@@ -27,21 +28,21 @@ class RealRoom:
         self._stuck: tuple[int, ...] | None = None
         self._calls = 0
         self.is_short = False
-        """Whether a call of this pass found too little."""
+        """Whether a call in this scheduler pass found too little."""
 
     @property
     def matters(self) -> bool:
-        """Whether SGLang's count of what can leave may be too high."""
+        """Whether SGLang's count of evictable pages may be too high."""
         return self._host.write_back
 
     @property
     def transfers(self) -> int:
-        """Reads and writes of storage in flight: host pages are locked until they end."""
+        """Storage reads and writes in flight: host pages are locked until they end."""
         return storage_ops.reads_waiting(self._tree) + storage_ops.writes_waiting(self._tree)
 
     def free_up(self, tokens: int) -> int:
-        """Has pages leave until `tokens` slots are empty; returns how many are. No restoration
-        gives up slots for it. What a request is about to use has to be locked.
+        """Evicts until `tokens` slots are empty; returns how many are. No restoration gives up
+        slots for it. Whatever a request is about to use must be locked.
         """
         free = self._device.available()
         if free < tokens and self._may_leave():
@@ -51,8 +52,8 @@ class RealRoom:
         return free
 
     def _may_leave(self) -> bool:
-        """Not where nothing could leave before, and nothing has changed since: each try costs a
-        walk over the tree, and a line in SGLang's log.
+        """False if eviction got stuck before and nothing has changed since: each try walks the tree
+        and writes a line to SGLang's log.
         """
         self._calls += 1
         return self._state() != self._stuck or self._calls % _AGAIN == 0

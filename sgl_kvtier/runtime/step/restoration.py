@@ -1,13 +1,12 @@
-"""The executor's side of a restoration: one request's restoration, and the loads that serve it.
+"""The executor's record of a restoration of one request, and of the loads that serve it.
 
-Ownership of a load's device pages, page by page:
+Each page of a load's device slots is in one of these states:
 
-    open     the store or the copier may write them: no other code touches them, even after a
-             cancel
-    landed   they hold the page on every rank; `held` while they are the restoration's own
-    given    they were written into the request's row at a splice, or freed: no longer ours
+    open     the store or a copy may write to it: no other code touches it, even after a cancel
+    landed   it holds the page on every rank; `held` while the restoration owns it
+    given    it was attached to the request's row, or freed: not ours any more
 
-Scheduler thread, except for marks in `Load.poll`, which are the mover's thread's.
+Scheduler's thread, except for marks in `Load.poll`, which the page mover's threads set.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 
 class Stored(NamedTuple):
-    """Pages of a prompt below host memory: from page `start` on those of `keys`. `sources` are
-    their tiers, ascending; what is in none of them is a hole.
+    """Pages of a prompt in tiers below host memory: from page `start` on, those of `keys`.
+    `sources` are their tiers, ascending; a page in none of them is a hole.
     """
 
     start: int
     keys: tuple[PageKey, ...]
     sources: tuple[tuple[Span, Tier], ...]
     ends: tuple[int, ...] = ()
-    """Of a model with anchors: lower pages, ascending, at which storage has an anchor too."""
+    """For models with anchors: lower pages, ascending, at which storage has an anchor too."""
 
     def up_to(self, end: int) -> Stored:
-        """The same of the pages below `end`."""
+        """The same, limited to pages below `end`."""
         sources = tuple(
             (Span(span.start, min(span.stop, end)), tier)
             for span, tier in self.sources
@@ -51,7 +50,7 @@ class Stored(NamedTuple):
 
 @dataclass(eq=False)
 class Load:
-    """One load, under way or ended. `device_slots` and `host_slots`: its token slots, ascending."""
+    """One load, in flight or ended. `device_slots` and `host_slots` are token slots, ascending."""
 
     restoration: Restoration
     span: Span
@@ -59,25 +58,24 @@ class Load:
     device_slots: torch.Tensor
     host_slots: torch.Tensor
     owns_host: bool
-    """The host slots are a bounce buffer of this load's own; otherwise the tree's, pinned by the
-    restoration.
+    """Whether the host slots are bounce pages of this load. Otherwise they are the tree's and
+    pinned by the restoration.
     """
     begun_at: float
     due: float
-    """A page that has not ended by then is written off."""
+    """A page that has not ended by this time is written off."""
     poll: Poll
-    """Its pages, the lowest first: the mover's thread marks them, the scheduler's takes what ranks
-    agreed on.
+    """States of its pages, lowest first. The mover's threads set them; the scheduler's thread
+    applies those that all ranks agreed on.
     """
     job: Any = None
     cancelled: bool = False
     written_off: bool = False
-    """It hung: its restoration goes on without it, and what it reports is of no interest any more.
-    """
+    """It hung: the restoration goes on without it and ignores what it reports."""
     anchor: AnchorSlots | None = None
-    """Slots of the anchor that come with its last pages, ascending."""
+    """Slots of the anchor that comes with its last pages, ascending."""
     unread: int = 0
-    """Pages whose reading has not ended; the mover's."""
+    """Number of pages whose read has not ended. Used by the mover only."""
     held: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
@@ -91,17 +89,17 @@ class Load:
         return self.poll.over
 
     def cancel(self) -> None:
-        """Pages that were not begun will not be."""
+        """Cancels the reads of pages that have not started."""
         self.cancelled = True
         if self.job is not None:
             self.job.cancel()
 
     def device_pages(self, first: int, stop: int, page_tokens: int) -> torch.Tensor:
-        """Device slots of the pages [first, stop) of the load, counted from its lowest."""
+        """Device slots of pages [first, stop), counted from the load's first page."""
         return self.device_slots[first * page_tokens : stop * page_tokens]
 
     def anchor_of(self, first: int, stop: int) -> AnchorSlots | None:
-        """Slots of the anchor that come with these pages; None where none does."""
+        """Anchor slots that come with these pages, or None."""
         if self.anchor is None:
             return None
         before = len(self.span) - len(self.anchor.device) // self.anchor.page
@@ -111,8 +109,8 @@ class Load:
 
 @dataclass(eq=False)
 class Restoration:
-    """One request's restoration of the pages [resident, pages) of its prompt, the lowest in the
-    tree's device memory.
+    """One request's restoration of pages [resident, pages) of its prompt. Pages before `resident`
+    are in the tree's device memory.
     """
 
     rid: str
@@ -122,15 +120,13 @@ class Restoration:
     pages: int
     sources: tuple[tuple[Span, Tier], ...]
     keys: tuple[PageKey, ...]
-    """Keys of the last `len(keys)` pages, which are below host memory or in no tier."""
+    """Keys of the last `len(keys)` pages, which are in storage or missing."""
     host_slots: torch.Tensor
-    """Token slots of the pages in host memory: those from `resident` on."""
+    """Token slots of the pages in host memory, from page `resident` on."""
     anchor: Span = field(default_factory=lambda: Span(0, 0))
-    """The last pages, with which the window or the state at the end comes; empty: the model has
-    none.
-    """
+    """The last pages, with which the window or the state comes; empty if the model has none."""
     stored: Stored | None = None
-    """What storage has of the prompt, of a restoration with an anchor."""
+    """With an anchor: what storage has of the prompt."""
     node_lock: Any = None
     host_pin: Pin | None = None
     mode: Mode | None = None
@@ -138,14 +134,14 @@ class Restoration:
     """When a load of it last began or ended, or its mode was decided."""
     admitted: bool = False
     front: int = 0
-    """Pages [0, front) are computed, being computed or spliced."""
+    """The prefill cursor: pages [0, front) are computed, being computed or attached."""
     loads: list[Load] = field(default_factory=list)
     owner: dict[int, tuple[Load, int]] = field(default_factory=dict)
-    """The load, and its page, that will be or is this page. Slots that a load still holds for pages
-    it has lost are not among them: those pages are computed into other slots.
+    """By page, the load that has it in flight or landed, and its index in that load. Without pages
+    that a load has lost but still holds slots for: those are computed into other slots.
     """
     prefix: torch.Tensor | None = None
-    """Slots spliced at admission, behind the tree's, before the request has a row."""
+    """Slots attached at admission, after the tree's, before the request has a row."""
     spliced: dict[Tier, int] = field(default_factory=dict)
     computed_tokens: int = 0
     jumps: int = 0
@@ -153,43 +149,43 @@ class Restoration:
     parked_since: float = 0.0
     parked_s: float = 0.0
     waited_s: float = 0.0
-    """How long it had been parked when its latest chunk was added."""
+    """Seconds it had waited in the chunked-prefill slot when its latest chunk was added."""
     offered_at: float = field(default_factory=time.monotonic)
     closed: bool = False
     to_look_at_again: Any = None
-    """A page that was compared when it was loaded, and will be once more (`proof/pages.py`). Set by
-    the thread that lands pages, before that page lands.
+    """A page that was compared when it was loaded and will be compared once more
+    (`proof/pages.py`). Set by the mover before that page lands.
     """
 
     def __post_init__(self) -> None:
         self.front = self.resident
 
     def tokens(self, page_tokens: int) -> int:
-        """Tokens that could be loaded."""
+        """Number of tokens that could be loaded."""
         return sum(len(span) for span, _ in self.sources) * page_tokens
 
     def tier_of(self, page: int) -> Tier:
-        """The tier of a page when it was offered."""
+        """The tier of a page at the time of the offer."""
         return next(tier for span, tier in self.sources if page in span)
 
     def keys_of(self, span: Span) -> list[PageKey]:
-        """Keys of pages in storage, the highest first."""
+        """Keys of pages in storage, the highest page first."""
         start = self.pages - len(self.keys)
         return [self.keys[page - start] for page in reversed(range(span.start, span.stop))]
 
     def is_landed(self, page: int) -> bool:
-        """Whether the page is in a device page of ours on every rank."""
+        """Whether the page has landed, on every rank, in device slots that we still own."""
         place = self.owner.get(page)
         return place is not None and place[0].poll.seen[place[1]] == LANDED
 
     @property
     def whole(self) -> bool:
-        """Whether landed pages can be attached up to the end only (`policy.messages`)."""
+        """Whether landed pages can be attached only up to the end (see `policy.messages`)."""
         return self.front < self.anchor.start
 
     @property
     def is_blocked(self) -> bool:
-        """Whether pages that have landed at the front wait for others behind them."""
+        """Whether landed pages at the prefill cursor wait for pages after them."""
         return (
             self.whole
             and self.is_landed(self.front)
@@ -197,8 +193,8 @@ class Restoration:
         )
 
     def shorter(self, page: int) -> Stored | None:
-        """What storage has of the prompt up to its highest anchor at or below this page; None
-        where there is none.
+        """What storage has of the prompt up to its highest anchor at or below this page, or
+        None.
         """
         if self.stored is None:
             return None
@@ -206,7 +202,7 @@ class Restoration:
         return self.stored.up_to(ends[-1]) if ends else None
 
     def barrier(self, start: int) -> int:
-        """The first page from `start` on that a load has taken or landed; `pages` if none."""
+        """The first page from `start` on that is in flight or landed; `pages` if there is none."""
         return next((page for page in range(start, self.pages) if page in self.owner), self.pages)
 
     def landed_runs(self, span: Span) -> Iterator[tuple[Load, int, int]]:

@@ -1,9 +1,9 @@
 """All that is known of one request, in one record.
 
-`Requests` has a `Tracked` for every request that waits or runs and that a part of this package has
-noted something of. Each field has one writer, named beside it; every other part only reads it.
-`forget` is the only end of what belongs to one stay in the queue or the batch, and `sweep` finds
-requests that left without a call. Scheduler's thread.
+`Requests` has a `Tracked` for every waiting or running request that a module has noted something
+of. Each field has one writer, which its docstring names; all other modules only read it. `forget`
+is the only end of what belongs to one stay in the queue or the batch, and `sweep` finds requests
+that left without a call. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Waits(Enum):
 
 @dataclass(frozen=True)
 class Asking:
-    """A request that has arrived or ended: `when`, as `hints/actions.py` has it, its session, its
-    pages so far, and its envelope of `kv_hints`.
+    """A request that has arrived or ended, with its `kv_hints`: `when` (the event, as named in
+    `hints/actions.py`), the envelope of hints, its session, and its pages so far.
     """
 
     when: str
@@ -78,7 +78,7 @@ class TurnRead:
     """The part of a waiting request's prompt that storage has, or may have."""
 
     end: int
-    """It is tokens [0, end), including those that the tree had before."""
+    """Storage has or may have tokens up to here, counted from the prompt's start."""
     deferred: bool = False
     """SGLang's read was not begun: host memory has no room for these pages yet."""
     node: Any = None
@@ -103,11 +103,11 @@ class Path:
 
 @dataclass
 class Announced:
-    """A request as the planner that looks ahead was told of it."""
+    """A request as the lookahead planner was told of it."""
 
     req: Req
     keys: tuple[PageKey, ...]
-    """Names of its pages, as far as these are full."""
+    """Names of its full pages."""
     session: str
     prompt_tokens: int
     scheduled: bool = False
@@ -153,7 +153,7 @@ class Tracked:
     """The last sweep did not find it in the scheduler."""
 
     def __str__(self) -> str:
-        """All of it in one line, for a developer."""
+        """The whole record in one line, for developers."""
         said = [f"arrived as number {self.arrived}"] if self.arrived else []
         if self.sglang_loads:
             said.append(f"left to SGLang: its first {self.sglang_loads} tokens")
@@ -200,7 +200,7 @@ class Requests:
         return self.records.get(rid)
 
     def announced(self, rid: str) -> Announced | None:
-        """What the planner that looks ahead was told of it."""
+        """What the lookahead planner was told of the request."""
         found = self.records.get(rid)
         return None if found is None else found.announced
 
@@ -222,8 +222,8 @@ class Requests:
             self.candidates.pop(record.rid, None)
 
     def forget(self, rid: str) -> None:
-        """The request was finished, aborted or retracted. Its restoration has been ended before. A
-        look at it is left: it does nothing for a request that does not wait.
+        """The request was finished, aborted or retracted. Its restoration must have ended before. A
+        `look` stays: it does nothing for a request that is not waiting.
         """
         found = self.records.get(rid)
         if found is None:
@@ -235,7 +235,7 @@ class Requests:
         self._drop_empty(found)
 
     def drop_announced(self, rid: str) -> Announced | None:
-        """What the planner that looks ahead was told of it, for the last time."""
+        """Removes and returns what the lookahead planner was told of the request."""
         found = self.records.get(rid)
         if found is None:
             return None
@@ -244,7 +244,9 @@ class Requests:
         return announced
 
     def sweep(self, there: Set[str], gone: Callable[[str], None]) -> None:
-        """Calls `gone` with each request that was not among those `there` in two sweeps."""
+        """Calls `gone` with each request that was missing from `there` in two sweeps, and drops
+        it.
+        """
         for rid, record in list(self.records.items()):
             if rid in there:
                 record.missed = False
@@ -256,7 +258,7 @@ class Requests:
                 record.missed = True
 
     def _drop_empty(self, record: Tracked) -> None:
-        """Removes a record that says nothing any more."""
+        """Removes a record in which nothing is noted any more."""
         parts = (record.turn_read, record.look, record.candidate, record.restoration)
         noted = record.arrived or record.sglang_loads or record.prefix is not None
         if record.announced is None and not noted and not any(parts):
