@@ -1,12 +1,12 @@
-"""What laboratories change in a running server, through SGLang's own admin route. Operators name
-settings instead: POST /kvtier/settings (hints/settings.py).
+"""Settings that experiments change in a running server, through SGLang's own admin route. Operators
+use POST /kvtier/settings instead, which takes names (hints/settings.py).
 
     POST /set_internal_state
     {"server_args": {"kvtier.throttle.read_gbps": 2.5, "kvtier.policy.restore": 3}}
 
-SGLang passes such a message to every scheduler process between two steps, and takes numbers only. A
-choice is given as its place in the list that `kvtier doctor --settings` prints, counted from 0.
-Laboratories use it to run all arms of a comparison in one process. A name without a handler is
+SGLang passes such a message to every scheduler process between two steps, and accepts only numbers.
+A choice is given by its index in the list that `kvtier doctor --settings` prints, from 0. The
+laboratory uses this to run all configurations of a comparison in one process. An unknown name is
 refused, as SGLang refuses unknown names of its own.
 """
 
@@ -24,14 +24,13 @@ from sgl_kvtier.runtime.sglang.attached import backend_of
 
 PREFIX = "kvtier."
 RULES = "rules."
-"""What a number of the class in policy.rules is named by, behind the prefix."""
+"""Prefix, after `kvtier.`, of numbers of the class in policy.rules."""
 
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Any, float], None]
-"""Called on the scheduler thread with the scheduler and the value; raises ValueError to refuse it.
-"""
+"""Called on the scheduler's thread with the scheduler and the value; ValueError refuses it."""
 
 
 def change_policy(config: PolicyConfig, name: str, value: float) -> PolicyConfig:
@@ -49,7 +48,7 @@ def change_policy(config: PolicyConfig, name: str, value: float) -> PolicyConfig
             raise ValueError(refusal(f"policy.{name}", value, "0 or 1"))
         given = bool(value)
     elif isinstance(default, int) and is_number(value) and value == int(value):
-        given = int(value)  # SGLang's messages may have made 4 of it 4.0
+        given = int(value)  # SGLang's messages may have turned 4 into 4.0
     return dataclasses.replace(config, **{name: parse_setting("policy", name, given)})
 
 
@@ -72,7 +71,7 @@ def change_throttle(scheduler: Any, value: float) -> None:
 
 
 def policy_handler(name: str) -> Handler:
-    """Changes one setting of the policy section, from the next request on."""
+    """Returns the handler of one policy setting, which takes effect from the next request on."""
 
     def change(scheduler: Any, value: float) -> None:
         if name in FIXED:
@@ -93,7 +92,7 @@ def policy_handler(name: str) -> Handler:
 
 
 def rules_handler(name: str) -> Handler:
-    """Changes a number that the class in policy.rules lets be changed, from the next request on."""
+    """Returns the handler of a number of the class in policy.rules."""
 
     def change(scheduler: Any, value: float) -> None:
         notes = _notes(scheduler)
@@ -105,7 +104,7 @@ def rules_handler(name: str) -> Handler:
 
 
 def _notes(scheduler: Any) -> Any | None:
-    """What a server that restores or looks ahead keeps beside; None: it does neither."""
+    """The notes of a server that restores or looks ahead, else None."""
     return getattr(getattr(scheduler.tree_cache, "kvtier", None), "notes", None)
 
 
@@ -125,13 +124,13 @@ HANDLERS: dict[str, Handler] = {
     "throttle.read_gbps": change_throttle,
     **{f"policy.{f.name}": policy_handler(f.name) for f in dataclasses.fields(PolicyConfig)},
 }
-"""What can be changed, by name without the prefix; beside `rules.NAME`, whatever the class in
-policy.rules has (`Rules.tuned`).
+"""Handlers by name without the prefix, in addition to `rules.NAME` for the names that the class in
+policy.rules lists (`Rules.tuned`).
 """
 
 
 def handler(name: str) -> Handler | None:
-    """Who changes the setting of this name, without the prefix; None for an unknown one."""
+    """The handler of this name, without the prefix; None if it is unknown."""
     if name.startswith(RULES):
         return rules_handler(name[len(RULES) :])
     return HANDLERS.get(name)
@@ -140,7 +139,7 @@ def handler(name: str) -> Handler | None:
 def set_internal_state(
     original: Callable[..., Any], controller: Any, message: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around SGLang's own: takes out our names and applies them. Of ours nothing raises."""
+    """Hook around SGLang's own: applies settings with our prefix, and never raises for those."""
     ours = {
         name: value for name, value in message.server_args.items() if str(name).startswith(PREFIX)
     }
@@ -172,7 +171,7 @@ def _apply(scheduler: Any, values: Mapping[str, float]) -> bool:
             logger.warning("kvtier: %s = %s was refused: %s", name, shown(value), error)
             return False
         except Exception:
-            # In SGLang's loop it would end the server; settings changed so far stay changed.
+            # In SGLang's loop it would end the server. Settings changed before it stay changed.
             logger.exception("kvtier: %s = %s was refused: changing it failed", name, shown(value))
             return False
         logger.info("kvtier: %s is now %s", name, value)

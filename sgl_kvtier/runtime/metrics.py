@@ -1,8 +1,8 @@
-"""Figures of the store, of restorations and of lookahead in SGLang's /metrics: one table of names,
+"""Metrics of the store, of restorations and of lookahead in SGLang's /metrics: one table of names,
 one thread that publishes.
 
 Each source keeps plain numbers and returns them on request (`Sample`); names begin with `kvtier:`.
-Tiers are called device, host, storage and remote in labels (`types.PLACES`), ways between them
+Labels name tiers device, host, storage and remote (`types.PLACES`), and links between them
 storage-host and so on (`types.Link`).
 """
 
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.5
 
 Sample: TypeAlias = tuple[str, dict[str, str], float]
-"""A name in the table without its source's prefix, labels, and a value: of a counter the total,
-which only grows; of a histogram one value observed since the last time.
+"""A name in the table without its source's prefix, labels, and a value: for a counter the total,
+which only grows; for a histogram one new observation.
 """
 
 
@@ -40,7 +40,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table. `labels` are its own; those of the rank come before them."""
+    """One row of the table. `labels` come after those of the rank."""
 
     name: str
     doc: str
@@ -263,14 +263,14 @@ _TENANTS = (
 METRICS = {metric.name: metric for metric in (*_STORE, *_TENANTS, *_REMOTE, *_RESTORE, *_LOOKAHEAD)}
 
 _POSITIONS = tuple(n / 10 for n in range(1, 11))
-"""Buckets of the one histogram."""
+"""Buckets of the only histogram."""
 _instruments: dict[str, Any] = {}
 _making = threading.Lock()
 
 
 def count(name: str, **labels: str) -> None:
-    """Adds one to a counter that no source publishes. Any thread, once SGLang has set up the state
-    its processes share.
+    """Adds one to a counter that no source publishes. Any thread, once SGLang has set up the folder
+    that its processes share.
     """
     _instrument(name, tuple(labels)).labels(**labels).inc()
 
@@ -285,7 +285,7 @@ def store_samples(store: PageStore) -> Iterator[Sample]:
 
 
 def with_unit_last(name: str) -> str:
-    """A field's name as Prometheus wants it: the unit at the end, and in full."""
+    """Converts a field's name to Prometheus's convention: the unit at the end, spelled out."""
     if name.endswith("_s"):
         return f"{name}econds"
     if name == "bytes_written_to_device":
@@ -299,13 +299,13 @@ def plain_numbers(counters: type) -> list[str]:
 
 
 def feature_samples() -> Iterator[Sample]:
-    """Which features this SGLang allows."""
+    """Which features work with this SGLang."""
     for feature in features.FEATURES:
         yield "feature", {"feature": feature.name}, not features.moved(feature.name)
 
 
 def tenant_samples(tenants: Callable[[], list[Holding]]) -> Iterator[Sample]:
-    """What the tenants of the settings hold, by their names there, and all others together."""
+    """What the tenants in the settings hold, by name, and all others together."""
     for one in tenants():
         label = {"tenant": one.name}
         yield "bytes", label, one.nbytes
@@ -314,7 +314,7 @@ def tenant_samples(tenants: Callable[[], list[Holding]]) -> Iterator[Sample]:
 
 
 def remote_samples(store: TieredStore) -> Iterator[Sample]:
-    """What the store that servers share did for this one."""
+    """Statistics of the store that servers share, as used by this server."""
     stats = store.tiered_stats()
     remote = stats.remote
     yield "up", {}, stats.usable
@@ -336,7 +336,7 @@ def remote_samples(store: TieredStore) -> Iterator[Sample]:
 
 
 class Source:
-    """One source of figures, published until it is closed."""
+    """One source of metrics, published until it is closed."""
 
     def __init__(
         self,
@@ -352,11 +352,11 @@ class Source:
         self._seen: dict[tuple[str, ...], float] = {}
 
     def close(self) -> None:
-        """Publishes a last time, while what it reads is still there. Idempotent."""
+        """Publishes a last time, while the objects it reads still exist. Idempotent."""
         self._publisher.remove(self)
 
     def publish(self) -> None:
-        """Gives the present numbers to Prometheus. One thread at a time."""
+        """Passes the current numbers to Prometheus. One thread at a time."""
         for name, more, value in self._read():
             metric = METRICS[self._prefix + name]
             instrument = _instrument(metric.name, (*self._labels, *more)).labels(
@@ -374,8 +374,8 @@ class Source:
 
 
 class Publisher:
-    """Publishes its sources twice a second, also while the server is idle, from one thread that
-    lives while there are any.
+    """Publishes its sources twice a second, also while the server is idle, on one thread that runs
+    while there are any.
     """
 
     def __init__(self) -> None:
@@ -387,7 +387,7 @@ class Publisher:
     def add(
         self, prefix: str, read: Callable[[], Iterable[Sample]], labels: dict[str, str]
     ) -> Source:
-        """Begins publishing what `read` says, on the publisher's thread, under names that begin
+        """Starts publishing what `read` returns, on the publisher's thread, under names that begin
         with `prefix`. `labels` name the rank.
         """
         source = Source(self, prefix, read, labels)
@@ -423,7 +423,7 @@ class Publisher:
                     self._publish(source)
 
     def _publish(self, source: Source) -> None:
-        """Locked. A source that cannot be read is not published any more; the others are."""
+        """Publishes one source; lock held. If it raises, it is removed; the others continue."""
         try:
             source.publish()
         except Exception:
@@ -432,12 +432,12 @@ class Publisher:
 
 
 PUBLISHER = Publisher()
-"""The process's."""
+"""The publisher of this process."""
 
 
 def _instrument(name: str, labels: tuple[str, ...]) -> Any:
-    """Once per process: a second attach meets the registered ones. The library is imported here
-    because SGLang sets the folder up that its processes share before anything is counted.
+    """The Prometheus metric, made once per process, since a second attach finds it registered. The
+    library is imported here because SGLang must first set up the folder that its processes share.
     """
     from prometheus_client import Counter, Gauge, Histogram
 

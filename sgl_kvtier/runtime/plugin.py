@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Registers our hooks; SGLang applies them right after. Runs once per process, before arguments
-    are parsed, whatever release of SGLang this is.
+    """Registers our hooks, which SGLang applies right after. Runs once per process, before
+    arguments are parsed, with any release of SGLang.
     """
     _know_attention_backend()
     hooks.register(Where.EVERY)
@@ -41,7 +41,7 @@ def register() -> None:
 
 
 def _may_serve_http() -> bool:
-    """Not in processes that only schedule or detokenize: they need not import the route."""
+    """False in processes that only schedule or detokenize, which need not import the route."""
     if "sglang.srt.entrypoints.engine" in sys.modules:
         return True
     workers = ("sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager")
@@ -65,9 +65,9 @@ def _know_attention_backend() -> None:
 def widen_command_line(
     result: None, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any
 ) -> None:
-    """After SGLang declared its options: our name is among the choices of
-    --hicache-storage-backend, and turns the hierarchical cache on as well. With `KVTIER=1` in the
-    environment a server that names no backend has ours, where it can have the hierarchical cache.
+    """Hook after SGLang declared its options: adds our name to the choices of
+    --hicache-storage-backend, which also turns the hierarchical cache on. With `KVTIER=1` in the
+    environment, a server that names no backend uses ours, if it can have the hierarchical cache.
     """
     del result, args, kwargs
     for action in parser._actions:
@@ -101,9 +101,9 @@ def _with_cache(parse: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_arguments(result: None, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """After SGLang resolved the cache's arguments: a wrong setting, an SGLang that lacks what
-    storage or a setting needs, or a host that cannot compile SGLang's page hash stops the launch
-    here. Whatever else this SGLang lacks is said here, a line each.
+    """Hook after SGLang resolved the cache's arguments. Stops the launch on a wrong setting, on an
+    SGLang that lacks what storage or a setting needs, and on a host that cannot compile SGLang's
+    page hash. Logs a line for everything else that this SGLang lacks.
     """
     del result, args, kwargs
     from sglang.srt.arg_groups.model_override_base import resolving_view
@@ -122,16 +122,16 @@ def check_arguments(result: None, server_args: Any, *args: Any, **kwargs: Any) -
 
 
 _SAID_AT_LAUNCH = ("arguments", "zero-copy", "hints", "weights", "control")
-"""Features of which the launcher says that they are off. The scheduler says it of restoring and
-looking ahead, and the platform of itself.
+"""Features that the launcher reports if they are off. The scheduler reports restoring and
+lookahead, and the platform itself.
 """
 
 
 def choose_page_size(
     result: dict[str, Any], view: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any] | None:
-    """Hook after SGLang chose a page size because the user had not: one that can be stored and
-    restored, where one token was chosen.
+    """Hook after SGLang chose a page size because the user had not: replaces one token by a size
+    that can be stored and restored.
     """
     del args, kwargs
 

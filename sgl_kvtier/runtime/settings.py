@@ -27,9 +27,7 @@ BACKEND = "kvtier"
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 PATH_VARIABLE = "KVTIER_STORE_PATH"
 CAPACITY_VARIABLE = "KVTIER_CAPACITY"
-"""Variables of the environment for `store.path` and `store.capacity_bytes` where no setting says
-them.
-"""
+"""Environment variables for `store.path` and `store.capacity_bytes`, for settings without them."""
 
 FIXED = tuple(
     f.name
@@ -37,20 +35,19 @@ FIXED = tuple(
     if f.name.startswith(("prefetch", "session", "hint"))
     or f.name in ("rules", "eviction", "map_pages", "decision_log", "proof")
 )
-"""Settings of the policy section that a planner or a file is made with; a running server refuses to
-change them.
+"""Settings of the policy section that the planner or a file is constructed with; a running server
+refuses to change them.
 """
 
 _HOST_ADDED = frozenset({"file_storage_path"})
 
 _MOST_SAID = 500
-"""Characters of a parser's own error that are repeated."""
+"""Most characters of a parser's own error that are repeated."""
 
 
 def of_lab(module: str, named: str) -> Any:
-    """The module of the laboratory that carries out settings of the section `lab`. Its name is put
-    together here, because the product never imports the laboratory. Raises ConfigError where it is
-    not installed.
+    """The laboratory's module for settings of the section `lab`. It is imported by name, because
+    the product does not depend on the laboratory. Raises ConfigError if it is not installed.
     """
     try:
         return importlib.import_module(f"sgl_kvtier.lab.{module}")
@@ -61,8 +58,8 @@ def of_lab(module: str, named: str) -> Any:
 
 
 def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
-    """The settings in SGLang's decoded --hicache-storage-backend-extra-config; classes they name
-    are imported. Raises ConfigError.
+    """The settings in SGLang's decoded --hicache-storage-backend-extra-config; the classes they
+    name are imported. Raises ConfigError.
     """
     given = with_environment(
         {k: v for k, v in (extra_config or {}).items() if k not in _HOST_ADDED}
@@ -77,16 +74,16 @@ def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
 
 
 def of_file(path: str | Path) -> KVTierConfig:
-    """The settings that a server takes from a kvtier.json. Raises ConfigError where it is missing
-    or wrong.
+    """The settings of a server with this kvtier.json. Raises ConfigError if it is missing or
+    wrong.
     """
     return parse_config(with_environment(read_config(path)))
 
 
 def with_environment(given: Any) -> Any:
-    """Decoded settings, and where they leave the folder or the capacity open the environment's."""
+    """Decoded settings, with folder and capacity from the environment if they are missing."""
     if not isinstance(given, dict) or not isinstance(given.get("store"), dict | None):
-        return given  # the parser says what is wrong
+        return given  # the parser will report what is wrong
     said = dict(given.get("store") or {})
     if said.get("path") in ("", None):
         said.pop("path", None)
@@ -94,8 +91,8 @@ def with_environment(given: Any) -> Any:
 
 
 def changed(config: PolicyConfig, values: Mapping[str, Any]) -> PolicyConfig:
-    """`config` with other values, by name, as a running server may take them. Raises ConfigError on
-    an unknown name, a wrong value, and a setting that is fixed when the server starts.
+    """`config` with these values, by name, if a running server may take them. Raises ConfigError on
+    an unknown name, a wrong value, or a setting that is fixed at start.
     """
     found = {name: parse_setting("policy", name, value) for name, value in values.items()}
     fixed = [f"policy.{name}" for name in values if name in FIXED]
@@ -108,11 +105,11 @@ def changed(config: PolicyConfig, values: Mapping[str, Any]) -> PolicyConfig:
 
 
 def store_of_environment() -> dict[str, str]:
-    """Where pages go and how many unless the settings say so: as the environment says, else in this
+    """Folder and capacity of the store for settings without them: from the environment, else this
     user's cache folder.
     """
     caches = os.environ.get("XDG_CACHE_HOME", "")
-    if not caches.startswith("/"):  # as its specification has it
+    if not caches.startswith("/"):  # its specification ignores relative paths
         caches = "~/.cache"
     found = {"path": os.environ.get(PATH_VARIABLE) or f"{caches}/kvtier/pages"}
     capacity = os.environ.get(CAPACITY_VARIABLE)
@@ -120,7 +117,7 @@ def store_of_environment() -> dict[str, str]:
 
 
 def wanted_by_environment() -> bool:
-    """Whether `KVTIER` turns this backend on. Raises ConfigError for a value that is neither."""
+    """Whether `KVTIER` turns this backend on. Raises ConfigError for an invalid value."""
     value = os.environ.get("KVTIER", "").strip().lower()
     if value not in ("", *_ON, *_OFF):
         raise ConfigError(
@@ -130,7 +127,7 @@ def wanted_by_environment() -> bool:
 
 
 def where_pages_go(args: Any) -> str:
-    """In one sentence, what a server with this resolved configuration was set to, for its log."""
+    """A sentence for the log of a server with this resolved configuration."""
     config = of_server(args)
     return (
         "--enable-hierarchical-cache and --hicache-storage-backend "
@@ -147,8 +144,8 @@ def _say_relative(path: str, used: str) -> None:
 
 
 def check_server(args: Any) -> KVTierConfig:
-    """The settings in a resolved SGLang configuration that uses our backend. Raises ConfigError
-    when it cannot work.
+    """The settings in a resolved SGLang configuration that uses our backend. Raises ConfigError if
+    it cannot work.
     """
     if not args.enable_hierarchical_cache:
         raise ConfigError("--hicache-storage-backend kvtier needs --enable-hierarchical-cache")
@@ -161,11 +158,11 @@ def of_server(args: Any) -> KVTierConfig:
 
 
 def _extra_config(args: Any) -> dict[str, Any]:
-    """SGLang's decoded storage-backend-extra-config, less its own keys. Raises ConfigError."""
+    """SGLang's decoded storage-backend-extra-config, without its own keys. Raises ConfigError."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
     given = args.hicache_storage_backend_extra_config
-    # three formats, each with errors of its own, and none of them says which flag it is
+    # there are three formats, each with its own errors, none of which names the flag
     try:
         nbytes = (
             Path(given[1:]).stat().st_size if (given or "").startswith("@") else len(given or "")
@@ -188,15 +185,15 @@ def uses_backend(args: Any) -> bool:
     try:
         return str(_extra_config(args).get("module_path", "")).startswith("sgl_kvtier.")
     except ConfigError:
-        return False  # SGLang itself will say what is wrong with it
+        return False  # SGLang itself will report what is wrong
 
 
 def wants_larger_pages(args: Any) -> bool:
-    """Whether a server whose page size was left away is better off with pages of GPU_PAGE tokens.
+    """Whether a server without --page-size should use pages of GPU_PAGE tokens.
 
-    Not where restoring is refused anyway and larger pages could be refused as well. Drafts of
+    Not if restoring is refused anyway and larger pages might be refused as well: drafts with
     several branches and states of linear layers may need pages of one token. Prefill and decode
-    must agree on a size, and a chunk has to be whole pages.
+    servers must agree on a size, and a chunk must be whole pages.
     """
     return (
         args.device == "cuda"
@@ -210,13 +207,13 @@ def wants_larger_pages(args: Any) -> bool:
 
 
 def named_features(policy: PolicyConfig) -> tuple[str, ...]:
-    """The features (`sglang/features.py`) that these settings ask for by name. A server that cannot
-    have one of them is refused; what is left at auto is left to SGLang instead.
+    """The features (`sglang/features.py`) that these settings request by name. A server that lacks
+    one of them is refused, while with auto the feature is off.
     """
     named = {"restore": policy.restore not in ("auto", "off"), "lookahead": looks_ahead(policy)}
     return tuple(name for name, asked in named.items() if asked)
 
 
 def looks_ahead(policy: PolicyConfig) -> bool:
-    """Whether these settings need to know of every page: to prefetch it, or to choose victims."""
+    """Whether these settings track every page: to prefetch it, or to choose eviction victims."""
     return policy.prefetch == "on" or policy.eviction not in ("auto", "lru")

@@ -1,14 +1,14 @@
-"""Digests of whole files: weights, their configuration, adapters and code, of which a server's
-pages are made. Every byte is read once and the digest is kept.
+"""Digests of whole files that determine a server's pages: weights, their configuration, adapters
+and code. Every byte is read once and the digest is kept.
 
-A kept digest counts for a file with the same path, device, inode, size, modification time and
+A kept digest is valid for a file with the same path, device, inode, size, modification time and
 change time. A file changed in place has another change time, which no program can set, whatever its
-modification time says. Digests are kept in the store's folder, in `files.json`, which is replaced
-in one step and may be lost at any time.
+modification time is. Digests are kept in the store's folder, in `files.json`, which is replaced
+atomically and may be lost at any time.
 
-Of the servers and ranks that start at once one reads, with `files.lock` held, and the others wait
-for what it keeps. The kernel gives the lock back however its holder ends; whoever waited for as
-long as a slow disk would take reads the files itself.
+Of several servers and ranks that start at the same time, one reads, holding `files.lock`, and the
+others wait for the digests it keeps. The kernel releases the lock however its holder ends. A
+process that has waited for as long as a slow disk would take reads the files itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SCHEMA = 1
 _MOST_FILES = 4096
 _MOST_BYTES = 8 << 20
 _PART_BYTES = 64 << 20
-"""What one thread reads at a time. The digest of a file is one of its parts' digests."""
+"""What one thread reads at a time. The digest of a file is computed from its parts' digests."""
 _READ_BYTES = 1 << 20
 _MOST_THREADS = 8
 _SETTLED_S = 2.0
@@ -65,23 +65,23 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: Path) -> Stamp:
-    """The stamp of a file, behind symbolic links. Raises OSError."""
+    """The stamp of a file, following symbolic links. Raises OSError."""
     found = path.stat()
     return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 class FileDigests:
-    """Digests of files by their contents, SHA-256. Any thread."""
+    """SHA-256 digests of files by content. Any thread."""
 
     def __init__(self, folder: str | None = None, *, now: Callable[[], float] = time.time) -> None:
-        """`folder` is where digests are kept; without one, every call reads its files."""
+        """`folder` keeps the digests; without one, every call reads the files."""
         self._folder = Path(folder) if folder else None
         self._now = now
         self._env = Env()
 
     def of(self, paths: Sequence[Path]) -> dict[Path, str]:
-        """The digest of each file, as 64 hexadecimal digits. A file that cannot be read is known
-        by its stamp, so that it has another digest once anything about it changed.
+        """The digest of each file, as 64 hexadecimal digits. A file that cannot be read gets a
+        digest of its stamp, which changes when anything about the file changes.
         """
         stamps: dict[Path, Stamp] = {}
         digests: dict[Path, str] = {}
@@ -95,7 +95,7 @@ class FileDigests:
         if not missing:
             return digests
         with self._turn(sum(stamp.size for stamp in missing.values())):
-            found = self._kept(missing)  # by whoever had the lock before
+            found = self._kept(missing)  # a process that held the lock before may have kept some
             read = _read({path: missing[path] for path in missing if path not in found})
             self._keep({path: (missing[path], digest) for path, digest in read.items()})
         return digests | found | read
@@ -110,7 +110,7 @@ class FileDigests:
         return found
 
     def _load(self) -> dict[str, tuple[Stamp, str]]:
-        """What is kept. Whatever in it is damaged counts as not kept."""
+        """The kept digests. Damaged entries are ignored."""
         if self._folder is None:
             return {}
         try:
@@ -149,8 +149,8 @@ class FileDigests:
 
     @contextlib.contextmanager
     def _turn(self, nbytes: int) -> Iterator[None]:
-        """The lock of those who read files; after a bounded time, or where there is none, goes on
-        without it.
+        """Holds the lock of processes that read files. After a timeout, or if there is no lock,
+        continues without it.
         """
         fd = self._open_lock()
         try:
@@ -167,7 +167,7 @@ class FileDigests:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return self._env.open(str(self._folder / LOCK), os.O_RDWR | os.O_CREAT)
-        except OSError:  # opening the store says what is wrong with its folder
+        except OSError:  # opening the store will report what is wrong with its folder
             return None
 
     def _wait_for(self, fd: int, limit_s: float) -> None:
@@ -198,7 +198,7 @@ def _fits(entry: object) -> bool:
 
 
 def is_hexadecimal(text: str) -> bool:
-    """Whether a text is a SHA-256 as hub caches and this module write it."""
+    """Whether a text is a SHA-256 in the form that hub caches and this module use."""
     return len(text) == 64 and all(c in "0123456789abcdef" for c in text)
 
 
@@ -223,8 +223,8 @@ def _read(stamps: Mapping[Path, Stamp]) -> dict[Path, str]:
 
 
 def _digest(path: Path, stamp: Stamp, pool: ThreadPoolExecutor, progress: _Progress) -> str:
-    """The digest of a file that does not change while it is read. Of one that does, none that a
-    file has had or will have.
+    """The digest of a file that does not change while it is read. A file that keeps changing gets a
+    random digest, which matches no other.
     """
     for _ in range(_TRIES):
         starts = range(0, stamp.size, _PART_BYTES)
@@ -261,7 +261,7 @@ def _part(path: Path, start: int, progress: _Progress) -> bytes:
 
 
 class _Progress:
-    """Says how far reading has come, every five seconds."""
+    """Logs the progress of reading every five seconds."""
 
     def __init__(self, total: int) -> None:
         self._total = total

@@ -1,12 +1,12 @@
-"""SGLang's arguments and environment variables that change what the bytes of a page mean, by name:
-all of them are fields of the identity.
+"""SGLang's arguments and environment variables that change the meaning of a page's bytes, by name:
+all of them are fields of the model fingerprint.
 
-What does not stand here changes no byte, or only the name of a page, or rounding. The policy on
-rounding: a page is taken over between kernels, batch sizes and numbers of experts' ranks, as SGLang
-takes its own pages over, since all of them compute the same numbers up to rounding. What decides in
-which precision weights, activations, index keys or states are held, which of them are left out, or
-in which order they lie, is a field. Where that was not certain, it is a field too: that costs a
-miss, never an answer. `tests/runtime/fingerprint_table.py` has the others of SGLang 0.5.23, each
+Everything else changes no byte, or only the name of a page, or rounding. The policy on rounding: a
+page is reused across kernels, batch sizes and numbers of expert-parallel ranks, as SGLang reuses
+its own pages, since all of them compute the same numbers up to rounding. Whatever decides in which
+precision weights, activations, index keys or states are held, which of them are omitted, or in
+which order they lie, is a field. Where that was not certain, it is a field too: that costs a miss,
+never a wrong answer. `tests/runtime/fingerprint_table.py` lists the others of SGLang 0.5.23, each
 with its reason.
 """
 
@@ -58,7 +58,7 @@ ARGUMENTS: Final = (
     "mm_process_config", "image_processor_backend", "disable_fast_image_processor",
     "trust_mm_content_hashes", "enable_precise_embedding_interpolation",
 )  # fmt: skip
-"""Arguments that stand in an identity where they have a value."""
+"""Arguments that are fields of the fingerprint if they have a value."""
 
 PATHS: Final = (
     "speculative_draft_model_path",
@@ -71,10 +71,10 @@ PATHS: Final = (
     "modelopt_checkpoint_restore_path",
     "dllm_algorithm_config",
 )
-"""Arguments that name a file or folder of which the contents stand in the identity."""
+"""Arguments that name a file or folder whose contents are part of the fingerprint."""
 
 PATH_VARIABLES: Final = ("SGLANG_EXPERT_PACK_PATH",)
-"""Environment variables that do."""
+"""Environment variables that name such a file or folder."""
 
 VARIABLES: Final = (
     # the order and format of device pages
@@ -149,6 +149,6 @@ VARIABLES: Final = (
     "SGLANG_KV_CANARY_PERTURB_REAL_KV_POST_FORWARD_PROB", "SGLANG_KV_CANARY_PERTURB_TARGET_GROUP",
     "SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB",
 )  # fmt: skip
-"""Environment variables that stand in an identity where they are set to something else than SGLang
-does by itself.
+"""Environment variables that are fields of the fingerprint if their value is not SGLang's
+default.
 """

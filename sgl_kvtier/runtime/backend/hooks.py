@@ -1,4 +1,4 @@
-"""The storage backend's hooks in SGLang besides its own interface, in scheduler processes."""
+"""The storage backend's hooks in SGLang's scheduler processes, in addition to its interface."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def create_backend(
 
 
 def use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
-    """Passes pages to our backend by address where a page lies in few pieces. No operation is
-    queued yet at this point.
+    """Passes pages to our backend by address if a page lies in few pieces. No operation is queued
+    yet at this point.
     """
     del result, args, kwargs
     if store_of(controller) is None:
         return
     if "backup_skip" in vars(controller):
-        # Before 0.5.23 it was decided before there was a backend. Ours chooses what a rank writes.
+        # Releases before 0.5.23 decide this before there is a backend. Ours chooses what a rank
+        # writes.
         controller.backup_skip = False
     if features.moved("zero-copy"):
         return
@@ -51,8 +52,8 @@ def cut_reads_short(
     original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Hook around the end of HiCache's storage threads, at a flush or a detach. SGLang waits 10 s
-    for each of them and ends the server after that. So neither a long read of pages that are no
-    longer needed, nor a long write to a slow disk, nor another rank may delay one.
+    for each thread and ends the server after that. So neither a long read of pages that are no
+    longer needed, nor a long write to a slow disk, nor another rank may delay them.
     """
     backend = store_of(controller)
     if backend is None:
@@ -64,7 +65,7 @@ def cut_reads_short(
 
 
 def note_reduction(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the reduction by which ranks agree on how far a read from storage has come."""
+    """Hook around the reduction by which ranks agree on the progress of a read from storage."""
     with quiet_stop.busy(controller, "reducing"):
         return original(controller, *args, **kwargs)
 
@@ -72,7 +73,7 @@ def note_reduction(original: Callable[..., Any], controller: Any, *args: Any, **
 def read_ahead(
     original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook around SGLang's read of one prefix from storage, 128 pages at a time: the next ones are
+    """Hook around SGLang's read of one prefix from storage, 128 pages at a time: the next pages are
     in flight already. SGLang reuses host slots that were not filled only after this has returned.
     """
     backend = store_of(controller)
@@ -88,7 +89,7 @@ def read_ahead(
 def note_tenant(
     original: Callable[..., Any], tree: Any, node_id: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook around SGLang's queueing of a node's pages for storage: notes whose they are."""
+    """Hook around SGLang's queueing of a node's pages for storage: notes their tenant."""
     backend = store_of(getattr(tree, "cache_controller", None))
     if backend is not None and not features.moved("tenants"):
         found = whose(tree.tree_core, node_id)
@@ -100,7 +101,7 @@ def note_tenant(
 def write_for_tenant(
     original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook around SGLang's writing of these pages, on its own thread: they name their tenant."""
+    """Hook around SGLang's write of these pages, on its own thread: names their tenant."""
     backend = store_of(controller)
     if backend is None or not operation.hash_value:
         return original(controller, operation, *args, **kwargs)
@@ -109,9 +110,9 @@ def write_for_tenant(
 
 
 def leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
-    """After weights changed at run time, or may be changed from outside from now on: pages written
-    so far belong to other weights and are not served any more. Where several of these hooks see one
-    change, the first acts.
+    """Hook after weights changed at run time, or may be changed from outside from now on: pages
+    written so far belong to other weights and are not served any more. If several of these hooks
+    see one change, the first acts.
     """
     del args, kwargs
     if getattr(result, "success", True) is False:
@@ -122,8 +123,8 @@ def leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> N
 def leave_weights_in_doubt(
     original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook around an update that writes weights in place. Where it fails, on this rank or another,
-    some of them may be new ones: pages are not served or stored any more, whatever its result.
+    """Hook around an update that writes weights in place. If it fails, on this rank or another,
+    some weights may be new: pages are no longer served or stored, whatever its result.
     """
     try:
         return original(updater, *args, **kwargs)

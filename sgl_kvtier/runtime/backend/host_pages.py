@@ -1,5 +1,5 @@
-"""Pages of HiCache's host pools for the store: their shape, and views of the pool's memory, which
-is read and written in place.
+"""Pages of HiCache's host pools as the store sees them: their shape, and views of the pool's
+memory, which is read and written in place.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ PAGE_AXES = {
     "page_first_direct": ("layer", "token", "head"),
     "page_head": ("head", "token", "layer"),
 }
-"""How K, or V, of a page lies in host memory: its axes from the outermost to the innermost; behind
-them are the numbers of one head. Source: `init_kv_buffer` in sglang/srt/mem_cache/pool_host.
+"""The axes of a page's K or V in host memory, from the outermost to the innermost; after them come
+the numbers of one head. Source: `init_kv_buffer` in sglang/srt/mem_cache/pool_host.
 """
 CONTIGUOUS = tuple(PAGE_AXES)
-"""Host layouts in which a page can be read in place, as it lies in the store."""
+"""Host layouts in which a page can be read in place, because the store has the same."""
 _USUAL = "nhd"
 """SGLang's usual order of a page on the device (KVBufferLayout, from 0.5.23 on)."""
 _NEWER = frozenset({"dcp_size", "dp_rank"})
-"""Fields of SGLang's storage configuration that releases before 0.5.23 and 0.5.21 lack, so that
-RankShare's own value holds there. They refuse storage with parallel decode contexts, and no folder
-is named by a data-parallel rank.
+"""Fields of SGLang's storage configuration that releases before 0.5.23 or 0.5.21 lack, where
+RankShare's default holds. These releases refuse storage with parallel decode contexts, and no
+folder is named by a data-parallel rank.
 """
 
 
@@ -49,20 +49,20 @@ def is_page_contiguous(pool: Any) -> bool:
 
 
 def has_states(pool: Any) -> bool:
-    """Whether this host pool's pages are states, each of tensors that lie apart."""
+    """Whether this host pool's pages are states, each of several separate tensors."""
     return isinstance(pool, MambaPoolHost)
 
 
 def buffer_of(pool: Any) -> torch.Tensor | None:
-    """The tensor that holds all of a host pool's pages; None where there is none, or are two."""
+    """The tensor that holds all of a host pool's pages; None if there is none, or more than one."""
     buffers = buffers_of(pool)
     return buffers[0] if len(buffers) == 1 else None
 
 
 def buffers_of(pool: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors that hold all of a host pool's pages, or none: one, which index keys have under a
-    name of their own; or that of K and that of V, where their heads have different widths (MiMo
-    V2). A page's pieces lie in them in turn.
+    """The tensors that hold all of a host pool's pages, if any. Usually one, which index keys have
+    under another name. Where heads of K and V have different widths (MiMo V2), one for K and one
+    for V, in which the pieces of a page alternate.
     """
     if isinstance(pool, AsymmetricMHATokenToKVPoolHost):
         return tuple(pool.kv_buffer or ())
@@ -74,12 +74,11 @@ def buffers_of(pool: Any) -> tuple[torch.Tensor, ...]:
 def is_replicated(pool: Any) -> bool:
     """Whether every TP rank of a model with latents (MLA) has the same pages of this host pool.
 
-    That is so for latents, for the index keys beside them, and for the compressed latents, index
-    keys and compressor states of DeepSeek V4, which SGLang computes in full on every rank (its
-    layers for them are ReplicatedLinear). States of linear layers, and keys and values of heads,
-    are shares of a rank also where they lie beside latents: the states of Kimi-Linear, an EAGLE3
-    draft of DeepSeek. A host pool that is not known here counts as a share, which costs room and
-    never an answer.
+    That holds for latents, for their index keys, and for the compressed latents, index keys and
+    compressor states of DeepSeek V4, which SGLang computes in full on every rank (with
+    ReplicatedLinear layers). States of linear layers, and keys and values of heads, are a rank's
+    share, even in models with latents: the states of Kimi-Linear, an EAGLE3 draft of DeepSeek. An
+    unknown kind of host pool counts as a share, which costs space but never a wrong answer.
     """
     return isinstance(pool, (MLATokenToKVPoolHost, DSAIndexerPoolHost)) or type(pool) in (
         LogicalHostPool,
@@ -90,13 +89,13 @@ def is_replicated(pool: Any) -> bool:
 
 def has_bytes(pool: Any) -> bool:
     """Whether pages of this host pool have bytes. Those of DeepSeek V4's KV pool have none: its
-    slots only number the pages of the pools beside it.
+    slots only number the pages of its side pools.
     """
     return not isinstance(pool, LogicalHostPool)
 
 
 def shape_of(pool: Any) -> PageShape:
-    """The shape of a host pool's pages. Sizes that a pool lacks stay None: states have no heads."""
+    """The shape of a host pool's pages. Sizes that a pool lacks are None: states have no heads."""
     return PageShape(
         layout=_plain(pool, "layout"),
         page_size=_plain(pool, "page_size"),
@@ -112,7 +111,7 @@ def shape_of(pool: Any) -> PageShape:
 
 
 def _device_layout(pool: Any) -> str | None:
-    """How the device pools behind a host pool lay out a page, where it is not token by token."""
+    """How the device pools of a host pool lay out a page, unless it is token by token."""
     found = [getattr(info, "buffers", None) for info in getattr(pool, "_buffer_infos", ())]
     layouts = {
         str(buffers.layout.value) if hasattr(buffers, "layout") else _USUAL
@@ -127,7 +126,7 @@ def _text(value: Any) -> str | None:
 
 
 def share_of(storage_config: Any) -> RankShare:
-    """This rank's share, as HiCache tells its storage backends."""
+    """This rank's share, from the configuration that HiCache passes to its storage backends."""
     return RankShare(
         **{
             f.name: getattr(storage_config, f.name)
@@ -143,7 +142,7 @@ def _plain(pool: Any, name: str) -> Any:
 
 
 def says_where_pages_lie(pool: Any) -> bool:
-    """Whether this host pool gives all bytes of a page: it may keep scales beside them."""
+    """Whether this host pool gives the addresses of all bytes of a page, including scales."""
     if not hasattr(pool, "get_page_buffer_meta"):
         return True
     try:
@@ -156,8 +155,8 @@ def says_where_pages_lie(pool: Any) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor. The view keeps the tensor alive. For a page without
-    bytes it is one byte of its own: a marker, by which the store knows that the page is there.
+    """The memory of a contiguous host tensor; the view keeps the tensor alive. For a page without
+    bytes, one byte of its own as a marker, by which the store knows that the page is there.
     """
     if not tensor.numel():
         return memoryview(bytearray(1))
@@ -166,7 +165,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def parts_of(pool: Any, pages: int, host_indices: torch.Tensor) -> list[list[memoryview]]:
     """Each page's pieces in a page-contiguous host pool, as views of the pool's memory.
-    `host_indices`: a slot per token, or per state.
+    `host_indices` has a slot for each token or state.
     """
     if has_states(pool):
         states = [pool._iter_page_tensors(slot) for slot in host_indices.tolist()]
@@ -183,7 +182,7 @@ def parts_of(pool: Any, pages: int, host_indices: torch.Tensor) -> list[list[mem
 
 
 def page_bytes(pool: Any) -> int:
-    """Bytes of a page of this host pool; 0 where it has none, or none that can be stored."""
+    """Bytes of a page of this host pool; 0 if it has none, or none that can be stored."""
     if not has_bytes(pool):
         return 0
     if is_page_contiguous(pool):
@@ -196,14 +195,12 @@ def page_bytes(pool: Any) -> int:
 
 
 def device_buffers(device: Any) -> list[Any]:
-    """A device pool's tensors [slot, head, number] by layer: those of K and those of V, or those of
-    the latents.
-    """
+    """A device pool's tensors [slot, head, number], lists by layer: K and V, or latents."""
     if getattr(device, "k_buffer", None) is not None:
         return [device.k_buffer, device.v_buffer]
     return [device.kv_buffer]
 
 
 def nbytes_of(parts: Sequence[Sequence[memoryview]], moved: Sequence[bool]) -> int:
-    """Bytes of the pages that were moved."""
+    """Total bytes of the pages whose entry in `moved` is True."""
     return sum(sum(p.nbytes for p in page) for page, ok in zip(parts, moved, strict=True) if ok)

@@ -1,8 +1,9 @@
-"""The identity of a server's pages: everything that changes what a KV page's bytes mean.
+"""The model fingerprint (identity) of a server's pages: everything that changes the meaning of a KV
+page's bytes.
 
-Two servers share pages if and only if all fields are equal; anything else is a different namespace
-of the store and gives no hits. SGLang's page hashes cover only tokens, cache salt and the names and
-paths of LoRA adapters, so all the rest stands here.
+Two servers share pages if and only if all fields are equal; otherwise they use different namespaces
+of the store and get no hits from each other. SGLang's page hashes cover only tokens, cache salt,
+and names and paths of LoRA adapters, so everything else is here.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npy")
 _NOT_FOR_INFERENCE = (
     "training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
 )  # fmt: skip
-"""What SGLang does not load from a folder of weights either."""
+"""Files that SGLang does not load from a folder of weights either."""
 _OF_TOKENS = (
     "tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template",
     "generation_config",
 )  # fmt: skip
 _FROM_ELSEWHERE = ("remote", "remote_instance")
-"""Ways to load weights of which the model's folder does not tell."""
+"""Load formats whose weights do not come from the model's folder."""
 _runtime_weights: str | None = None
 
 
 def weights_changed() -> None:
-    """Notes that the weights in memory are no longer those on disk: from now on this server has an
-    identity of its own, once its ranks agree on it (`agree_on_weights`).
+    """Notes that the weights in memory differ from those on disk: this server gets a fingerprint of
+    its own, once its ranks agree on it (`agree_on_weights`).
     """
     global _runtime_weights
     _runtime_weights = uuid.uuid4().hex
 
 
 def agree_on_weights() -> None:
-    """Before a store is opened: takes the first TP rank's name for weights that were changed at run
-    time. A collective of the TP ranks, and only where weights were changed, which SGLang does on
-    all of them.
+    """Takes over the first TP rank's name for weights that were changed at run time. Called before
+    a store is opened. A collective of the TP ranks, but only if weights were changed, which SGLang
+    does on all of them.
     """
     global _runtime_weights
     if _runtime_weights is not None:
@@ -64,13 +65,12 @@ def agree_on_weights() -> None:
 def identity_of(
     server_args: Any, ranks: RankShare, pools: Mapping[str, PageShape], kept: str | None = None
 ) -> Identity:
-    """The identity of a server's pages, the same on all TP ranks of a pipeline stage, and on all
-    ranks until weights are changed at run time.
+    """The fingerprint of a server's pages. It is the same on all TP ranks of a pipeline stage, and
+    on all ranks until weights are changed at run time.
 
-    `server_args` is the resolved view; `pools` are the shapes of pages by the name of their pool;
-    `kept` is the folder that keeps the digests of files that were read.
-    Which layers and heads a rank holds follows from the sizes here and the rank's folder
-    (`RankShare.folder`).
+    `server_args` is the resolved view; `pools` are the shapes of pages by pool name; `kept` is the
+    folder that keeps the digests of files. Which layers and heads a rank holds follows from the
+    sizes here and the rank's folder (`RankShare.folder`).
     """
     files = FileDigests(kept)
     dummy = server_args.load_format == "dummy"
@@ -101,8 +101,8 @@ def identity_of(
 
 
 def not_shareable(server_args: Any) -> str | None:
-    """Why pages under this identity cannot be shared with other hosts, or None: on another host
-    other weights may have the same identity.
+    """Why pages with this fingerprint cannot be shared with other hosts, where other weights may
+    have the same fingerprint; or None.
     """
     if _runtime_weights is not None:
         return "weights were changed at run time, so no other server has these"
@@ -133,16 +133,15 @@ def _model_of(server_args: Any) -> Path:
 
 
 def _has_weights(path: Path) -> bool:
-    """Whether `weights_digest` of this path is one of weights."""
+    """Whether `weights_digest` finds weights at this path."""
     return path.is_file() or (
         path.is_dir() and any(file.suffix in _WEIGHT_SUFFIXES for file in path.iterdir())
     )
 
 
 def adapter_digests(server_args: Any, files: FileDigests | None = None) -> dict[str, str]:
-    """Digests of the LoRA adapters a server is started with, by name and path. Those that are
-    loaded later get an id of their own from SGLang each time, so that their pages are never found
-    again.
+    """Digests of the LoRA adapters that a server is started with, by name and path. Adapters loaded
+    later get a new id from SGLang each time, so their pages are never found again.
     """
     digests = {}
     for adapter in getattr(server_args, "lora_paths", None) or ():
@@ -166,8 +165,8 @@ def model_folder(
     download_dir: str | None = None,
     config: str = "config.json",
 ) -> Path:
-    """The folder of a model's files: the folder itself, or the snapshot that a hub cache holds
-    under its name. `config` is a file that every such folder has.
+    """The folder of a model's files: the path itself, or the snapshot of that name in a hub cache.
+    `config` is a file that every such folder has.
     """
     folder = Path(model_path)
     if folder.exists():
@@ -188,15 +187,15 @@ def model_folder(
 def weights_digest(
     model_path: Path, files: FileDigests | None = None, *, weights: bool = True, code: bool = False
 ) -> str:
-    """A digest of a model folder's configuration and weights: every byte of them, by way of `files`
-    so that they are read once.
+    """A digest of all bytes of a model folder's configuration and weights, computed by `files` so
+    that each is read once.
 
-    Of the files in the folder the tokenizer's, the chat template's and the defaults of sampling do
-    not count: they change which tokens a prompt has or which are chosen, and pages are found by
-    tokens. Those of an image processor do: a picture can be known by the bytes that a client sent.
-    Without `weights` (random ones) only the configuration counts; with `code` the model's own
-    modules do too. A file whose real name is its own SHA-256 (a hub cache) is taken at its name.
-    Where there is no file to read (a remote model), the path is all there is.
+    The tokenizer, the chat template and the sampling defaults are excluded: they change which
+    tokens a prompt has or which are chosen, and pages are found by tokens. Image processor files
+    count, because an image may be identified by the bytes that a client sent. Without `weights`
+    (random ones) only the configuration counts; with `code` the model's own modules do too. A file
+    whose real name is its own SHA-256 (in a hub cache) is taken at its name. If there is no file to
+    read (a remote model), only the path counts.
     """
     if model_path.is_file():
         paths = [model_path]
@@ -225,7 +224,7 @@ def _counts(path: Path, weights: bool, code: bool) -> bool:
 
 def _arguments(args: Any) -> dict[str, str]:
     values = {name: getattr(args, name, None) for name in ARGUMENTS}
-    # An argument that is off is as one that an older release does not have.
+    # An argument that is off counts like one that an older release does not have.
     fields = {name: _text(v) for name, v in values.items() if v is not None and v is not False}
     if args.load_format == "dummy":
         fields["seed"] = str(args.random_seed)
@@ -233,12 +232,12 @@ def _arguments(args: Any) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """The same text in every process: a set has another order in each."""
+    """The same text in every process: the order of a set varies between processes."""
     return str(sorted(value) if isinstance(value, (set, frozenset)) else value)
 
 
 def _variables() -> dict[str, str]:
-    """What the environment sets otherwise than SGLang does by itself."""
+    """Environment variables with another value than SGLang's default."""
     found = {}
     for name in VARIABLES:
         known = vars(type(envs)).get(name)
@@ -253,7 +252,9 @@ def _variables() -> dict[str, str]:
 
 
 def _read_here(server_args: Any) -> dict[str, Path]:
-    """Files and folders besides the model that change its pages, by what names them."""
+    """Other files and folders that change its pages, by the argument or variable that names
+    them.
+    """
     found = {}
     for name in PATHS:
         path = getattr(server_args, name, None)

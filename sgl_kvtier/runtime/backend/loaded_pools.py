@@ -1,5 +1,5 @@
-"""What a page of a load is made of, pool by pool: in host memory and on the device. For those that
-read pages back from the device and compare them.
+"""The parts of a loaded page, pool by pool, in host memory and on the device. Used to read pages
+back from the device and compare them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sgl_kvtier.runtime.sglang import compressed_pools, slot_pools, states, wind
 from sgl_kvtier.store.base import KV
 
 _ROW_AXES = ("layer", "token", "head")
-"""Of a page that is one row: layers lie one after the other in each layout."""
+"""For a page that is one row: layers are consecutive in each layout."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,40 +28,40 @@ class Half:
     """K, V, the latents or the index keys of a pool, or a pool's whole pages."""
 
     name: str
-    """In words: `keys`, `draft values`, `index keys`, `c4 pages`, `recurrent states`."""
+    """Text for messages: `keys`, `draft values`, `index keys`, `c4 pages`, `recurrent states`."""
     layers: list[torch.Tensor]
-    """By layer of the host pool the device's buffer: [slot, ...], or [page, ...] where a page is
-    one row. Layers of a draft that lie in the same host pages come last.
+    """The device's buffer of each layer of the host pool: [slot, ...], or [page, ...] if a page is
+    one row. Layers of a draft in the same host pages come last.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedPool:
-    """A host pool and the device's buffers behind it."""
+    """A host pool and its device buffers."""
 
     host: Any
-    """SGLang's host pool; `buffer_of` has its pages."""
+    """SGLang's host pool; `buffer_of` returns its pages."""
     device: Any
-    """SGLang's device pool; None where only its buffers are known."""
+    """SGLang's device pool; None if only its buffers are known."""
     halves: list[Half]
-    """As many as a host page has pieces, in their order."""
+    """One for each piece of a host page, in their order."""
     page_rows: int
-    """Rows of a page on the device: one for each token, or one in all."""
+    """Rows of a page on the device: one per token, or one in all."""
     axes: tuple[str, ...]
-    """How a half of a page lies in host memory; as `PAGE_AXES`, with rows for tokens."""
+    """The axes of a half of a page in host memory, as in `PAGE_AXES`, with rows for tokens."""
 
 
 def loaded_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
-    """All pools that a load of this HiCache controller goes through, the KV pages' first. Raises
-    ValueError, which says why, where SGLang does not tell how pages lie in one of them.
+    """All pools that a load of this HiCache controller covers, that of the KV pages first. Raises
+    ValueError with the reason if SGLang does not tell how pages lie in one of them.
     """
-    some = torch.zeros(page_tokens, dtype=torch.int64)  # of none, SGLang describes no transfer
+    some = torch.zeros(page_tokens, dtype=torch.int64)  # SGLang needs slots to describe a transfer
     return _described(controller, slot_pools.transfers(controller, some, some), page_tokens)
 
 
 def anchor_pools(controller: Any, page_tokens: int) -> list[LoadedPool]:
-    """The same of windows, with what has their slots, or of states; none of a model without. A slot
-    of a state is a page of these pools, each of which is one of its tensors.
+    """The pools of windows, and those that share their slots, or of states; none for a model
+    without. A slot of a state is a page of these pools, each of which is one of its tensors.
     """
     if slot_pools.has_states(controller):
         return _states(controller.mem_pool_host.entry_map[states.POOL].host_pool)
@@ -114,9 +114,7 @@ class _StateTensor:
 
 
 def _states(host: Any) -> list[LoadedPool]:
-    """Recurrent states, inputs of convolutions, and what SGLang keeps beside them. Raises
-    ValueError.
-    """
+    """Recurrent states, convolution states, and what SGLang keeps with them. Raises ValueError."""
     try:
         tensors = [
             ("recurrent states", host.temporal_buffer, host.temporal_device_layers),
@@ -146,7 +144,7 @@ def _states(host: Any) -> list[LoadedPool]:
 
 
 def keys_and_values(host: Any, k: list[torch.Tensor], v: list[torch.Tensor]) -> LoadedPool:
-    """A host pool of K and V with these buffers of the device by layer."""
+    """A host pool of K and V with these device buffers by layer."""
     halves = [Half("keys", k), Half("values", v)]
     return LoadedPool(host, None, halves, int(host.page_size), PAGE_AXES[host.layout])
 
@@ -178,12 +176,12 @@ def _has_index_keys(host: Any) -> bool:
 
 
 def _buffers(host: Any, device: Any) -> list[list[torch.Tensor]]:
-    """By half and layer the device's buffers behind a host pool."""
+    """The device buffers of a host pool, by half and layer."""
     if not _has_index_keys(host):
         return [list(layers) for layers in device_buffers(device)]
     if device is not host.device_pool:  # a draft's
         return [list(device.index_k_with_scale_buffer)]
-    # Layers that share another one's top-k have no index keys, and none in host memory.
+    # Layers that share another one's top-k have no index keys, on the device or in host memory.
     return [host.packed_device_index_buffers[: host.target_layer_num]]
 
 
@@ -194,7 +192,7 @@ def _name_of(controller: Any, host: Any) -> str:
 
 
 def _check(pool: LoadedPool) -> None:
-    """Whether the rows of these layers are a host page's bytes."""
+    """Raises ValueError unless the rows of these layers make up a host page."""
     _, sizes = pool.host.get_page_buffer_meta(torch.arange(pool.host.page_size))
     kind = type(pool.host).__name__
     if len(sizes) != len(pool.halves):

@@ -1,9 +1,9 @@
-"""SGLang's read of one prefix into host memory, 128 pages a call, with the next pages in flight
-already.
+"""SGLang's read of one prefix into host memory, 128 pages a call, with the next pages already in
+flight.
 
-SGLang's I/O thread calls `batch_get_v1` for one batch after the other. Between two calls the device
-had nothing to do until that thread had Python's lock again: 5 ms and more each time beside a busy
-scheduler.
+SGLang's I/O thread calls `batch_get_v1` for one batch after the other. Without read-ahead, the
+device was idle between two calls until that thread had the GIL again: 5 ms or more each time, next
+to a busy scheduler.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from sgl_kvtier.store.io.read_ahead import ReadAhead
 
 
 def read_or_given_up(outcomes: Sequence[ReadOutcome | None]) -> bool:
-    """Whether nothing but its reader's will kept any of these pages from being read. A slow store
-    shows in reads that are given up.
+    """Whether all these pages were read, or cancelled by their reader. Cancelled reads count, since
+    a slow store shows in them.
     """
     return all(outcome in (ReadOutcome.OK, ReadOutcome.CANCELLED) for outcome in outcomes)
 
 
 class PrefixRead:
-    """The pages `keys` that go to `host_slots`, read in this order. One thread, except `cancel`.
+    """Reads the pages `keys` into `host_slots`, in this order. One thread, except `cancel`.
 
-    `begin(keys, host_slots)` begins reading some of them. Slots of pages that were begun belong to
-    the store until `close` returns.
+    `begin(keys, host_slots)` starts reading some of them. The slots of started pages belong to the
+    store until `close` returns.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class PrefixRead:
         self.page_bytes = page_bytes
         self.pages_read = 0
         self.tells = True
-        """Its duration says how fast the store is: every page requested so far was read, or given
-        up by the caller.
+        """Whether its duration shows how fast the store is: every page requested so far was read,
+        or cancelled by the caller.
         """
         self.seconds = 0.0
-        """From the first call's begin to the last one's end."""
+        """From the beginning of the first call to the end of the last."""
         self._started = 0.0
         self.keys = keys
         self._slots = host_slots
@@ -57,7 +57,7 @@ class PrefixRead:
         )
 
     def comes_next(self, keys: list[str], host_slots: torch.Tensor) -> bool:
-        """Whether these pages follow those read so far, and go where they were said to go."""
+        """Whether these pages follow those read so far, and go to the slots given at the start."""
         first = self._ahead.collected
         last = first + len(keys)
         return (
@@ -78,11 +78,11 @@ class PrefixRead:
         return read
 
     def cancel(self) -> None:
-        """Pages not begun are given up, also those requested later. Any thread."""
+        """Cancels pages not started, also those requested later. Any thread."""
         self._ahead.cancel()
 
     def close(self) -> None:
-        """Gives up reads begun and not requested; returns when no I/O touches any slot."""
+        """Cancels reads that nobody requested; returns when no I/O touches any slot."""
         self._ahead.close()
 
     def _slots_of(self, first: int, last: int) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""Stops storage threads of several ranks only when none would leave another alone in a reduction.
+"""Stops storage threads of several ranks only when no rank would leave another alone in a
+reduction.
 
-SGLang's ranks agree on how far each read from storage has come: a thread of each rank reduces over
-all ranks. A flush stops these threads. One that has not yet taken part in a reduction then never
-does, and its peer waits in it until SGLang ends the server, 10 s later. That happens where reads
-are in flight for a request that was aborted, and one rank's device is slower than the other's. So
-every rank first waits until its own reads and reductions have come to rest. They do, since reads
-are cut short meanwhile and every rank makes the same reductions.
+SGLang's ranks agree on the progress of each read from storage: a thread of each rank takes part in
+a reduction over all ranks. A flush stops these threads. If one is stopped before it takes part, its
+peers wait until SGLang ends the server, 10 s later. That happens if reads of an aborted request are
+in flight and one rank's disk is slower than another's. So every rank first waits until its own
+reads and reductions have ended. They do end, since reads are cut short meanwhile and every rank
+makes the same reductions.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Any
 _LONGEST_S = 5.0
 _POLL_S = 0.005
 _AT_REST = 3
-"""This many checks in a row must find nothing: between two of SGLang's steps a thread has
-neither.
+"""Number of consecutive checks that must find the threads idle: between two of SGLang's steps, a
+thread seems idle for a moment.
 """
 _BUSY = "_kvtier_busy"
 
 
 @contextmanager
 def busy(controller: Any, what: str) -> Iterator[None]:
-    """One of the controller's storage threads is at work. Each `what` is one thread's."""
+    """Marks one of the controller's storage threads as working. Each `what` is one thread."""
     doing: dict[str, bool] = vars(controller).setdefault(_BUSY, {})
     doing[what] = True
     try:
@@ -36,8 +37,8 @@ def busy(controller: Any, what: str) -> Iterator[None]:
 
 
 def wait(controller: Any) -> bool:
-    """Blocks until nothing is read or reduced on this rank, 5 s at most; whether that is so. At
-    once where there is one rank.
+    """Blocks until nothing is read or reduced on this rank, for `_LONGEST_S` at most; returns
+    whether that is so. Returns at once if there is one rank.
     """
     if not getattr(controller, "prefetch_completion_sync_groups", None):
         return True

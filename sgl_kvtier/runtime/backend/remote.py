@@ -1,6 +1,4 @@
-"""Opens the store that is shared with other servers beside a rank's own, where settings ask for
-it.
-"""
+"""Opens the store that servers share, in addition to a rank's own, if settings ask for it."""
 
 from __future__ import annotations
 
@@ -30,9 +28,10 @@ def beside(
     server_args: Any,
     pools: Iterable[Any],
 ) -> PageStore:
-    """The local store, with the remote one behind it. Servers' ranks of one name `rank` have the
-    same pages, which lie in these host pools. Closes the local one where it raises: ConfigError for
-    settings that cannot work, and where another host's pages might be of other weights.
+    """Returns the local store combined with the remote one. Ranks of different servers with the
+    same name `rank` have the same pages, which are in these host pools. Closes the local store if
+    it raises: ConfigError for settings that cannot work, or if another host's pages might be of
+    other weights.
     """
     if config.engine == "off":
         return local

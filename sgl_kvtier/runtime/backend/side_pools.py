@@ -1,5 +1,5 @@
-"""Side pools of hybrid models (window or state pages), whose pages lie beside the KV pages of the
-same keys: which prefix they leave usable, and their transfers. Threads as in `storage.py`.
+"""Side pools of hybrid models (window or state pages), stored under the keys of the KV pages: the
+prefix that they leave usable, and their transfers. Threads as in `storage.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 _BLOCK_GROUPS = getattr(PoolHitPolicy, "BLOCK_GROUPS", None)  # SGLang has it from 0.5.22 on
 
 Has = Callable[[Sequence[str], str], list[bool]]
-"""Whether each page of a pool, by its name, is stored."""
+"""Whether each page of the pool with this name is stored."""
 Move = Callable[[Sequence[str], Sequence[Sequence[memoryview]], str], list[bool]]
-"""Reads pages of a pool into their pieces, or stores them; for each page whether that was done."""
+"""Reads or stores pages of a pool; returns for each page whether that was done."""
 
 
 def leading(have: Sequence[bool]) -> int:
-    """How many from the first on, without a gap."""
+    """How many entries, from the first on, are True without a gap."""
     for count, there in enumerate(have):
         if not there:
             return count
@@ -33,13 +33,13 @@ def leading(have: Sequence[bool]) -> int:
 
 
 def usable_prefix(keys: list[str], transfers: Sequence[Any], has: Has) -> PoolTransferResult:
-    """The usable prefix when side pools must be present too, by each pool's rule."""
+    """The usable prefix if side pools must be stored too, by each pool's rule."""
     kv_pages = leading(has(keys, KV))
     hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
     restorable = list(range(1, kv_pages + 1))
     for transfer in transfers:
         if not restorable or transfer.hit_policy == _BLOCK_GROUPS:
-            # block groups never gate the hit; without a verdict SGLang learns nothing from us
+            # block groups never limit the hit; SGLang ignores a pool without a verdict
             continue
         have = has(keys[:kv_pages], str(transfer.name))
         window = 0
@@ -89,7 +89,7 @@ def _moved(
     move: Move,
     copied: Callable[[str, Any, list[str], torch.Tensor], list[bool]],
 ) -> list[bool]:
-    """Runs one pool's transfer, in place where its pages can be. A transfer whose slots do not fit
+    """Runs one pool's transfer, in place if its pages allow it. A transfer whose slots do not match
     its keys moves nothing.
     """
     name, keys, slots = str(transfer.name), transfer.keys or [], transfer.host_indices
@@ -109,7 +109,7 @@ def _per_page(pool: Any) -> int:
 
 
 def _restorable(have: Sequence[bool], window: int) -> list[int]:
-    """Prefix lengths at which a pool suffices: all pages (window 0), or the last `window`."""
+    """Prefix lengths for which a pool has enough: all pages (window 0), or the last `window`."""
     if window == 0:
         return list(range(1, leading(have) + 1))
     return [n for n in range(1, len(have) + 1) if all(have[max(0, n - window) : n])]

@@ -1,9 +1,9 @@
 """SGLang's HiCache storage backend on top of the page store (`--hicache-storage-backend kvtier`).
 
-One object per scheduler process, that is per rank. SGLang calls it from three threads of its own
-(existence queries, reads, write-back) and from the scheduler thread (`get_stats`, attach, detach,
-flush). Nothing here raises while serving: a page that cannot be read is a miss, one that cannot be
-written is not stored, and both are counted by the store. Interface:
+There is one object per scheduler process, that is, per rank. SGLang calls it from three threads of
+its own (existence queries, reads, write-back) and from the scheduler's thread (`get_stats`, attach,
+detach, flush). Nothing here raises while serving: a page that cannot be read is a miss, one that
+cannot be written is not stored, and the store counts both. Interface:
 sglang.srt.mem_cache.hicache_storage.HiCacheStorage.
 """
 
@@ -73,10 +73,10 @@ from sgl_kvtier.types import Lookup, PageKey, Tier
 logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 100_000
-"""Writes on their way of which the tenant is remembered."""
+"""Most queued writes whose tenant is remembered."""
 _WRITING_S = 5.0
-"""How long a write goes on that SGLang's end of its storage threads waits for. SGLang waits 10 s
-for a thread, which writes all batches of a node, and ends the server after that.
+"""Longest time, in seconds, that writes go on while SGLang stops its storage threads. SGLang waits
+10 s for a thread, which writes all batches of a node, and ends the server after that.
 """
 
 
@@ -84,7 +84,7 @@ class KVTierStorage(HiCacheStorage):
     """Keeps HiCache's pages in the verified page store of this rank."""
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
-        """Checks SGLang and the settings; the store opens when all pools are known. Raises
+        """Checks SGLang and the settings; the store is opened when all pools are known. Raises
         SeamError, ConfigError.
         """
         del kwargs
@@ -101,47 +101,48 @@ class KVTierStorage(HiCacheStorage):
                 needed.append("restore")
             there = [name for name in needed if not features.moved(name)]
             seams.require_hooks(hooks.targets(*there))
-        page_hash.load()  # where the tier is attached at run time nothing has compiled it yet
+        page_hash.load()  # if the backend is attached at run time, it is not compiled yet
         self.storage_config = storage_config
         self.registered_pools: dict[str, Any] = {}
         self._seen: dict[Tier, deque[PageKey]] = {}
         self.folder: Path | None = None
-        """The folder of this server's identity, once the store was opened."""
+        """The folder of this server's model fingerprint, once the store was opened."""
         self._store: PageStore | None = None
         self._pool_tags: dict[str, str] = {}
         self._read_batches: deque[tuple[int, float]] = deque(maxlen=4096)
         self._write_batches: deque[tuple[int, float]] = deque(maxlen=4096)
         self.own_reads: deque[tuple[Tier, int, float]] = deque(maxlen=64)
-        """Tier, bytes and seconds of SGLang's own reads ahead: restoring learns the speed of the
-        disk, and of the network, from them where it has nothing to load. Reads from both are not
-        among them.
+        """Tier, bytes and seconds of SGLang's own prefetches, from which the planner learns the
+        bandwidth of disk and network when restorations load nothing. Reads from several tiers are
+        omitted.
         """
         self._metrics: list[Source] = []
         self._reading: dict[int, ReadJob | PrefixRead] = {}
         self._prefix = threading.local()
         self._tenants: dict[str, tuple[str, int]] = {}
-        """Digests of the tenants of pages on their way to storage, by the name of the first page of
-        each write, and how many such writes there are: pools that are stored later have one more.
+        """For queued writes, by the name of the first page of each: the tenant's digest, and the
+        number of such writes. Pools that are stored later have one more.
         """
         self._tenants_lock = threading.Lock()
         self._writing = threading.local()
         self._cut_short = False
         self._writing_ends = math.inf
-        """In seconds of the monotonic clock: from then on a batch of pages is not stored."""
+        """After this time, in seconds of the monotonic clock, batches of pages are not stored."""
         self._latents = bool(storage_config.is_mla_model)
         self._replicated: set[str] = set()
-        """Pools whose pages are the same on all TP ranks: the first rank on each host writes them,
+        """Pools whose pages are equal on all TP ranks: the first rank on each host writes them, and
         all ranks read them.
         """
         self._on_a_host = int(storage_config.tp_size)
-        """TP ranks, or ranks of a data-parallel attention group, that have one host's disk."""
-        # SGLang would not call the ranks that do not write replicated MLA pages. Every rank is to
-        # write the pools of which it has a share of its own, and to know which pages there are.
+        """TP ranks, or ranks of a data-parallel attention group, that share one host's disk."""
+        # With MLA, SGLang would not call the ranks that do not write replicated pages. But every
+        # rank has to write the pools of which it has a share of its own, and to know which pages
+        # are stored.
         storage_config.is_mla_model = False
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool of ordinary KV pages. Raises ConfigError for a pool that is not known to hold
-        them, or to number those of its side pools.
+        """Registers the pool of ordinary KV pages. Raises ConfigError for a pool that is not known
+        to hold pages or to number those of its side pools.
         """
         if has_bytes(mem_pool_host) and getattr(mem_pool_host, "kv_buffer", None) is None:
             raise ConfigError(
@@ -159,10 +160,10 @@ class KVTierStorage(HiCacheStorage):
         super().register_mem_pool_host(mem_pool_host)
         self._register(KV, mem_pool_host)
         if not hasattr(HiCacheStorage, "on_host_pools_registered"):
-            self.on_host_pools_registered()  # before 0.5.23 SGLang says nothing more
+            self.on_host_pools_registered()  # SGLang before 0.5.23 does not call it
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A side pool. One registered after the store was opened gets a tag for its shape."""
+        """Registers a side pool; after the store was opened, it gets a tag for its shape."""
         name = str(host_pool_name)
         if name == KV:
             return
@@ -179,8 +180,8 @@ class KVTierStorage(HiCacheStorage):
             self._replicated.discard(name)
 
     def _is_replicated(self, pool: str) -> bool:
-        """Whether the TP ranks have one page of this pool together. They have a common folder where
-        the KV pages are replicated.
+        """Whether all TP ranks have the same pages of this pool. They share a folder where the KV
+        pages are replicated.
         """
         return {KV, pool} <= self._replicated
 
@@ -189,7 +190,7 @@ class KVTierStorage(HiCacheStorage):
         return first or not self._is_replicated(pool)
 
     def on_host_pools_registered(self) -> None:
-        """Opens the store under the identity that all pools make. Raises StoreError."""
+        """Opens the store under the fingerprint that includes all pools. Raises StoreError."""
         from sglang.srt.arg_groups.model_override_base import resolving_view
         from sglang.srt.runtime_context import get_parallel, get_server_args
 
@@ -206,7 +207,7 @@ class KVTierStorage(HiCacheStorage):
         self._on_a_host = _ranks_on_a_host(c, get_server_args())
         if replicated and self._on_a_host > 1 and config.direct_io == "auto":
             # The TP ranks of a host read the same pages at the same time: through the page cache
-            # each comes from the disk once.
+            # each page is read from the disk once.
             config = replace(config, direct_io="off")
         try:
             store = open_store(
@@ -257,7 +258,9 @@ class KVTierStorage(HiCacheStorage):
         )  # fmt: skip
 
     def leave_identity(self) -> None:
-        """Stops serving and storing: the weights changed. Attaching again starts a new identity."""
+        """Stops serving and storing: the weights changed. Attaching again starts a new
+        fingerprint.
+        """
         if self._store is not None:
             self.close()
             logger.warning(
@@ -269,28 +272,28 @@ class KVTierStorage(HiCacheStorage):
     # ---- existence ----
 
     def exists(self, key: str) -> bool:
-        """Whether one page is there. No disk access."""
+        """Whether one page is stored. No disk access."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many pages from the first on are there without a gap. No disk access."""
+        """How many pages, from the first on, are stored without a gap. No disk access."""
         del extra_info
         return leading(self._has(keys, KV))
 
     @property
     def local_store(self) -> PageStore | None:
-        """The pages on this host's disk; None before they are opened, and after `close`."""
+        """The store on this host's disk; None before it is opened, and after `close`."""
         store = self._store
         return store.local if isinstance(store, TieredStore) else store
 
     @property
     def shares(self) -> bool:
-        """Whether pages may also come from a store that servers share."""
+        """Whether pages may also come from a store that several servers share."""
         return isinstance(self._store, TieredStore)
 
     def stored(self, keys: Sequence[str]) -> list[Tier | None]:
-        """Where each of these pages is, if it is there in all pools: the furthest of its parts. No
-        disk access. Only for servers without side pools of other slots.
+        """The tier of each page that is stored in all pools (the slowest of its parts), else None.
+        No disk access. Only for servers whose side pools share the slots of KV pages.
         """
         names = [page_key(key) for key in keys]
         there, tiers = [True] * len(keys), [Tier.STORAGE] * len(keys)
@@ -302,7 +305,7 @@ class KVTierStorage(HiCacheStorage):
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """The usable prefix when side pools must be present too, by each pool's rule."""
+        """The usable prefix if side pools must be stored too, by each pool's rule."""
         del extra_info
         return side_pools.usable_prefix(keys, pool_transfers or (), self._has)
 
@@ -311,7 +314,7 @@ class KVTierStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Reads pages straight into host slots. Returns when no I/O touches the slots any more."""
+        """Reads pages directly into host slots. Returns when no I/O touches the slots any more."""
         del extra_info
         prefix: PrefixRead | None = getattr(self._prefix, "read", None)
         if prefix is not None and prefix.comes_next(keys, host_indices):
@@ -321,17 +324,17 @@ class KVTierStorage(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Writes pages straight from host slots. True also where the page was there already, and
-        where `store.admission` leaves it out.
+        """Writes pages directly from host slots. True also if the page was stored already, or if
+        `store.admission` does not admit it.
         """
         del extra_info
         return self._write(keys, parts_of(self.mem_pool_host, len(keys), host_indices), KV)
 
     @contextmanager
     def reading_ahead(self, keys: list[str], host_indices: torch.Tensor) -> Iterator[None]:
-        """While this runs, this thread's `batch_get_v1` finds these pages in flight when it
-        requests them, in this order and in parts. When it ends, no I/O touches the slots any more,
-        whether or not they were requested.
+        """While this context is active, pages that this thread requests by `batch_get_v1`, in this
+        order and in parts, are already in flight. When it ends, no I/O touches the slots any more,
+        whether or not the pages were requested.
         """
         page = self.mem_pool_host.page_size
         host_indices = host_indices[: len(keys) * page]
@@ -362,25 +365,28 @@ class KVTierStorage(HiCacheStorage):
                 self.own_reads.append((tier, nbytes, prefix.seconds))
 
     def stop_reading(self, keys: list[str]) -> None:
-        """Gives up what was not begun of the read ahead of exactly this list. Any thread."""
+        """Cancels reads not started yet of the `reading_ahead` of exactly this list. Any thread."""
         for read in list(self._reading.values()):
             if isinstance(read, PrefixRead) and read.keys is keys:
                 read.cancel()
 
     def note_tenant(self, first: str, salt: str) -> None:
-        """The pages whose first one has this name will be written, and are the tenant's of this
-        salt. Scheduler's thread.
+        """Notes that the pages whose first one has this name will be written, and belong to the
+        tenant of this salt. Scheduler's thread.
         """
         with self._tenants_lock:
             while len(self._tenants) >= _MOST_WAITING:
-                # Writes that were dropped, when the backend was detached or SGLang flushed.
+                # Entries of writes that were dropped when the backend was detached or SGLang
+                # flushed.
                 del self._tenants[next(iter(self._tenants))]
             _, writes = self._tenants.pop(first, (NOBODY, 0))
             self._tenants[first] = (digest_of(salt), writes + 1)
 
     @contextmanager
     def writing_for_tenant_of(self, first: str) -> Iterator[None]:
-        """While this runs, pages that this thread writes are the tenant's of that write."""
+        """While this context is active, this thread's writes belong to the tenant noted for
+        `first`.
+        """
         with self._tenants_lock:
             digest, writes = self._tenants.pop(first, (NOBODY, 1))
             if writes > 1:
@@ -396,13 +402,13 @@ class KVTierStorage(HiCacheStorage):
     def get(
         self, key: str, target_location: Any = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """One page into a flat tensor, or None."""
+        """Reads one page into a flat tensor, or returns None."""
         return self.batch_get([key], [target_location], target_sizes)[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Pages into flat tensors; None where a page is missing or damaged."""
+        """Reads pages into flat tensors; None where a page is missing or damaged."""
         del target_sizes
         read = self._read(keys, [[bytes_of(t)] for t in target_locations], KV)
         return [t if ok else None for t, ok in zip(target_locations, read, strict=True)]
@@ -420,7 +426,7 @@ class KVTierStorage(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Stores pages given as tensors; True when none was refused."""
+        """Stores pages given as tensors; True if none was refused."""
         del target_locations, target_sizes
         return all(self._write(keys, [[bytes_of(v.contiguous())] for v in values], KV))
 
@@ -441,7 +447,7 @@ class KVTierStorage(HiCacheStorage):
         return side_pools.write_pages(transfers, self.registered_pools, self._write)
 
     def retain(self, owner: str, keys: Sequence[PageKey], seconds: float) -> int:
-        """As `PageStore.retain`; none while the store is not open."""
+        """See `PageStore.retain`; 0 while the store is not open."""
         return 0 if self._store is None else self._store.retain(owner, keys, seconds)
 
     # ---- ordered reads, for the restore engine ----
@@ -455,12 +461,12 @@ class KVTierStorage(HiCacheStorage):
         urgency: Urgency = Urgency.NOW,
         anchor: torch.Tensor | None = None,
     ) -> ReadJob | None:
-        """Begins reading pages, in this order, into host slots: each in all pools, which have the
-        same slots. None while no store is open, or where a page's layout in a host pool differs
-        from the store's. The slots belong to the store until each page's `on_page`, which an I/O
-        thread calls when its last part has ended, with the first outcome that is not OK. With the
-        first pages comes their anchor (a window or a state), into the slots `anchor`. Only for
-        servers without other side pools; the job counts the parts of a page one by one.
+        """Starts reading pages, in this order, into host slots, each page in all pools that share
+        these slots. Returns None while no store is open, or if a page's layout in a host pool
+        differs from the store's. The slots belong to the store until the page's `on_page`, which an
+        I/O thread calls when the last part of the page has ended, with the first outcome that is
+        not OK. The anchor (a window or a state) comes with the first pages, into the slots
+        `anchor`. Only for servers without other side pools. The job counts parts of pages.
         """
         own = anchors.pools_in(self.registered_pools)
         pools = tuple(
@@ -485,7 +491,7 @@ class KVTierStorage(HiCacheStorage):
     def _page_reads(
         self, pools: Sequence[str], keys: Sequence[PageKey], host_slots: torch.Tensor
     ) -> list[list[PageRead]] | None:
-        """The parts of each page in these pools; None where one of them cannot be read in place."""
+        """The parts of each page in these pools; None if one cannot be read in place."""
         hosts = [self.registered_pools[pool] for pool in pools]
         if not all(map(is_page_contiguous, hosts)):
             return None
@@ -498,15 +504,15 @@ class KVTierStorage(HiCacheStorage):
     def begin_read_into(
         self, keys: Sequence[PageKey], parts: Sequence[Sequence[memoryview]]
     ) -> ReadJob | None:
-        """Begins reading KV pages into memory of the caller's own, which belongs to the store until
-        the job is done; None while no store is open.
+        """Starts reading KV pages into the caller's memory, which belongs to the store until the
+        job is done; None while no store is open.
         """
         return self.begin_reads(self._reads(keys, parts, KV))
 
     def begin_reads(
         self, pages: Sequence[PageRead], on_page: Callable[[int, ReadOutcome], None] | None = None
     ) -> ReadJob | None:
-        """The same, of any pools, with `begin_read`'s `on_page`."""
+        """The same for pages of any pools, with `begin_read`'s `on_page`."""
         store = self._store
         return None if store is None else store.read(pages, on_page=on_page)
 
@@ -519,15 +525,15 @@ class KVTierStorage(HiCacheStorage):
     # ---- what is there, for lookahead ----
 
     def watch_pages(self) -> None:
-        """From now on KV pages that were written, or found, are noted for `take_seen`."""
+        """Starts noting KV pages that are written or found, for `take_seen`."""
         self._seen = {Tier.STORAGE: deque(), Tier.REMOTE: deque()}
 
     def unwatch_pages(self) -> None:
-        """Nobody takes them any more: none is noted."""
+        """Stops noting pages."""
         self._seen = {}
 
     def take_seen(self, tier: Tier = Tier.STORAGE) -> tuple[PageKey, ...]:
-        """KV pages written to a tier, or found there, since the last call, some perhaps twice.
+        """KV pages written to or found in a tier since the last call, possibly with duplicates.
         Never blocks.
         """
         seen = self._seen.get(tier)
@@ -536,8 +542,8 @@ class KVTierStorage(HiCacheStorage):
     # ---- upkeep ----
 
     def get_stats(self) -> StorageMetrics | None:
-        """Pages and bandwidth of each batch since the last call. Scheduler thread, every tick:
-        takes no lock of an I/O.
+        """Pages and bandwidth of each batch since the last call. Called every tick on the
+        scheduler's thread, so it takes no lock that I/O holds.
         """
         if not self._metrics:
             return None
@@ -547,12 +553,12 @@ class KVTierStorage(HiCacheStorage):
         return stats
 
     def clear(self) -> None:
-        """Drops every page of this identity and rank."""
+        """Drops every page of this model fingerprint and rank."""
         if self._store is not None:
             logger.info("kvtier: dropped %d pages", self._store.clear())
 
     def throttle(self, read_gbps: float) -> None:
-        """Sets the imitated device's bandwidth; 0 = the disk's. ValueError when there is none."""
+        """Sets the throttle in gigabits per second; 0: the disk's own. ValueError without one."""
         change = getattr(self.local_store, "set_read_gbps", None)
         if change is None:
             raise ValueError("the store was not started with lab.throttle: it has no bandwidth")
@@ -560,9 +566,9 @@ class KVTierStorage(HiCacheStorage):
 
     @contextmanager
     def reads_cut_short(self) -> Iterator[None]:
-        """While this runs, `batch_get_v1` and similar calls end as soon as no read of their pages
-        is in flight: pages not begun are False. So are, after `_WRITING_S`, batches of pages to be
-        written that have not begun.
+        """While this context is active, `batch_get_v1` and similar calls return as soon as no read
+        of their pages is in flight, with False for pages not started. After `_WRITING_S`, batches
+        of pages to be written are refused as well.
         """
         self._cut_short = True
         self._writing_ends = time.monotonic() + _WRITING_S
@@ -590,7 +596,7 @@ class KVTierStorage(HiCacheStorage):
         if store is None:
             return [False] * len(keys)
         names = [page_key(k) for k in keys]
-        # SGLang's prefetch thread: it may wait a moment for a store that others share.
+        # This is SGLang's prefetch thread, which may wait a moment for a shared store.
         find = store.find if isinstance(store, TieredStore) else store.lookup
         there = [answer is Lookup.HIT for answer in find(names, self._tag(pool))]
         found = names[: leading(there)]
@@ -601,7 +607,7 @@ class KVTierStorage(HiCacheStorage):
         return there
 
     def _tiers(self, names: Sequence[PageKey], pool: str) -> list[Tier]:
-        """Where each of these pages is read from, where it is anywhere."""
+        """The tier that each of these pages is read from, if it is stored at all."""
         store = self._store
         if not isinstance(store, TieredStore):
             return [Tier.STORAGE] * len(names)
@@ -609,7 +615,7 @@ class KVTierStorage(HiCacheStorage):
         return [Tier.STORAGE if here else Tier.REMOTE for here in own]
 
     def _one_tier(self, keys: Sequence[str], pool: str) -> Tier | None:
-        """The tier from which all of these pages are read; None where they are in several."""
+        """The tier from which all of these pages are read; None if there are several."""
         if not self.shares:
             return Tier.STORAGE
         tiers = set(self._tiers([page_key(key) for key in keys], pool))
@@ -629,7 +635,7 @@ class KVTierStorage(HiCacheStorage):
         self._reading[id(job)] = job
         if self._cut_short:
             job.cancel()
-        # without a limit: until the last read ends, SGLang must not reuse the slots it goes to
+        # without a timeout: until the last read ends, SGLang must not reuse the slots it goes to
         job.wait()
         del self._reading[id(job)]
         outcomes = job.outcomes
@@ -642,7 +648,7 @@ class KVTierStorage(HiCacheStorage):
         return read
 
     def _begin(self, keys: Sequence[str], host_indices: torch.Tensor) -> ReadJob:
-        """A part of SGLang's own read, which asks for side pools itself and counts the worst."""
+        """Starts a part of SGLang's own read, which handles side pools itself."""
         names = [page_key(key) for key in keys]
         store, pages = self._store, self._page_reads((KV,), names, host_indices)
         if store is not None and pages is not None:
@@ -658,7 +664,7 @@ class KVTierStorage(HiCacheStorage):
         if store is None:
             return [False] * len(keys)
         if not self._writes(pool):
-            # The host's first rank writes them, and this one finds them a moment later.
+            # The host's first rank writes these pages; this rank finds them a moment later.
             self._note_seen([page_key(k) for k in keys], pool)
             return [True] * len(keys)
         if time.monotonic() > self._writing_ends:
@@ -673,7 +679,8 @@ class KVTierStorage(HiCacheStorage):
         self._note(self._write_batches, sum(stored), nbytes_of(parts, stored), seconds)
         each = zip(keys, outcomes, strict=True)
         self._note_seen([page_key(k) for k, o in each if o.is_there], pool)
-        # A page that is not admitted is no failure, after which SGLang would offer no more pages.
+        # A page that is not admitted is not a failure, after which SGLang would offer no more
+        # pages.
         return [outcome is not PutOutcome.REFUSED for outcome in outcomes]
 
     def _note_seen(self, names: Sequence[PageKey], pool: str) -> None:
@@ -688,8 +695,8 @@ class KVTierStorage(HiCacheStorage):
             batches.append((pages, nbytes / max(seconds, 1e-9) / 1e9))
 
     def _tag(self, pool: str) -> str:
-        """The name of a pool in the store. In a folder of all TP ranks it tells the rank where each
-        of them has a share of the pool. A name longer than the store takes becomes its beginning
+        """The name of a pool in the store. In a folder shared by all TP ranks it includes the rank,
+        if each has its own share of the pool. A name too long for the store becomes its beginning
         and a digest, 23 characters, so that a tenant fits too.
         """
         tag = self._pool_tags.get(pool, pool)
@@ -702,9 +709,8 @@ class KVTierStorage(HiCacheStorage):
 
 
 def _ranks_on_a_host(config: Any, server_args: Any) -> int:
-    """Of the ranks that `config` counts as `tp_size`, how many in a row have the same host. Where
-    hosts divide groups of data-parallel attention unequally, it is what all their parts are
-    multiples of.
+    """How many consecutive ranks of `config.tp_size` are on the same host. If hosts divide groups
+    of data-parallel attention unequally: the greatest common divisor of the parts.
     """
     hosts_of_a_stage = max(1, server_args.nnodes // config.pp_size)
     # With data-parallel attention `config` has the ranks of one attention group.
@@ -713,8 +719,8 @@ def _ranks_on_a_host(config: Any, server_args: Any) -> int:
 
 
 def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore:
-    """The store behind the worse device that the section `lab` asks for, if it does. Raises
-    ConfigError where the laboratory is not installed.
+    """The store, with the emulated slower device in front that the section `lab` asks for. Raises
+    ConfigError if the laboratory is not installed.
     """
     plain = (config.lab.throttle, config.lab.faults) == (ThrottleConfig(), FaultConfig())
     if plain and not config.lab.layer_parts:
@@ -729,9 +735,8 @@ def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore
 
 
 class _WholePages:
-    """Told of the ends of parts, tells of the ends of pages: `on_page` is called once for each of
-    them, when its last part has ended. `parts`: how many each page has; they follow one another.
-    Any thread.
+    """Turns callbacks for parts of pages into one callback for each page, called when its last part
+    has ended. `parts`: the number of parts of each page, which follow one another. Any thread.
     """
 
     def __init__(self, parts: Sequence[int], on_page: Callable[[int, ReadOutcome], None]) -> None:

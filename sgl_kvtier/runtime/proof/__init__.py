@@ -1,1 +1,1 @@
-"""A server's proof, on its own device, that what it restores is right."""
+"""Checks on the server's own device that restored KV is correct."""

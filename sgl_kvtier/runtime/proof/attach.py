@@ -1,24 +1,24 @@
-"""Proof of the attach: of some restorations the last page is not loaded but computed after the
-loaded ones, and its KV is compared with the stored page.
+"""Checks the attach: in some restorations the last page is computed after the loaded pages instead
+of loaded, and its KV is compared with the stored page.
 
-That page's prefill reads the loaded pages through the request's row, SGLang's page table and the
-attention kernels. So rows that name other slots, missing pages and wrong positions show in its KV,
-which a comparison of the loaded pages alone does not see. Numbers of two prefills of the same
-tokens differ a little on a GPU, since chunk borders and so kernels differ. How much is measured
-with the page right before the loaded ones, where the prefill has computed it: the last chunk before
-the attach is cut, and ends elsewhere than when the page was stored.
+The prefill of that page reads the loaded pages through the request's row, SGLang's page table and
+the attention kernels. So rows with wrong slots, missing pages and wrong positions show in its KV,
+which comparing only the loaded pages does not reveal. On a GPU, two prefills of the same tokens
+differ slightly, because chunk borders and therefore kernels differ. This noise is measured with the
+page right before the loaded ones, if the prefill has computed it: the last chunk before the attach
+is cut, and ends elsewhere than when the page was stored.
 
-Attention does not see the order of the pages in a row, since positions are in the keys already. A
-request that shares a part of the prefix would see it. So the first and the last loaded page are
-read at their places in the row too, and have to be the stored ones, byte by byte.
+Attention does not depend on the order of pages in a row, since keys contain their positions. But a
+request that shares a part of the prefix would depend on it. So the first and the last loaded page
+are also read at their places in the row, and must equal the stored pages byte by byte.
 
-    scheduler's thread   leaves the page out (`leave_out`); copies the computed rows aside right
-                         after their forward was launched and on its stream, so that whatever writes
-                         into these slots later comes after (`launching`, `launched`)
+    scheduler's thread   leaves the page out (`leave_out`); copies the computed rows right after
+                         their forward was launched and on its stream, so that later writes to
+                         these slots come after the copy (`launching`, `launched`)
     kvtier-attach        waits for the forward, reads the stored page, compares, marks the poll
-    scheduler's thread   takes the result that all ranks agreed on (`settle`)
+    scheduler's thread   applies the result that all ranks agreed on (`settle`)
 
-Page indices are of the prompt; a page is `StepContext.page` tokens.
+Page indices count from the start of the prompt; a page has `StepContext.page` tokens.
 """
 
 from __future__ import annotations
@@ -48,42 +48,43 @@ from sgl_kvtier.types import PageKey, Span
 logger = logging.getLogger(__name__)
 
 EVERY = 256
-"""Every restoration is looked at until `Proof.attaches_are_shown`; then one in so many."""
+"""Every restoration is checked until `Proof.attaches_are_shown`; then one in so many."""
 FLOOR, FLOOR_32 = 0.03, 0.004
-"""Relative L2 distance of a layer's K or V up to which it is never a difference; the second one is
-for KV in float32. Both are about eight times the rounding of one number: a matrix product of
-float32 may round to the 10 bits of TF32. Roundings of the layers before add up, so from `SHALLOW`
-layers on both grow with the square root of the layers.
+"""Relative L2 distance of a layer's K or V that never counts as a difference; the second one is for
+KV in float32. Both are about eight times the rounding of one number: a float32 matrix product may
+round to the 10 bits of TF32. Rounding of earlier layers adds up, so from `SHALLOW` layers on both
+grow with the square root of the layers.
 """
 SHALLOW = 8
 TIMES_NOISE = 4.0
-"""A distance above so many times the noise of its layer is a difference. While no noise was
-measured, since restorations had no computed page before the loaded ones, the floor counts as noise.
+"""A distance of more than so many times the noise of its layer is a difference. Until noise was
+measured, because no restoration had a computed page before the loaded ones, the floor counts as
+noise.
 """
 MOST_NOISE = 0.125
-"""With more noise than this in a layer its bound would let wrong pages pass: no verdict."""
+"""With more noise than this in a layer, wrong pages would pass: no verdict."""
 UNRELATED = 0.5
-"""A page before the loaded ones that is further away than this is not noisy but another page than
-the stored one.
+"""A page before the loaded ones with a larger distance is not noisy, but another page than the
+stored one.
 """
 
 _NOISES = 16
-"""Pages before loaded ones whose largest distance is the noise."""
+"""Noise is the largest distance of this many pages before loaded ones."""
 _MOST = 4
 _MOST_BYTES = 64 << 20
 _ROWS = 4
-"""Restorations that are looked at at a time, bytes of device memory for their rows, and pages of
-which each has rows.
+"""Restorations checked at a time; bytes of device memory for their rows; pages of each restoration
+that have rows.
 """
 _PATIENCE_S = 30.0
-"""How long a read of a stored page may take."""
+"""Timeout, in seconds, for reading a stored page."""
 _CLOSE_S = 10.0
 _SKIPPED = LOST[ReadOutcome.CANCELLED]
 
 
 class Pools(NamedTuple):
-    """SGLang's pools of keys and values, whose pages can be compared. `halves`: by half and layer
-    the device's buffers, those of a draft in the same pages last.
+    """SGLang's pools of keys and values, whose pages can be compared. `halves`: device buffers by
+    half and layer, those of a draft in the same pages last.
     """
 
     device: Any
@@ -93,7 +94,7 @@ class Pools(NamedTuple):
 
 @dataclass(frozen=True)
 class _Stored:
-    """A page and where its stored bytes are: under a key in the store, else in host memory."""
+    """A page and its stored bytes: under a key in the store, else in host memory."""
 
     page: int
     key: PageKey | None
@@ -102,52 +103,53 @@ class _Stored:
 
 @dataclass(eq=False)
 class _Check:
-    """One restoration that is looked at."""
+    """One restoration that is checked."""
 
     rid: str
     last: _Stored
     """The page that was left out."""
     loaded: int = 0
-    """Pages that were attached before the last one."""
+    """Number of pages attached before the last one."""
     ends: tuple[_Stored, ...] = ()
-    """The first and the last of these."""
+    """The first and the last of these pages."""
     front: _Stored | None = None
-    """The page before the first of these, where the prefill has computed it."""
+    """The page before the first of these, if the prefill has computed it."""
     pin: Pin | None = None
-    """Keeps the host pages of all."""
+    """Pins the host pages of all of these."""
     rows: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Computed rows by page: uint8 tensors [layer, token, head, byte] of K and V, or of latents."""
     ready: Any = None
-    """An event after which the rows are there; None: they are."""
+    """An event after which the rows are complete; None: they are."""
     poll: Poll | None = None
-    """From the launch of the last page's forward on."""
+    """Set when the last page's forward is launched."""
     cancelled: bool = False
-    """The pools were emptied: host pages may be others' now."""
+    """The pools were emptied: host pages may hold other data now."""
 
 
 class AttachProof:
-    """Looks at restorations and counts in `Proof.attaches`. One per scheduler process; scheduler's
-    thread. Nothing here raises into the scheduler: what cannot be compared counts as `skipped`.
+    """Checks restorations and counts results in `Proof.attaches`. One per scheduler process;
+    scheduler's thread. Nothing here raises into the scheduler: what cannot be compared counts as
+    `skipped`.
     """
 
     def __init__(
         self, context: StepContext, proof: Proof, pools: Pools, every: int = EVERY
     ) -> None:
-        """`every`: 1 looks at every restoration for ever."""
+        """With `every` 1, every restoration is always checked."""
         self._context, self._proof, self._pools, self._every = context, proof, pools, every
         self._most = max(1, min(_MOST, _MOST_BYTES // (_ROWS * max(1, context.agreed_page_bytes))))
         self._seen = 0
         self._waiting: dict[str, _Check] = {}
-        """By request, until the forward of the last page is launched."""
+        """By request id, until the forward of the last page is launched."""
         self._open: list[_Check] = []
-        """Those after that, until all ranks know the result. Alike on every rank."""
+        """Checks after that, until all ranks know the result. The same on every rank."""
         self._comparing = _Comparing(context, proof, pools)
 
     # --- what is left out -------------------------------------------------------------------------
 
     def leave_out(self, r: Restoration, min_tokens: int) -> None:
-        """Before a restoration begins: leaves its last page out if it is this one's turn. All ranks
-        decide alike.
+        """Called before a restoration begins: leaves its last page out if it is to be checked. All
+        ranks decide alike.
         """
         page, last = self._context.page, r.pages - 1
         whole = r.sources and len(r.sources[-1][0]) > 1 and r.sources[-1][0].stop == r.pages
@@ -178,7 +180,7 @@ class AttachProof:
         return _Stored(page, None, r.host_slots[first : first + self._context.page])
 
     def attached(self, r: Restoration, span: Span) -> None:
-        """Loaded pages become the request's, in ascending order."""
+        """Loaded pages were attached to the request, in ascending order."""
         check = self._waiting.get(r.rid)
         if check is not None and check.last.page == r.pages:
             first = check.ends[0] if check.ends else self._stored(r, span.start)
@@ -189,7 +191,7 @@ class AttachProof:
             check.ends = (first,) if first.page == last.page else (first, last)
 
     def closed(self, r: Restoration, how: str) -> None:
-        """A restoration has ended. Unless pages of it were attached there is nothing to look at."""
+        """A restoration has ended. Unless pages of it were attached, there is nothing to check."""
         check = self._waiting.get(r.rid)
         if check is None or check.last.page != r.pages:
             return
@@ -197,17 +199,17 @@ class AttachProof:
             self.forget(r.rid)
 
     def forget(self, rid: str) -> None:
-        """A request is gone, or has nothing attached. What was launched is still compared: its rows
-        were copied aside.
+        """A request is gone, or has no pages attached. If its last page was launched, it is still
+        compared, since its rows were copied.
         """
         check = self._waiting.pop(rid, None)
         if check is not None:
             self._unpin(check)
 
     def reset(self) -> None:
-        """Before the pools are emptied."""
+        """Called before the pools are emptied."""
         for check in [*self._waiting.values(), *self._open]:
-            check.cancelled = True  # before its host pages are let go
+            check.cancelled = True  # before its host pages are unpinned
             self._unpin(check)
         self._waiting.clear()
 
@@ -219,9 +221,9 @@ class AttachProof:
     # --- around a forward -------------------------------------------------------------------------
 
     def launching(self, batch: Any) -> list[tuple[_Check, int, torch.Tensor | None]]:
-        """Before a prefill batch is launched, on the current stream, behind the allocation of its
-        slots: where it completes a page that was left out, the pages to be compared and copies of
-        their slots from the request's row. The one that was left out comes last.
+        """Called before a prefill batch is launched, on the current stream, after the allocation of
+        its slots. If the batch completes a page that was left out: returns the pages to be compared
+        and copies of their slots from the request's row, the left-out page last.
         """
         found: list[tuple[_Check, int, torch.Tensor | None]] = []
         if not self._waiting:
@@ -251,7 +253,7 @@ class AttachProof:
     def launched(
         self, found: Iterable[tuple[_Check, int, torch.Tensor | None]], stream: Any
     ) -> None:
-        """After it was launched on this stream; None: it has ended."""
+        """Called after it was launched on this stream; None: it has ended."""
         for check, page, slots in found:
             try:
                 if slots is not None:
@@ -267,7 +269,7 @@ class AttachProof:
             return
         module = torch.get_device_module(stream.device)
         if slots.device.type != "cpu":
-            # They were copied on the scheduler's stream, for which the forward has waited.
+            # The copies are on the scheduler's stream, which the forward has waited for.
             slots.record_stream(stream)
         with module.stream(stream):
             check.rows[page] = rows_of(self._pools.halves, slots)
@@ -275,7 +277,7 @@ class AttachProof:
             check.ready.record(stream)
 
     def _submit(self, check: _Check) -> None:
-        """The last page is being computed: on every rank, in the same step."""
+        """The last page is being computed, on every rank in the same step."""
         del self._waiting[check.rid]
         check.poll = Poll(self._context.next_number(), 1)
         self._open.append(check)
@@ -287,11 +289,11 @@ class AttachProof:
     # --- the result -------------------------------------------------------------------------------
 
     def polls(self) -> list[Poll]:
-        """What all ranks have to agree on: one page for each comparison in flight."""
+        """The polls that all ranks have to agree on: one page for each comparison in flight."""
         return [check.poll for check in self._open if check.poll is not None]
 
     def settle(self, states: Sequence[bytes]) -> bool:
-        """Takes the agreed states of `polls`, in their order, and counts; whether one differs."""
+        """Applies the agreed states of `polls`, in their order; returns whether one differs."""
         differs = False
         for check, state in zip(list(self._open), states, strict=True):
             code = state[0]
@@ -317,12 +319,12 @@ class _Comparing:
         self._checks: queue.SimpleQueue[_Check | None] = queue.SimpleQueue()
         self._noises: deque[torch.Tensor] = deque(maxlen=_NOISES)
         self._hung: list[Any] = []
-        """Reads that were given up, with the memory that the store may still write."""
+        """Reads that were given up, with the memory that the store may still write to."""
         self._stream: Any = None
         self._pinned: torch.Tensor | None = None
         self._is_loud = False
         if torch.device(context.tree.cache_controller.device).type != "cpu":
-            # At the start: CUDA may stop every stream to pin memory.
+            # At the start, because CUDA may stop every stream to pin memory.
             self._pinned = torch.empty(context.page_bytes, dtype=torch.uint8, pin_memory=True)
         self._thread = threading.Thread(target=self._run, name="kvtier-attach", daemon=True)
         self._thread.start()
@@ -397,7 +399,7 @@ class _Comparing:
         self._is_loud = True
 
     def _distance(self, check: _Check, stored: _Stored) -> torch.Tensor | None:
-        """How far the computed page is from the stored one, by layer; None where one is missing."""
+        """Distance between the computed and the stored page, by layer; None if one is missing."""
         rows = check.rows.pop(stored.page, None)
         data = None if rows is None else self._read(check, stored)
         if rows is None or data is None:
@@ -413,8 +415,8 @@ class _Comparing:
         ).amax(0)
 
     def _on_host(self, rows: list[torch.Tensor], ready: Any) -> list[torch.Tensor]:
-        """Rows in host memory, valid until the next call, once they were computed. Waits without
-        the interpreter.
+        """The rows in host memory once they were computed, valid until the next call. Waits with
+        the GIL released.
         """
         if ready is None or self._pinned is None:
             if ready is not None:
@@ -458,8 +460,8 @@ class _Comparing:
 
 
 def comparable(controller: Any, page_tokens: int) -> Pools | str:
-    """The pools of this HiCache controller, or why their pages cannot be compared. Of pools beside
-    the KV pages nothing is computed anew: they have the same slots, which is what is looked at.
+    """The pools of this HiCache controller, or the reason why their pages cannot be compared. Side
+    pools are not included: they share the slots, which is what is checked.
     """
     try:
         kv = loaded_pools(controller, page_tokens)[0]
@@ -469,10 +471,10 @@ def comparable(controller: Any, page_tokens: int) -> Pools | str:
 
 
 def rows_of(halves: list[list[torch.Tensor]], slots: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of the rows in these device slots, on the current stream: a uint8 tensor [layer,
-    token, head, byte] of K and one of V, or one of latents.
+    """Copies the rows in these device slots, on the current stream: a uint8 tensor [layer, token,
+    head, byte] of K and one of V, or one of latents.
     """
-    # As bytes: not every number type of a KV cache can be indexed.
+    # As bytes, because not every dtype of a KV cache can be indexed.
     return [
         torch.stack(
             [layer.view(torch.uint8).index_select(0, slots.to(layer.device)) for layer in half]
@@ -490,8 +492,8 @@ def layered(piece: torch.Tensor, like: torch.Tensor, layout: str) -> torch.Tenso
 
 
 def distance(computed: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Relative L2 distance of two pieces [layer, token, head, byte] with numbers of `dtype`, by
-    layer. 0 where all bytes are equal; not a number where one of the numbers is none.
+    """Relative L2 distance by layer of two pieces [layer, token, head, byte] with numbers of
+    `dtype`. 0 if all bytes are equal; NaN if a number is NaN.
     """
     same = (computed == stored).flatten(1).all(1)
     ours, theirs = (
@@ -505,8 +507,8 @@ def distance(computed: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype) -
 
 
 def unrelated(front: torch.Tensor) -> str | None:
-    """Why a page computed before loaded ones is no measure of noise but another page than the
-    stored one, or None. `front`: its distance by layer.
+    """Why a page computed before loaded ones does not measure noise, but is another page than the
+    stored one; or None. `front`: its distance by layer.
     """
     if bool((front <= UNRELATED).all()):
         return None
@@ -518,7 +520,7 @@ def unrelated(front: torch.Tensor) -> str | None:
 
 
 def judge(last: torch.Tensor, noise: torch.Tensor | None, dtype: torch.dtype) -> str | None:
-    """Why a page that was computed after loaded ones is not the stored page, or None. Both are
+    """Why a page computed after loaded ones is not the stored page, or None. `last` and `noise` are
     distances by layer, of KV in `dtype`.
     """
     deep = torch.arange(1, len(last) + 1, dtype=last.dtype) / SHALLOW

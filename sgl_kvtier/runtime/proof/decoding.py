@@ -1,14 +1,12 @@
-"""Guard against slower decoding: restoration pauses where its copies slow the decode steps of
-running requests.
+"""Pauses restoration where its copies slow the decode steps of running requests.
 
 Copies to the device share the bus, the memory and the copy engine with decode steps. The guard
-compares gaps between output tokens with loads of restorations in flight, if only for a part of the
-gap, against gaps without any.
-Only gaps of steps that did nothing but decode count, since a prefill lengthens a gap whether or not
-its request is restored; and only batches of about the same size and length are compared.
+compares gaps between output tokens in which a load was in flight, if only for part of the gap, with
+gaps in which none was. Only steps without prefill count, since a prefill lengthens a gap whether or
+not its request is restored; and only batches of about the same size and length are compared.
 
 Off on a CPU, where copies and forwards share the cores, so that loads always slow decoding
-(`setup.py` says where it is on).
+(`setup.py` turns it on).
 """
 
 from __future__ import annotations
@@ -26,17 +24,17 @@ from sgl_kvtier.store.base import ReadOutcome
 logger = logging.getLogger(__name__)
 
 WINDOW = 200
-"""Gaps of each kind that are compared, the latest ones."""
+"""Number of latest gaps of each kind that are compared."""
 RATIO = 1.25
-"""Gaps are longer by so much, by their 99th percentile, where restoration pauses."""
+"""Restoration pauses if the 99th percentile of gaps is longer by this factor."""
 SURE = 12
-"""Of the gaps with loads in flight so many have to be above `RATIO` times the 99th percentile of
-those without. Three of 200 would make their own 99th percentile larger by that ratio, but the third
-largest of 200 is a number of chance: of two windows whose gaps have the same long tail, one has
-three above the other's 99th percentile in up to half of all cases, and 12 in one of 150.
+"""At least this many gaps with loads in flight must exceed `RATIO` times the 99th percentile of
+those without. Three of 200 would suffice to raise their own 99th percentile that far, but the third
+largest of 200 varies by chance: of two windows whose gaps have the same long tail, one has three
+gaps above the other's 99th percentile in up to half of all cases, and 12 in one of 150.
 """
 PAUSE_S = 60.0
-"""How long restoration pauses. Then it is tried again."""
+"""Length of a pause in seconds. After it, restoration is tried again."""
 SLOWER = "slower decoding"
 
 _LOOK_EVERY = 20
@@ -51,41 +49,42 @@ class _Windows:
     loading: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     quiet: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     fresh: int = 0
-    """Gaps in `loading` since the two were compared."""
+    """Gaps added to `loading` since the two were compared."""
 
 
 class DecodeGuard:
-    """Measures gaps between output tokens on this rank, and asks for a pause by its poll. One per
-    scheduler process; scheduler's thread. All ranks pause in the same step, if any of them asks.
+    """Measures gaps between output tokens on this rank, and requests a pause by its poll. One per
+    scheduler process; scheduler's thread. All ranks pause in the same step if any of them requests
+    it.
     """
 
     def __init__(
         self, number: int, loading: Callable[[], bool], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`number` names the poll, alike on every rank; `loading` says whether a load is in flight;
-        `clock` is in seconds.
+        """`number` is the poll's, the same on every rank; `loading` returns whether a load is in
+        flight; `clock` is in seconds.
         """
         self.poll = Poll(number, 1)
-        """`LANDED`, or lost while this rank asks for a pause. It never ends."""
+        """`LANDED`, or lost while this rank requests a pause. It never ends."""
         self.poll.mark(0, LANDED, 0.0)
         self._loading, self._clock = loading, clock
         self._since: float | None = None
-        """When the last decode step's tokens came."""
+        """When the tokens of the last decode step arrived."""
         self._loaded = False
-        """Whether a load was in flight then, or has begun since."""
+        """Whether a load was in flight at that time, or has begun since."""
         self._classes: dict[tuple[int, int], _Windows] = {}
 
     def load_begins(self) -> None:
-        """A load begins. It may end within one gap."""
+        """A load begins. It may end within the same gap."""
         self._loaded = True
 
     def launching(self, batch: Any) -> None:
-        """Before any batch is launched."""
+        """Called before any batch is launched."""
         if not batch.forward_mode.is_decode():
             self._since = None
 
     def processed(self, batch: Any) -> None:
-        """After a batch's result was processed: its output tokens are there."""
+        """Called after a batch's result was processed: its output tokens are there."""
         if not batch.forward_mode.is_decode():
             self._since = None
             return
@@ -125,8 +124,8 @@ class DecodeGuard:
         self.poll.mark(0, _SLOWER, 0.0)
 
     def settle(self, state: bytes) -> bool:
-        """Takes the agreed state of the poll; whether restoration pauses from now on. What was
-        measured with loads in flight is forgotten then.
+        """Applies the agreed state of the poll; returns whether restoration pauses now. If so, gaps
+        measured with loads in flight are dropped.
         """
         if state[0] == LANDED:
             return False
@@ -144,8 +143,8 @@ def p99(gaps: Iterable[float]) -> float:
 
 
 def _class_of(batch: Any) -> tuple[int, int]:
-    """Batches of one class have the same number of requests, and of tokens before the new ones, but
-    for a factor of two.
+    """A batch's class: number of requests, and of tokens before the new ones, each up to a factor
+    of two.
     """
     lengths = batch.seq_lens_cpu
     tokens = 0 if lengths is None else int(lengths.sum())

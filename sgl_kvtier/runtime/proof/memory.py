@@ -1,12 +1,11 @@
-"""What servers of one model have shown of their restorations, kept beside the store for the next
-start.
+"""Keeps what the checks of restorations have shown for one model, for the next start of a server.
 
     <store.path>/<identity>/proof.json
 
-One file per identity, replaced in one step. It has an entry for each set of conditions: GPU,
-driver, torch, Triton, SGLang, sgl_kvtier, the shape of a page and the way of copying. A server
-looks up its own (`find`). What was shown under other conditions says nothing of it. Reading never
-raises: a missing, torn or foreign file is no memory.
+There is one file per model fingerprint, replaced atomically, with an entry for each set of
+conditions: GPU, driver, torch, Triton, SGLang, sgl_kvtier, page shape and way of copying. A server
+looks up its own conditions (`find`); entries of others do not apply to it. Reading never raises: a
+missing, torn or foreign file counts as empty.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _writing = threading.Lock()
 
 @dataclass(frozen=True)
 class Shown:
-    """What was shown under some conditions (`conditions`)."""
+    """The result under some conditions (`conditions`)."""
 
     conditions: dict[str, str]
     state: str
@@ -61,22 +60,22 @@ class Shown:
     pages: int = 0
     """Pages that were compared and equal."""
     nbytes: int = 0
-    """Of these."""
+    """Bytes of these pages."""
     what: str = ""
-    """What differed, where it is refuted."""
+    """What differed, if it is refuted."""
     written: float = 0.0
     """Seconds since the epoch."""
 
     @property
     def verdict(self) -> State:
-        """As the state of a server that begins with it."""
+        """The state with which a server starts."""
         return _STATES[self.state]
 
 
 def conditions(controller: Any, page: str, way: str, args: Any) -> dict[str, str]:
-    """What a proof depends on beside the model: of this process, for the device of a HiCache
-    controller. `page`: the shape of a page; `way`: how pages are copied; `args`: SGLang's, which
-    name the kernels that read attached pages, and say whether batches are planned beside a forward.
+    """What a proof depends on in addition to the model, in this process, for the device of a
+    HiCache controller. `page`: page shape; `way`: way of copying; `args`: SGLang's, which select
+    the attention kernels that read attached pages and overlap scheduling.
     """
     backends = (f"{phase}attention_backend" for phase in ("", "prefill_", "decode_"))
     attention = dict.fromkeys(str(name) for one in backends if (name := getattr(args, one)))
@@ -95,7 +94,7 @@ def conditions(controller: Any, page: str, way: str, args: Any) -> dict[str, str
 
 
 def device_name(controller: Any) -> str:
-    """The name of the device that a HiCache controller copies to, as its maker calls it."""
+    """The vendor's name of the device that a HiCache controller copies to."""
     kind = torch.device(controller.device).type
     name = (
         getattr(torch.get_device_module(kind), "get_device_name", None) if kind != "cpu" else None
@@ -107,7 +106,7 @@ def device_name(controller: Any) -> str:
 
 
 def driver() -> str:
-    """The version of the NVIDIA driver, or of HIP; empty where there is neither."""
+    """The version of the NVIDIA driver, or of HIP; empty if there is neither."""
     with suppress(OSError):
         found = re.search(
             r"Kernel Module(?: for \S+)?\s+(\S+)", _DRIVER.read_text("ascii", "replace")
@@ -125,7 +124,7 @@ def _version(package: str) -> str:
 
 
 def read(path: Path) -> tuple[Shown, ...]:
-    """The entries of a file, the latest first."""
+    """The entries of a file, latest first."""
     try:
         data = parse_json(read_file(Env(), str(path), _MOST_BYTES))
         if data["schema"] != SCHEMA:
@@ -136,7 +135,7 @@ def read(path: Path) -> tuple[Shown, ...]:
 
 
 def _entry(data: Any) -> Shown | None:
-    """An entry, or None for what is none."""
+    """The entry, or None if the data is not a valid one."""
     try:
         shown = Shown(**data)
     except TypeError:
@@ -151,14 +150,14 @@ def _entry(data: Any) -> Shown | None:
 
 
 def find(path: Path | None, here: Mapping[str, str]) -> Shown | None:
-    """What was shown under these conditions, or None."""
+    """The entry for these conditions, or None."""
     entries = () if path is None else read(path)
     return next((shown for shown in entries if shown.conditions == here), None)
 
 
 def keep(path: Path, shown: Shown) -> None:
-    """Replaces the entry of the same conditions, and drops the oldest of too many. May raise
-    OSError; the file is then as it was.
+    """Replaces the entry with the same conditions, and drops the oldest of too many. May raise
+    OSError; the file is then unchanged.
     """
     shown = replace(shown, what=shown.what[:_MOST_TEXT], written=time.time())
     with _writing:
@@ -178,10 +177,10 @@ def begin(
     controller: Any, way: str, path: Path | None, agreement: Agreement, policy: PolicyConfig,
     args: Any, *, writes: bool,
 ) -> Proof:  # fmt: skip
-    """The proof of a server that starts: it begins as an earlier one under the same conditions has
-    ended, on all ranks as the first one remembers it. A refuted one stays so, which a line in the
-    log says, unless every page is asked to be compared. `way`: how pages are copied. `path`: the
-    file, where there is one; this rank `writes` it. `args`: SGLang's. A collective.
+    """The proof of a starting server, in the state in which an earlier server ended under the same
+    conditions; all ranks take the first rank's. A refuted one stays refuted, with a line in the
+    log, unless `policy.proof` is all. `way`: way of copying. `path`: the file, if there is one;
+    this rank `writes` it. `args`: SGLang's. A collective.
     """
     device = ", ".join(filter(None, (device_name(controller), driver())))
     proof = Proof(device, way)
@@ -221,7 +220,7 @@ def _as_told(shown: Shown | None) -> str:
 
 
 def _keep_verdict(path: Path, here: dict[str, str], proof: Proof) -> None:
-    """Writes it in a thread, since a disk may take its time. Scheduler's thread."""
+    """Writes the verdict in a thread, since a disk may be slow. Scheduler's thread."""
     difference, what = proof.difference, ""
     if difference is not None:
         what = f"{difference.check}: {difference.what}"

@@ -1,17 +1,17 @@
-"""Pages on the device compared with the host pages that they were loaded from, after their copy has
+"""Compares pages on the device with the host pages that they were loaded from, after their copy has
 ended and before anything may read them.
 
-A page is one of all pools that a load goes through: keys and values, a draft's, index keys, and the
-windows or the state that come with it. A copy's device pages are read back by another way than they
-went: torch's own indexing of each layer on a stream of its own, then over the bus into pinned
-memory. They are compared in C, without the interpreter, with the load's host pages, which the store
-has just verified and which are the load's until its pages have ended. A page that differs is lost,
-so the front computes it and no token was emitted from it.
+A page has parts in all pools that a load covers: keys and values, a draft's, index keys, and the
+windows or the state that come with it. Device pages are read back by another way than they were
+written: torch's own indexing of each layer on a separate stream, then over the bus into pinned
+memory. They are compared in C, with the GIL released, with the load's host pages, which the store
+has just verified and which belong to the load until its pages have ended. A page that differs is
+lost, so it is computed, and no token was generated from it.
 
-All pages are compared of the first loads, then a few (`Sampling`). While all are, one page of a
-request is looked at a second time when its prefill has ended (`SecondLook`): that sees a write over
-pages that had landed, but for windows, which SGLang frees once they have been passed, and states,
-which forwards write. It comes too late for that answer.
+All pages of the first loads are compared, then a few (`Sampling`). In the first phase, one page of
+each request is compared again after its prefill (`SecondLook`). This detects later writes over
+landed pages, except in windows, which SGLang frees once they have been passed, and states, which
+forwards write. It comes too late for that request's answer.
 """
 
 from __future__ import annotations
@@ -46,32 +46,33 @@ except ImportError:
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
-"""Most bytes that are read back at once. There are two such pieces on the device and two in pinned
-memory: one is compared while the next is on the bus. This is smaller on a device whose pages are
-those of a real one at scale.
+"""Most bytes that are read back at once. There are two such buffers on the device and two in pinned
+memory: one is compared while the next is on the bus. Smaller on a scaled-down device.
 """
 THIN_BYTES = 64 << 30
-"""Bytes of loads after which still fewer pages are compared."""
+"""Bytes of loads after which even fewer pages are compared."""
 _MOST_KEPT = 8
-"""Host pages that are copied for a second look at a time."""
+"""Most host pages that are kept for a second comparison at a time."""
 _CLOSE_S = 10.0
 EVERY, THIN_EVERY = 64, 1024
-"""Of as many pages one is compared, once all of the first were equal, and from `THIN_BYTES` on."""
+"""One of so many pages is compared: after the first phase, and from `THIN_BYTES` on."""
 
 
 class Sampling:
-    """Which pages are compared: all of the first loads, then some. Counted, not drawn, so that the
-    same loads have the same pages compared. One thread.
+    """Chooses the pages that are compared: all of the first loads, then some. By counting instead
+    of at random, so that the choice is the same for the same loads. One thread.
     """
 
     def __init__(self, *, every_page: bool, proven: bool) -> None:
-        """`every_page`: always all of them. `proven`: an earlier server has compared the first."""
+        """`every_page`: always all of them. `proven`: an earlier server compared the first
+        loads.
+        """
         self._every_page, self._proven = every_page, proven
         self._loads = self._newest = self._pages = self._nbytes = 0
 
     def take(self, load: int, pages: int, page_bytes: int) -> list[int]:
-        """Of a copy of `pages` pages of a load, known by its number, those to be compared."""
-        if load > self._newest:  # numbers grow: a load that is counted late is looked at longer
+        """The pages to be compared of a copy of `pages` pages of the load with this number."""
+        if load > self._newest:  # numbers grow: a load that comes late is not counted
             self._newest, self._loads = load, self._loads + 1
         every = 1 if self.looks_again else EVERY if self._nbytes < THIN_BYTES else THIN_EVERY
         first, self._pages = self._pages, self._pages + pages
@@ -80,13 +81,13 @@ class Sampling:
 
     @property
     def looks_again(self) -> bool:
-        """Whether all pages are compared: then one of a request is looked at a second time, too."""
+        """Whether all pages are compared at present, and one of each request a second time."""
         few = self._loads <= record.FIRST_LOADS or self._nbytes < record.FIRST_BYTES
         return self._every_page or (few and not self._proven)
 
 
 class _Part(NamedTuple):
-    """What is read back at once: a half of pages [first, stop) in layers [low, high)."""
+    """What is read back at once: layers [low, high) of a half of pages [first, stop)."""
 
     half: _Half
     first: int
@@ -106,8 +107,8 @@ class _HostPages:
         self.pool = host
 
     def starts(self, host_slots: torch.Tensor) -> np.ndarray:
-        """Where each page's pieces begin in memory, int64 [piece]: as the store is told where it
-        reads them to.
+        """The byte offset of each page's pieces, int64 [piece], from the addresses that the store
+        reads to.
         """
         addresses, _ = self.pool.get_page_buffer_meta(host_slots)
         return np.array(addresses, dtype=np.int64) - self.base
@@ -115,26 +116,26 @@ class _HostPages:
 
 @dataclass(frozen=True, eq=False)
 class _Half:
-    """K, V, the latents or the index keys of a pool. `layers`: bytes [row, byte] of each on the
-    device, where a token or a page is a row. `steps`: in host memory, from one layer, row, head to
-    the next.
+    """K, V, the latents or the index keys of a pool. `layers`: bytes [row, byte] of each layer on
+    the device; a row is a token or a page. `steps`: bytes from one layer, token, head to the next
+    in host memory.
     """
 
     name: str
     host: _HostPages
     piece: int
-    """Its place among the pieces of a host page."""
+    """Its index among the pieces of a host page."""
     page_rows: int
-    """Rows of a page on the device: as many as it has tokens, or one."""
+    """Rows of a page on the device: one per token, or one."""
     layers: list[torch.Tensor]
     row_bytes: int
     head_bytes: int
     steps: dict[str, int]
     every: int = 1
-    """`layers` are one of as many of the model's."""
+    """`layers` has one of `every` layers of the model."""
 
     def thinned(self, every: int) -> _Half:
-        """One layer of `every`."""
+        """This half with one of `every` layers."""
         steps = {**self.steps, "layer": self.steps["layer"] * every}
         return replace(self, layers=self.layers[::every], steps=steps, every=every)
 
@@ -143,12 +144,12 @@ class _Half:
         return device_slots if self.page_rows > 1 else device_slots[::page] // page
 
     def page_bytes(self) -> int:
-        """Of all its layers."""
+        """Bytes of a page in all these layers."""
         return len(self.layers) * self.page_rows * self.row_bytes
 
     def axes(self, layers: int, pages: int) -> tuple[tuple[Any, ...], int]:
-        """Axes for `differing`, of `pages` that were read back in `layers`, and the bytes that lie
-        together in both.
+        """Axes for `differing`, for `pages` pages read back in `layers` layers, and the number of
+        bytes that are contiguous on both sides.
         """
         row, head, steps = self.row_bytes, self.head_bytes, self.steps
         found = [
@@ -157,7 +158,7 @@ class _Half:
             (row // head, steps["head"], head),
         ]
         run = head
-        for inner in (2, 1):  # heads of a token, then tokens of a layer, where they lie together
+        for inner in (2, 1):  # heads of a token, then tokens of a layer, if contiguous
             count, in_host, read_back = found[inner]
             if count > 1 and (in_host, read_back) != (run, run):
                 break
@@ -166,11 +167,11 @@ class _Half:
 
 
 class _Piece:
-    """Device memory and pinned memory of what is read back at once."""
+    """Device and pinned memory for what is read back at once."""
 
     def __init__(self, nbytes: int, device: Any, memory: CardMemory | None) -> None:
         self.raw: torch.Tensor | None = None
-        """None where the device's memory is the host's."""
+        """None where device memory is host memory."""
         self.event: Any = None
         if works_at_once(device):
             self.pinned = torch.empty(nbytes, dtype=torch.uint8)
@@ -183,12 +184,12 @@ class _Piece:
 
 
 class ReadBack:
-    """Reads pages of a HiCache controller's device pool back and compares them with its host pool.
-    Built on the scheduler's thread, used by one thread.
+    """Reads pages back from a HiCache controller's device pool and compares them with its host
+    pool. Constructed on the scheduler's thread, used by one thread.
     """
 
     def __init__(self, controller: Any, page_tokens: int, memory: CardMemory | None) -> None:
-        """Raises ValueError, which says why, where its pages cannot be compared. Raises
+        """Raises ValueError with the reason if its pages cannot be compared, and
         torch.OutOfMemoryError.
         """
         if _differing is None:
@@ -199,7 +200,7 @@ class ReadBack:
         self._anchors = _halves_of(anchors)
         self._anchor_page = int(anchors[0].host.page_size) if anchors else 0
         self.page_bytes = sum(half.page_bytes() for half in self.halves)
-        """Without the window or state that came with it."""
+        """Bytes of a page, without its window or state."""
         self.anchor_bytes = sum(half.page_bytes() for half in self._anchors)
         self._at_once = works_at_once(controller.device)
         self._module = torch.get_device_module(controller.device)
@@ -216,10 +217,10 @@ class ReadBack:
     def differing(
         self, host_slots: torch.Tensor, device_slots: torch.Tensor, anchor: Slots | None = None
     ) -> dict[int, tuple[str, int]]:
-        """Of these pages those that differ, by their place among them: in which half (`keys`,
-        `draft latents`), and the first layer. `anchor`: slots of the windows, or of the state, that
-        have come with the last ones. Blocks its thread, without the interpreter while it waits and
-        compares. Nothing may write the pages meanwhile.
+        """Those of these pages that differ, by their index: the half (`keys`, `draft latents`) and
+        the first layer. `anchor`: slots of the windows or the state that came with the last pages.
+        Blocks its thread, with the GIL released while it waits and compares. Nothing may write to
+        the pages meanwhile.
         """
         found = self._differing(self.halves, host_slots, device_slots, self.page)
         if anchor is not None:
@@ -232,7 +233,7 @@ class ReadBack:
     def _differing(
         self, halves: list[_Half], host_slots: torch.Tensor, device_slots: torch.Tensor, page: int
     ) -> dict[int, tuple[str, int]]:
-        """`page`: slots of a page."""
+        """`page`: slots per page."""
         starts = self._starts(halves, host_slots, page)
         parts = list(self._parts(halves, len(host_slots) // page))
         found: dict[int, tuple[str, int]] = {}
@@ -255,13 +256,13 @@ class ReadBack:
     def _starts(
         self, halves: list[_Half], host_slots: torch.Tensor, page: int
     ) -> dict[_Half, np.ndarray]:
-        """Where each page's part of a half begins in its pool's memory, int64 [page]."""
+        """Offset in its pool's memory of each page's part of a half, int64 [page]."""
         pages = len(host_slots) // page
         by_pool = {half.host: half.host.starts(host_slots) for half in halves}
         return {half: by_pool[half.host].reshape(pages, -1)[:, half.piece] for half in halves}
 
     def _parts(self, halves: list[_Half], pages: int) -> Iterator[_Part]:
-        """All of these pages, in parts that fit a piece: whole pages, or layers of one."""
+        """All of these pages, in parts that fit into a buffer: whole pages, or layers of one."""
         for half in halves:
             layer_bytes, layers = half.row_bytes * half.page_rows, len(half.layers)
             at_once = max(1, self._nbytes // (layer_bytes * layers))
@@ -288,7 +289,7 @@ class ReadBack:
             piece.event.record(self._stream)
 
     def copy_back(self, pinned: torch.Tensor, raw: torch.Tensor) -> None:
-        """Device memory over the bus into pinned memory, on the current stream."""
+        """Copies device memory into pinned memory, on the current stream."""
         if self._memory is None:
             pinned.copy_(raw, non_blocking=True)
         else:
@@ -318,13 +319,13 @@ class ReadBack:
 def compare(
     found: Any, host: Any, starts: Any, page_step: int, axes: tuple[Any, ...], run: int
 ) -> list[int]:
-    """Of each page the first layer that differs, or -1; see `differing` in native/pages.c."""
+    """For each page the first layer that differs, or -1; see `differing` in native/pages.c."""
     layers: list[int] = _differing(found, host, starts, page_step, axes, run)
     return layers
 
 
 def _gather(layers: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Rows of these slots in each layer, on the current stream: [layer, token, byte]."""
+    """Gathers these rows of each layer, on the current stream: [layer, token, byte]."""
     for layer, into in zip(layers, out, strict=True):
         torch.index_select(layer, 0, slots, out=into)
 
@@ -352,8 +353,8 @@ def _halves(pool: LoadedPool) -> list[_Half]:
 
 
 class PageCheck:
-    """What the mover asks of every copy that has ended. One thread: the copies', or on a CPU the
-    mover's.
+    """The page mover's check of every copy that has ended. One thread: that of the copies, or on a
+    CPU the mover's.
     """
 
     def __init__(
@@ -362,11 +363,12 @@ class PageCheck:
         self._back, self._sampling, self._proof, self._again = back, sampling, proof, again
 
     def look(self, load: Load, first: int, stop: int) -> list[int]:
-        """Of the pages [first, stop) of a load, whose copy has ended, those that must not land.
+        """Returns those of the pages [first, stop) of a load, whose copy has ended, that must not
+        land.
 
-        After a difference was found anywhere on this rank no page lands any more: so the other
-        ranks, and the engine, learn of it with the next page that ends. Never raises: what cannot
-        be compared counts as skipped.
+        After any difference on this rank, no page lands any more, so that the other ranks and the
+        engine learn of it with the next page that ends. Never raises: pages that cannot be compared
+        count as skipped.
         """
         if self._proof.difference is not None:
             return list(range(first, stop))
@@ -374,7 +376,7 @@ class PageCheck:
         try:
             return self._look(load, [first + place for place in taken]) if taken else []
         except Exception as error:
-            # Whatever a driver or a pool raises: the copy itself has ended well.
+            # A driver or a pool may raise anything. The copy itself has succeeded.
             self._skip(len(taken), error)
             return []
 
@@ -417,8 +419,8 @@ class Kept:
 
 
 class _Taken(NamedTuple):
-    """Rows on their way to a second comparison. `slots` are those that the page was loaded into,
-    `row` those that the request had for it at the end.
+    """Rows in flight to a second comparison. `slots` are those that the page was loaded into, `row`
+    those that the request had for it in the end.
     """
 
     rid: str
@@ -429,14 +431,13 @@ class _Taken(NamedTuple):
 
 
 class SecondLook:
-    """Compares one page of a request again when its prefill has ended, with a copy of the host page
-    that was made at the first look.
+    """Compares one page of a request again after its prefill, with a copy of the host page that was
+    made at the first comparison.
 
-    The scheduler's thread (`attached`, `look`) only launches: it gathers the rows on the stream
-    that every later writer of these slots comes behind, a forward or, by its fence, a load. So
-    whoever owns the slots afterwards does no harm. A thread of its own waits and compares. A page
-    whose slots are not those that it was loaded into any more, since the tree had it already, is
-    left out.
+    The scheduler's thread (`attached`, `look`) only launches work: it gathers the rows on the
+    stream that precedes every later writer of these slots, a forward or, by its fence, a load. So
+    later owners of the slots do not interfere. A thread of its own waits and compares. A page whose
+    slots have changed since it was loaded, because the tree had it already, is skipped.
     """
 
     def __init__(
@@ -462,8 +463,8 @@ class SecondLook:
         self._thread.start()
 
     def keep(self, load: Load, offset: int) -> None:
-        """A page of a load was compared and is equal: the first of its request is kept. Thread of
-        the first look.
+        """A page of a load was compared and is equal: keeps the first one of its request. Called on
+        the thread of the first comparison.
         """
         r = load.restoration
         if r.to_look_at_again is None and len(self._kept) < _MOST_KEPT:
@@ -472,12 +473,12 @@ class SecondLook:
             self._kept.add(kept)
 
     def attached(self, rid: str, kept: Kept, slots: torch.Tensor) -> None:
-        """The kept page was attached to its request: from now on its row has these slots."""
+        """The kept page was attached to its request, whose row has these slots from now on."""
         self._attached[rid] = kept, slots
 
     @property
     def waits(self) -> bool:
-        """Whether a page is to be looked at again."""
+        """Whether a page is waiting for its second comparison."""
         return bool(self._attached)
 
     def forget(self, rid: str) -> None:
@@ -485,15 +486,15 @@ class SecondLook:
         self._attached.pop(rid, None)
 
     def prefilled(self, req: Any) -> None:
-        """A result of this request was processed: it may have been that of its last chunk. Its row
-        is still its own.
+        """A result of this request was processed, possibly that of its last chunk. The request
+        still owns its row.
         """
         if req.rid in self._attached and len(req.output_ids):
             self.look(req)
 
     def look(self, req: Any) -> None:
-        """Takes the rows of a request that is about to give back its row. Never raises, and never
-        waits for the device; one at a time, others are left out.
+        """Copies the rows of a request that is about to give up its row. Never raises and never
+        waits for the device. One at a time; others are skipped.
         """
         found = self._attached.pop(req.rid, None)
         if found is None or not self._free.is_set() or req.kv.req_pool_idx is None:
@@ -505,7 +506,7 @@ class SecondLook:
             self._leave_out(error)
 
     def close(self) -> None:
-        """Ends the thread after what it was given. Idempotent."""
+        """Ends the thread after the work it was given. Idempotent."""
         self._taken.put(None)
         self._thread.join(_CLOSE_S)
 
@@ -538,7 +539,7 @@ class SecondLook:
             _gather(half.layers, rows, target[at : at + nbytes].view(shape))
 
     def _places(self) -> Iterator[tuple[_Half, int, int]]:
-        """Each half, its bytes, and where it begins in what is read back."""
+        """Each half, its bytes, and its offset in what is read back."""
         at = 0
         for half in self._halves:
             yield half, half.page_bytes(), at
@@ -572,7 +573,7 @@ class SecondLook:
                 return
 
     def _numbers_of(self, taken: _Taken) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two lists of slots in host memory; the rows have come there as well."""
+        """The two lists of slots in host memory; the rows are copied there as well."""
         if self._at_once:
             return taken.row, taken.slots
         page, piece, module = 8 * self._back.page, self._numbers, self._module
@@ -602,15 +603,15 @@ def checks_of(
     *,
     every_page: bool,
 ) -> tuple[PageCheck, SecondLook] | None:
-    """What compares the pages of this HiCache controller, or None, and a line in the log, where
-    they cannot be compared. `rows` as for `SecondLook`. A server whose `proof` begins as proven
-    compares fewer. Scheduler's thread.
+    """The checks of this HiCache controller's pages; None, after a log line, if they cannot be
+    compared. `rows` as for `SecondLook`. If `proof` starts as proven, fewer pages are compared.
+    Scheduler's thread.
     """
     try:
         back = ReadBack(controller, page_tokens, memory)
         again = SecondLook(controller, rows, back, proof, memory)
     except Exception as error:
-        # Whatever a pool of another kind or a driver raises: the server serves all the same.
+        # A pool of another kind or a driver may raise anything; the server runs all the same.
         logger.warning("kvtier: restored pages are not compared: %s", error)
         return None
     proof.looks = True

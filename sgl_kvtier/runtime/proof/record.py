@@ -1,8 +1,8 @@
-"""What one scheduler process has shown of its own restorations since it started.
+"""What the checks have shown of this scheduler process's restorations since it started.
 
-Three checks write here: the one at start (`start.py`), the one of pages before a forward may read
-them (`pages.py`), and the one of the attach (`attach.py`). A difference refutes restoration for the
-server's life.
+Three checks write here: the check at start (`start.py`), that of pages before a forward may read
+them (`pages.py`), and that of the attach (`attach.py`). A difference turns restoration off until
+the server restarts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from sgl_kvtier.runtime.metrics import Sample
 logger = logging.getLogger(__name__)
 
 FIRST_LOADS = 16
-"""Loads of which every page is compared, whatever their size."""
+"""Every page of so many first loads is compared, whatever their size."""
 FIRST_BYTES = 8 << 30
-"""Bytes of loads of which every page is compared, however many loads they are. This is smaller on a
-device whose pages are those of a real one at scale.
+"""Every page of so many first bytes is compared, however many loads they are. Smaller on a
+scaled-down device.
 """
 FIRST_ATTACHES = 16
-"""Attaches that have to be right before a server counts as proven, where they are looked at."""
+"""Attaches that must be correct before a server counts as proven, if attaches are checked."""
 
 
 class State(IntEnum):
-    """Of the proof; the gauge `kvtier:restore_proof` has these numbers."""
+    """State of the proof; the gauge `kvtier:restore_proof` has these numbers."""
 
     REFUTED = 0
     PROVING = 1
@@ -38,66 +38,66 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that was not as it should be."""
+    """The first wrong result."""
 
     check: str
     """`start`, `page`, `second look` or `attach`."""
     what: str
-    """A sentence for the log: which page, which layer, how far apart."""
+    """A phrase for the log: which page, which layer, how far apart."""
 
 
 class Proof:
-    """Counts and the verdict. Any thread may note; only the scheduler's thread acts on it."""
+    """Counts and verdict. Any thread may report; only the scheduler's thread acts on it."""
 
     def __init__(self, device: str = "", way: str = "", *, looks: bool = False) -> None:
-        """`device`: GPU and driver; `way`: how pages are copied. Both are for the log. `looks`:
-        whether pages of this server are compared at all.
+        """`device` (GPU and driver) and `way` (of copying pages) are for the log. `looks`: whether
+        pages of this server are compared at all.
         """
         self.device, self.way = device, way
         self.looks = looks
         self.looks_at_attaches = False
-        """Whether attaches are compared as well (`attach.py`)."""
+        """Whether attaches are checked as well (`attach.py`)."""
         self.state = State.PROVING
         self.difference: Difference | None = None
         self.pages: Counter[str] = Counter()
-        """Pages compared with what they were loaded from, by result: `equal`, `differs`, or
-        `skipped` where they could not be compared.
+        """Pages compared with their source, by result: `equal`, `differs`, or `skipped` if they
+        could not be compared.
         """
         self.nbytes = 0
-        """Of the pages that were equal."""
+        """Bytes of the equal pages."""
         self.attaches: Counter[str] = Counter()
-        """Computed pages behind loaded ones compared with the stored page, by result."""
+        """Computed pages after loaded ones, compared with the stored page, by result."""
         self.loads = 0
-        """Loads of which a page has landed on every rank. This and the next are alike on all ranks
-        in every step, so all become proven in the same one.
+        """Loads of which a page has landed on every rank. This and the next field are the same on
+        all ranks in every step, so all become proven in the same step.
         """
         self.landed_bytes = 0
-        """Of pages that have landed on every rank."""
+        """Bytes of pages that have landed on every rank."""
         self.has_shown_enough = False
-        """As much was looked at as it takes. Alike on all ranks in every step, as these are."""
+        """Whether enough was checked. The same on all ranks in every step."""
         self.changed: Callable[[Proof], None] | None = None
-        """Told once of a server that is proven, and once of one that is refuted. Scheduler's
+        """Called once when the server becomes proven, and once when it is refuted. Scheduler's
         thread.
         """
         self._lock = threading.Lock()
 
     @property
     def attaches_are_shown(self) -> bool:
-        """Whether enough attaches were right, or four times as many were looked at, so that most of
-        them cannot be compared: then pages alone are the proof. Alike on all ranks.
+        """Whether enough attaches were correct. Also after four times as many checks, since most
+        attaches can then not be compared, and pages alone are the proof. The same on all ranks.
         """
         looked_at = sum(self.attaches.values())
         return self.attaches["equal"] >= FIRST_ATTACHES or looked_at >= 4 * FIRST_ATTACHES
 
     def note_pages(self, result: str, pages: int, nbytes: int = 0) -> None:
-        """Any thread."""
+        """Counts compared pages. Any thread."""
         with self._lock:
             self.pages[result] += pages
             self.nbytes += nbytes
 
     def differs(self, difference: Difference) -> None:
-        """Any thread. Keeps and logs the first difference. What follows from it is the engine's
-        business: all ranks have to act in the same step (`RestoreEngine.refute`).
+        """Keeps and logs the first difference. Any thread. The engine acts on it, in the same step
+        on all ranks (`RestoreEngine.refute`).
         """
         with self._lock:
             first, self.difference = self.difference is None, self.difference or difference
@@ -112,16 +112,16 @@ class Proof:
             )
 
     def note_load(self, landed_bytes: int) -> None:
-        """A load has ended on every rank, and these bytes of it have landed. Scheduler's thread."""
+        """A load has ended on every rank, with this many bytes landed. Scheduler's thread."""
         if landed_bytes:
             self.loads += 1
             self.landed_bytes += landed_bytes
 
     def conclude(self) -> None:
-        """Scheduler's thread, once in a step, after what ended in it was noted. The one place that
-        says what makes a server proven: as many loads and bytes as are looked at in full, and as
-        many attaches where these are looked at, and no difference. A rank that could not compare a
-        page that it was to compare has shown nothing.
+        """Decides whether the server is proven: after as many loads and bytes as are compared in
+        full, after enough attaches if these are checked, and without a difference. A rank that
+        could not compare a page that it should have compared has shown nothing. Scheduler's thread,
+        once per step, after all that ended in it was reported.
         """
         shown = self.loads >= FIRST_LOADS and self.landed_bytes >= FIRST_BYTES
         if self.looks_at_attaches:
@@ -140,13 +140,13 @@ class Proof:
             self._become(State.PROVEN)
 
     def was_proven(self) -> None:
-        """An earlier server has shown it under the same conditions. Scheduler's thread, at start,
-        and on all ranks or none.
+        """An earlier server was proven under the same conditions. Scheduler's thread, at start, on
+        all ranks or none.
         """
         self.state, self.has_shown_enough = State.PROVEN, True
 
     def refute(self) -> None:
-        """Scheduler's thread, on all ranks in the same step. Idempotent."""
+        """Restoration was wrong. Scheduler's thread, on all ranks in the same step. Idempotent."""
         if self.state is not State.REFUTED:
             self._become(State.REFUTED)
 
@@ -156,7 +156,7 @@ class Proof:
             self.changed(self)
 
     def samples(self) -> Iterator[Sample]:
-        """For /metrics; nothing where nothing is compared. Any thread."""
+        """For /metrics; empty if nothing is compared. Any thread."""
         if not self.looks and self.state is not State.REFUTED:
             return
         yield "proof", {}, int(self.state)

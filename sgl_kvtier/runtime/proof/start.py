@@ -1,18 +1,18 @@
-"""The check at start: pages of the real pools are copied to the device beside a forward, before any
+"""The check at start: copies pages between the real pools during a simulated forward, before any
 answer depends on a copy.
 
-All pages are free then. Host pages get a pattern of their own bytes, their device pages and the
-neighbours of these another one. A forward stream is kept busy, then reads the device pages and
-writes over them; the copy is begun at once and placed when its fence has come. So the forward must
-have read the old bytes, which proves the fence, and afterwards the pages must hold the host's,
-which proves the copy. They are read back by torch's own indexing. Then pages alone, through every
-room of staging twice, and a load that is cut in two. In the end everything is zero again. Windows
-and states go through the same, with free KV pages beside them.
+All pages are free at that time. Host pages get one byte pattern, their target pages on the device
+and the neighbours of these another. A forward stream is kept busy, then reads the target pages and
+overwrites them. Meanwhile the copy is begun, and placed when its fence is reached. The forward must
+have read the old bytes, which proves the fence; afterwards the pages must hold the host's bytes,
+which proves the copy. They are read back by torch's own indexing. Then follow single pages, through
+every staging room twice, and a load that is cut in two. In the end all bytes are zero again.
+Windows and states are checked alike, together with free KV pages.
 
-Where copies go over the bus, it also measures how long SGLang's own small copies wait beside a
-load, and bounds what a load may queue there (`bus_window`).
+Where copies go over the bus, the check also measures how long SGLang's own small copies wait during
+a load, and limits what a load may queue there (`bus_window`).
 
-Scheduler's thread, with one helper thread in the mover's place; blocks until the device is done.
+Scheduler's thread, and one in place of the page mover's; blocks until the device is done.
 """
 
 from __future__ import annotations
@@ -38,58 +38,56 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _MOST_PAGES, _MOST_BYTES = 8, 32 << 20
-"""Of the load that is compared as a whole; never fewer than `_FEWEST_PAGES`."""
+"""Limits of the load that is compared as a whole; never fewer than `_FEWEST_PAGES` pages."""
 _FEWEST_PAGES = 4
 _BUSY_S, _MOST_BUSY_S = 0.02, 1.0
-"""How long a stream is kept busy: longer than a copy beside it takes, on a host that is not busy
-itself.
-"""
+"""Seconds that a stream is kept busy: longer than a simultaneous copy takes, on an idle host."""
 _BUSY_WAITS = 20
-"""Busy for as many waits for the device, on a host where a wait takes long."""
+"""On a host where a wait for the device takes long: busy for as many waits."""
 _LOOK_S = 5e-4
-"""Between two looks at a fence."""
+"""Seconds between two queries of a fence."""
 _EARLY = "a fence came before the forward {} the scheduler's stream"
 _CYCLES_PER_S = 2e9
-"""More than a GPU's clock has, so that a sleep is never shorter than asked for."""
+"""Higher than a GPU's clock, so that a sleep is never shorter than requested."""
 _OLD, _SCRIBBLE = 0x5A, 0xC3
-"""Bytes of pages before a copy, and of what a forward writes over them."""
+"""Byte values of pages before a copy, and of what a forward writes over them."""
 _CODE = 2654435761
-"""Odd, so that rows of different numbers get different codes of 32 bits."""
+"""Odd, so that different row numbers get different codes of 32 bits."""
 _STEP = 0x01030507
-"""From a word of a row to the next one."""
+"""Added from one word of a row to the next."""
 _BURST_BYTES = 64 << 20
 _SMALL_NUMBERS = 512
-"""Of int64: 4 KiB, as SGLang uploads for a batch."""
+"""Number of int64: 4 KiB, as SGLang uploads for a batch."""
 
 
 class StartDiffers(Exception):
-    """What was copied is not right. The text says where."""
+    """Copied bytes are wrong. The text says where."""
 
 
 class StartUnreadable(Exception):
-    """Pages of these pools cannot be read back, so no copy of them can be checked, whichever way it
-    goes. The text says why.
+    """Pages of these pools cannot be read back, so no way of copying them can be checked. The text
+    says why.
     """
 
 
 @dataclass(frozen=True)
 class StartResult:
-    """What the check has shown of one way of copying."""
+    """Results of the check for one way of copying."""
 
     pages: int
-    """That were copied and equal."""
+    """Pages that were copied and equal."""
     gbytes_per_s: float | None
-    """Of a load on its link; None where its time is not known."""
+    """Bandwidth of a load on its link; None if its duration is not known."""
     small_copy_us: float | None
-    """How long a copy of 4 KiB takes beside a load; None where that was not measured."""
+    """Duration of a copy of 4 KiB during a load; None if not measured."""
     window_bytes: int | None
-    """Bytes that a load may have queued on the bus; None: all of them."""
+    """Most bytes that a load may have queued on the bus; None: no limit."""
     seconds: float
-    """That the check took."""
+    """Duration of the check."""
 
     @property
     def line(self) -> str:
-        """In words, for a log or a terminal."""
+        """As text, for a log or a terminal."""
         parts = [f"{self.pages} pages equal"]
         if self.gbytes_per_s is not None:
             parts.append(f"{self.gbytes_per_s:.1f} GB/s")
@@ -101,11 +99,11 @@ class StartResult:
 
 
 def check(copies: Any, controller: Any, rows: Rows | None = None) -> StartResult:
-    """Checks one way of copying, a `CopyDevice` of this HiCache controller, and bounds its use of
-    the bus. Raises StartDiffers where something is not right, StartUnreadable where nothing can be
+    """Checks one way of copying, a `CopyDevice` of this HiCache controller, and limits its use of
+    the bus. Raises StartDiffers if copied bytes are wrong, StartUnreadable if nothing can be
     compared, and whatever a driver raises.
 
-    `rows`: the pools, where they are not to be found in the controller.
+    `rows`: the pools, if they are not those of the controller.
     """
     began = time.monotonic()
     anchors = None
@@ -133,13 +131,13 @@ def check(copies: Any, controller: Any, rows: Rows | None = None) -> StartResult
 
 
 class Rows:
-    """The pools of a load as rows of bytes by half (K and V, or latents; then those of pools beside
-    the KV pages), layer, page and row: of a token, or of a whole page of index keys. Device work
-    goes to the calling thread's current stream.
+    """The pools of a load as rows of bytes by half (K and V, or latents; then those of side pools),
+    layer, page and row. A row is a token, or a whole page of index keys. Device work goes to the
+    calling thread's current stream.
     """
 
     def __init__(self, module: Any, pools: Sequence[LoadedPool]):
-        """Raises StartUnreadable where rows cannot be read back."""
+        """Raises StartUnreadable if rows cannot be read back."""
         self.module = module
         self.page = int(pools[0].host.page_size)
         halves = [half for pool in pools for half in pool.halves]
@@ -151,7 +149,7 @@ class Rows:
         buffer = buffer_of(pools[0].host)
         assert buffer is not None, "a pool whose pages are loaded has one"
         self.buffer: torch.Tensor = buffer
-        """Of the KV pages."""
+        """The host tensor of the KV pages."""
         self.host_pages = len(self.host[0][0])
         self.device_pages = len(self.device[0][0]) // self.page_rows[0]
         for layers, nbytes in zip(self.device, self.row_bytes, strict=True):
@@ -160,8 +158,8 @@ class Rows:
 
     @classmethod
     def of(cls, controller: Any) -> Rows:
-        """Those that this controller's loads go between. Raises StartUnreadable where SGLang does
-        not tell how they lie.
+        """The pools that this controller's loads use. Raises StartUnreadable if SGLang does not
+        tell how their pages lie.
         """
         page = int(host_pool_of(controller).page_size)
         try:
@@ -172,8 +170,8 @@ class Rows:
 
     @classmethod
     def of_anchors(cls, controller: Any, rows: Rows) -> Rows | None:
-        """Those of the windows or states that come with loads of these rows, or None; a slot of a
-        state is a page. Raises as `of` does.
+        """The pools of the windows or states that come with loads of these rows, or None; a slot of
+        a state is a page. Raises as `of` does.
         """
         try:
             pools = anchor_pools(controller, rows.page)
@@ -183,7 +181,7 @@ class Rows:
 
     @property
     def page_bytes(self) -> int:
-        """Of all halves and layers."""
+        """Bytes of a page in all halves and layers."""
         return sum(
             len(layers) * rows * nbytes
             for layers, rows, nbytes in zip(
@@ -192,7 +190,7 @@ class Rows:
         )
 
     def _at(self, half: int, slots: torch.Tensor) -> torch.Tensor:
-        """The rows of this half in whole pages with these slots."""
+        """The row numbers, in this half, of whole pages with these slots."""
         return slots if self.page_rows[half] > 1 else slots[:: self.page] // self.page
 
     def slots(self, pages: Sequence[int], *, on_device: bool) -> torch.Tensor:
@@ -201,28 +199,28 @@ class Rows:
         return slots.to(self.device[0][0].device) if on_device else slots
 
     def fill(self, slots: torch.Tensor, byte: int) -> None:
-        """All bytes of these device slots."""
+        """Sets all bytes of these device slots."""
         for half, layers in enumerate(self.device):
             rows = self._at(half, slots)
             for layer in layers:
                 layer.view(torch.uint8)[rows] = byte
 
     def read(self, half: int, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """What these device slots hold when the current stream comes to it, on the device."""
+        """The bytes in these device slots when the current stream gets there, on the device."""
         return self.device[half][layer].view(torch.uint8)[self._at(half, slots)].flatten(1)
 
     def all_are(self, half: int, layer: int, slots: torch.Tensor, byte: int) -> torch.Tensor:
-        """Whether all bytes of these device slots are this one when the current stream comes to
-        it: a bool on the device.
+        """Whether all bytes of these device slots have this value when the current stream gets
+        there: a bool on the device.
         """
         return (self.device[half][layer].view(torch.uint8)[self._at(half, slots)] == byte).all()
 
     def fetch(self, rows: torch.Tensor) -> torch.Tensor:
-        """What was read, in host memory. Waits for the current stream."""
+        """The rows in host memory. Waits for the current stream."""
         return rows.cpu()
 
     def busy(self, seconds: float) -> None:
-        """Keeps the current stream busy for at least about so long."""
+        """Keeps the current stream busy for at least about `seconds`."""
         sleep = getattr(self.module, "_sleep", None)
         if sleep is not None:
             sleep(int(seconds * _CYCLES_PER_S))
@@ -233,7 +231,7 @@ class Rows:
 
 
 def _host_layers(pool: LoadedPool) -> list[list[torch.Tensor]]:
-    """By half and layer views [page, row, head, byte] of a pool's host memory."""
+    """Views [page, row, head, byte] of a pool's host memory, by half and layer."""
     buffer, page = buffer_of(pool.host), int(pool.host.page_size)
     assert buffer is not None, "a pool whose pages are loaded has one"
     pieces = list(buffer) if len(pool.halves) == 2 else [buffer]
@@ -266,20 +264,20 @@ class _Chosen:
 
     host: list[int]
     targets: list[int]
-    """As many device pages as host pages."""
+    """Device pages, as many as host pages."""
     neighbours: list[int]
-    """Device pages beside the targets, and page 0, to which SGLang's padding goes."""
+    """Device pages next to the targets, and page 0, which takes SGLang's padding."""
     singles: list[int]
-    """Device pages for pages that are copied alone."""
+    """Device pages for pages that are copied one by one."""
 
 
 def _choose(rows: Rows, singles: int) -> _Chosen:
-    """First, middle and last device pages; the first host pages, both sides of registration
-    borders, and the last one.
+    """Chooses first, middle and last device pages; the first and the last host page, and those at
+    both sides of registration borders.
     """
     most = max(_FEWEST_PAGES, min(_MOST_PAGES, _MOST_BYTES // rows.page_bytes))
     last = rows.device_pages - 1
-    room = max(1, (last + 1) // 2)  # a neighbour that is no target for each
+    room = max(1, (last + 1) // 2)  # so that each target has a neighbour that is none
     host = _host_pages(rows, min(most, room))
     targets = _spread(1, last, len(host))
     beside = {page + step for page in targets for step in (-1, 1)} - set(targets)
@@ -305,10 +303,10 @@ def _spread(first: int, last: int, count: int) -> list[int]:
 
 
 class _WithAnchors:
-    """Copies of windows or states with as many KV pages, which a scene has cleaned up: zero."""
+    """Copies windows or states with as many KV pages, which another scene has set to zero."""
 
     def __init__(self, copies: Any, scene: _Scene, page: int) -> None:
-        """`page`: slots of a page of them."""
+        """`page`: slots per page of windows or states."""
         self._copies, self._rows, self._pages = copies, scene._rows, scene._pages
         self._page = page
 
@@ -317,12 +315,12 @@ class _WithAnchors:
 
     @property
     def most_tokens(self) -> int | None:
-        """Slots of windows or states in one copy, as many as have room with their KV pages."""
+        """Most slots of windows or states in one copy, so that their KV pages fit, too."""
         most = getattr(self._copies, "most_tokens", None)
         return None if most is None else most // self._rows.page * self._page
 
     def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Any:
-        """Of slots of windows or states."""
+        """Begins a copy of slots of windows or states."""
         rows, pages = self._rows, len(host_slots) // self._page
         zero, free = ((some * pages)[:pages] for some in (self._pages.host, self._pages.targets))
         host, device = rows.slots(zero, on_device=False), rows.slots(free, on_device=True)
@@ -330,7 +328,7 @@ class _WithAnchors:
 
 
 class _Scene:
-    """Copies between the pages of one check."""
+    """The copies between the pages of one check."""
 
     def __init__(self, copies: Any, controller: Any, rows: Rows) -> None:
         self._copies, self._controller, self._rows = copies, controller, rows
@@ -341,14 +339,14 @@ class _Scene:
         counts = [len(layers) for layers in rows.device]
         self._all = [(half, n) for half, count in enumerate(counts) for n in range(count)]
         self._some = [(h, n) for h, n in self._all if n in (0, counts[h] // 2, counts[h] - 1)]
-        """Halves and layers that are looked at where not all are."""
+        """Halves and layers that are compared where not all are."""
         self._zero: list[torch.Tensor] = []
         self.compared = 0
         self._busy_s = _BUSY_S
         self.nbytes = len(self._pages.host) * rows.page_bytes
 
     def play(self) -> float | None:
-        """Everything below, and cleans up. Returns the seconds of a load on its link."""
+        """Runs all checks below and cleans up. Returns the seconds of a load on its link."""
         try:
             self.prepare()
             seconds = None
@@ -365,9 +363,7 @@ class _Scene:
     # --- the pools ------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Writes the pattern into host pages, reads page 0, and sees how long a wait for the device
-        takes.
-        """
+        """Writes the pattern into host pages, reads page 0, and measures a wait for the device."""
         zero = self._rows.slots([0], on_device=True)
         self._zero = [self._rows.fetch(self._rows.read(*one, zero)) for one in self._all]
         event, began = self._module.Event(), time.monotonic()
@@ -381,12 +377,12 @@ class _Scene:
             view[pages] = wanted.reshape(len(pages), *view.shape[1:])
 
     def clean_up(self) -> None:
-        """Everything that was written is zero again. Never raises: a device that fails here fails
+        """Sets everything that was written to zero. Never raises: a device that fails here fails
         its next user as well.
         """
         self._controller.load_fence_stream = self._fence_stream
         try:
-            self._module.synchronize()  # a forward that failed the check may still write
+            self._module.synchronize()  # a simulated forward may still write after a failed check
             touched = {*self._pages.targets, *self._pages.neighbours, *self._pages.singles} - {0}
             self._rows.fill(self._rows.slots(sorted(touched), on_device=True), 0)
             for half, layer in self._all:
@@ -405,7 +401,7 @@ class _Scene:
         return (code[:, None] + words).view(torch.uint8)[:, : rows.row_bytes[half]]
 
     def _make_old(self, pages: Sequence[int]) -> None:
-        """Puts the old bytes into these device pages and those beside them."""
+        """Writes the old bytes to these device pages and the neighbours."""
         rows = self._rows
         written = [*pages, *(page for page in self._pages.neighbours if page)]
         rows.fill(rows.slots(written, on_device=True), _OLD)
@@ -414,8 +410,8 @@ class _Scene:
     # --- checks ---------------------------------------------------------------------------------
 
     def fence_beside_a_forward(self, *, overlap: bool) -> None:
-        """A fence that is watched while a forward launched before it should be running: it must not
-        come before that one's end. `overlap` as below.
+        """Watches a fence while a forward launched before it is running: it must not be reached
+        before the forward's end. `overlap` as below.
         """
         module = self._module
         current, other = module.current_stream(), module.Stream()
@@ -433,8 +429,8 @@ class _Scene:
         behind.synchronize()
 
     def load_beside_a_forward(self, *, overlap: bool) -> float | None:
-        """All pages in one load while a forward still uses their slots. `overlap`: the forward is
-        on a stream of its own, as with SGLang's overlapped loop. Returns the seconds on the link.
+        """Loads all pages at once while a forward still uses their slots. `overlap`: the forward
+        has a stream of its own, as in SGLang's overlapped loop. Returns the seconds on the link.
         """
         rows, pages, module = self._rows, self._pages, self._module
         host = rows.slots(pages.host, on_device=False)
@@ -483,7 +479,7 @@ class _Scene:
         return took
 
     def load_cut_in_two(self) -> None:
-        """Two parts of one load, both begun before the later one is placed, and then the first."""
+        """Begins two parts of one load, then places the second one before the first."""
         rows, pages = self._rows, self._pages
         host = rows.slots(pages.host, on_device=False)
         targets = rows.slots(pages.targets, on_device=True)
@@ -505,8 +501,8 @@ class _Scene:
         self.compared += len(pages.host)
 
     def load_page_by_page(self) -> None:
-        """Pages alone, one right behind the other, through every room twice. Where they leave a
-        room by a stream of its own, that one is kept busy first, so that the bus could run ahead.
+        """Copies pages one by one, through every room twice. If they leave a room on a stream of
+        its own, that stream is kept busy first, so that the bus could overtake it.
         """
         rows, pages = self._rows, self._pages
         count = 2 * self._rooms
@@ -541,13 +537,13 @@ class _Scene:
     def _parts(
         self, host: torch.Tensor, device: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """A load as the mover cuts it: no copy has more tokens than the way of copying takes."""
+        """A load cut as the mover does it: no copy has more tokens than it may have."""
         most = getattr(self._copies, "most_tokens", None) or len(host)
         return list(zip(host.split(most), device.split(most), strict=True))
 
     def _begun(self, host: torch.Tensor, device: torch.Tensor, fence: Any) -> Any:
         copy = self._copies.begin(host, device, fence)
-        if copy is None and fence is not None:  # staging is full of pages that wait for it
+        if copy is None and fence is not None:  # staging is full of pages that wait for the fence
             fence.synchronize()
             copy = self._copies.begin(host, device, fence)
         if copy is None:
@@ -565,7 +561,9 @@ class _Scene:
     def _compare(
         self, pages: Sequence[int], slots: torch.Tensor, layers: Sequence[tuple[int, int]]
     ) -> None:
-        """Whether these device slots hold those host pages. The last layer first: it comes last."""
+        """Checks that these device slots hold those host pages; the last layer first: it comes
+        last.
+        """
         for half, layer in reversed(layers):
             found = self._rows.fetch(self._rows.read(half, layer, slots))
             wanted = self._wanted(half, layer, pages)
@@ -578,7 +576,7 @@ class _Scene:
                 )
 
     def _look_beside(self, *, some: bool = False, but: set[int] | None = None) -> None:
-        """Whether the neighbours and page 0 are as they were."""
+        """Raises StartDiffers unless the neighbours and page 0 are unchanged."""
         rows = self._rows
         pages = [page for page in self._pages.neighbours if page and page not in (but or ())]
         slots, zero = rows.slots(pages, on_device=True), rows.slots([0], on_device=True)
@@ -598,7 +596,7 @@ def _wait(copy: Any) -> None:
 
 
 def _on_thread(copies: Any, work: Callable[[], _T]) -> _T:
-    """What `work` returns on a thread that is as the mover's; raises what it raises."""
+    """Runs `work` on a thread like the mover's; returns its result or raises its exception."""
     found: list[_T] = []
     errors: list[BaseException] = []
 
@@ -622,12 +620,12 @@ def _on_thread(copies: Any, work: Callable[[], _T]) -> _T:
 
 
 def measure(copies: Any, controller: Any, windows: Sequence[int] = CHOICES) -> list[Trial]:
-    """What each window of bytes in flight costs and yields; of no windows where these copies queue
-    nothing on the bus. The pages that are sent stay in staging.
+    """Bandwidth of loads and delay of small copies for each window of bytes in flight; empty if
+    these copies queue nothing on the bus. The pages stay in staging.
     """
     if getattr(copies, "window_bytes", None) is None:
         return []
-    _trial(copies, controller, windows[-1])  # what is slow once is slow here
+    _trial(copies, controller, windows[-1])  # warm-up
     return [_trial(copies, controller, window) for window in windows]
 
 
