@@ -1,1 +1,1 @@
-"""The CPU reference platform: all that the real SGLang server needs without an accelerator."""
+"""The CPU reference platform: what a real SGLang server needs without an accelerator."""

@@ -1,6 +1,6 @@
 """Attention on a CPU whose prefill chunk costs O(chunk x sequence).
 
-SGLang's torch_native backend pads each chunk's queries to the whole sequence and asks for a square
+SGLang's torch_native backend pads each chunk's queries to the whole sequence and computes a square
 attention, so a chunk costs O(sequence^2) and a chunked prefill O(n^3). Here a chunk attends to its
 own tokens causally and to its prefix in full, and the two results are merged by their log-sum-exp:
 no mask, no padding, grouped KV heads are not repeated over the prefix. Float32, bfloat16 and
@@ -51,8 +51,8 @@ def chunk_attention(
 ) -> torch.Tensor:
     """Causal attention of the last `n` tokens of a sequence over all of it.
 
-    q is [q_heads, n, head_dim]; k and v are [kv_heads, s, head_dim] with s >= n, and query i stands
-    at position s - n + i. Returns [q_heads, n, head_dim] in q's dtype.
+    q is [q_heads, n, head_dim]; k and v are [kv_heads, s, head_dim] with s >= n, and query i is at
+    position s - n + i. Returns [q_heads, n, head_dim] in q's dtype.
     """
     q_heads, n, _ = q.shape
     kv_heads, s, _ = k.shape

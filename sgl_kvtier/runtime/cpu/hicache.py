@@ -25,7 +25,8 @@ UNPINNED = (
     _POOLS + "dsa.DSAIndexerPoolHost.__init__",
     _POOLS + "mamba.MambaPoolHost.__init__",
 )
-"""Pools after whose building nothing is pinned any more. The last two do not call the base class's.
+"""Pools whose constructors are followed by `_forget_pinning`. The last two do not call the base
+class's constructor.
 """
 _installed = False
 
@@ -67,14 +68,14 @@ def _allocate(
     allocator: Any,
     registration_granularity_bytes: int | None = None,
 ) -> Any:
-    """Plain host memory from the pool's allocator, page aligned; registered with no driver."""
+    """Plain, page-aligned host memory from the pool's allocator, not registered with a driver."""
     del pin_memory, registration_granularity_bytes
     return allocator.allocate(dims, dtype=dtype, device=device)
 
 
 def _forget_pinning(result: Any, pool: Any, *args: Any, **kwargs: Any) -> None:
-    """Pools are asked for pinned staging pages later; without a driver that would fail inside an
-    I/O thread.
+    """Turns pinning off. Otherwise pools would later allocate pinned staging pages, which fails
+    without a driver inside an I/O thread.
     """
     del result, args, kwargs
     pool.pin_memory = False

@@ -1,9 +1,9 @@
 """An out-of-tree SGLang platform for hosts without an accelerator.
 
-Found by SGLang through the entry point group `sglang.srt.platforms` (name `kvtier_cpu`). It offers
-itself only where no accelerator is present, or when chosen with SGLANG_PLATFORM=kvtier_cpu. With it
-`sglang serve` runs with its usual flags: the user's choices stay, and what cannot work on a CPU is
-defaulted or refused with a message.
+SGLang finds it through the entry point group `sglang.srt.platforms` (name `kvtier_cpu`). It is
+active only where no accelerator is present, or when chosen with SGLANG_PLATFORM=kvtier_cpu. With it
+`sglang serve` runs with its usual flags: the user's choices stay, and whatever cannot work on a CPU
+gets another default or is refused with a message.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ ATTENTION = "kvtier_cpu"
 """Name of the attention backend registered by `attention.register`."""
 
 RESERVE_BYTES = 1 << 30
-"""Memory that host pools leave free. SGLang leaves 10 GiB, as on a GPU host: on a machine of
-16 GiB nothing would start beside another server.
+"""Memory that host pools leave free. SGLang leaves 10 GiB, as on a GPU host: on a machine with 16
+GiB no second server would start.
 """
 
 STAND_IN = "KVTIER_CPU_DEVICE"
-"""A variable that names a function, `module:name`, called in each worker before its pools are made:
-it puts a device with streams in the place of the CPU. The laboratory's; a user's server has none.
+"""Environment variable that names a function, `module:name`, called in each worker before its pools
+are built. The function replaces the CPU by an emulated device with streams. For tests and the
+laboratory only.
 """
 
 _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "davinci[0-9]*", "accel/accel[0-9]*")
 
 
 def activate() -> str | None:
-    """The platform's class path where this host runs on its CPU, else None, also with an SGLang
-    that lacks what the platform is made of. For SGLang, which asks whatever its release is.
+    """The platform's class path if this host runs on its CPU, else None; also None if this SGLang
+    lacks what the platform needs. SGLang of any release calls it.
     """
     if os.environ.get("SGLANG_PLATFORM") != NAME and (
         os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or accelerators()
@@ -52,14 +53,14 @@ def activate() -> str | None:
 
 
 def works_at_once(device: Any) -> bool:
-    """Whether forwards and copies of this device are over when the call that launches them returns:
-    on the CPU, unless something with streams stands in its place.
+    """Whether forwards and copies on this device have ended when the call that launches them
+    returns: on the CPU, unless an emulated device with streams replaces it.
     """
     return str(device).partition(":")[0] == "cpu" and not os.environ.get(STAND_IN)
 
 
 def stand_in() -> None:
-    """Calls the function that `STAND_IN` names, if any. Raises ConfigError where there is none."""
+    """Calls the function that `STAND_IN` names, if set. Raises ConfigError if it does not exist."""
     named = os.environ.get(STAND_IN)
     if not named:
         return

@@ -1,4 +1,4 @@
-"""The platform class, apart from `platform.activate` so that asking does not import SGLang."""
+"""The platform class, separate from `platform.activate`, which must not import SGLang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def get_device(self, device_id: int = 0) -> str:
-        """The device as text, which SGLang splits at the colon when --device is left away."""
+        """The device as text, which SGLang splits at the colon if --device is omitted."""
         del device_id
         return "cpu"
 
@@ -36,11 +36,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def get_default_attention_backend(self) -> str:
-        """Ours, whose extend costs O(chunk x sequence); `torch_native` can be chosen by flag."""
+        """Ours, whose prefill costs O(chunk x sequence); `torch_native` can be chosen by flag."""
         return ATTENTION
 
     def get_dispatch_key_name(self) -> str:
-        """The torch implementations of SGLang's layers."""
+        """Selects the torch implementations of SGLang's layers."""
         return "native"
 
     def get_torch_distributed_backend_str(self) -> str:
@@ -74,8 +74,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         self._bind_threads(server_args)
 
     def init_backend(self) -> None:
-        """Makes HiCache's host pools and our attention work in this worker, and what stands in
-        for the CPU; once per worker process.
+        """Sets up HiCache's host pools, our attention, and the emulated device if any; once per
+        worker process.
         """
         from sgl_kvtier.runtime.cpu import hicache
 

@@ -1,1 +1,1 @@
-"""Copies of pages onto an NVIDIA or AMD card: by its copy engine into staging, then into slots."""
+"""Copies of pages to an NVIDIA or AMD GPU: by its copy engine into staging, then into slots."""

@@ -1,10 +1,10 @@
-"""All layers of a load in one launch of SGLang's kernel, for pages that cannot be staged.
+"""Copies all layers of a load in one launch of SGLang's kernel, for pages that cannot be staged.
 
-SGLang launches it from the device to a host pool of layout layer_first. It reads the addresses of
-the layers' buffers from tables and steps from row to row by a number on either side
-(kvcacheio/hicache.cuh and hicache_tma.cuh, run_all), so it goes both ways, and to layout page_first
-as well. Layouts whose rows lie apart unevenly (page_first_direct, page_head) have copies of one
-layer only.
+SGLang launches this kernel from the device to a host pool of layout layer_first. It reads the
+addresses of the layers' buffers from tables and has one row stride on either side
+(kvcacheio/hicache.cuh and hicache_tma.cuh, run_all). So it also works in the other direction, and
+for layout page_first. Layouts with unequal strides (page_first_direct, page_head) only have copies
+of one layer.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from sgl_kvtier.runtime.cuda.page_shape import host_pool_of
 
 LAYOUTS = ("page_first", "layer_first")
-"""Host layouts whose rows of a layer lie equally far apart."""
+"""Host layouts in which the rows of a layer have one stride."""
 
 
 class AllLayers:
-    """Stands in for its host pool in a transfer of one layer: that copies all."""
+    """Replaces its host pool in a transfer of one layer, and copies all layers instead."""
 
     def __init__(self, pool: Any, launch: Callable[..., None]) -> None:
-        """`launch` takes `indices_src` (host rows) and `indices_dst` (device rows), on the card."""
+        """`launch` takes `indices_src` (host rows) and `indices_dst` (device rows), on the GPU."""
         self._pool, self._launch = pool, launch
         self._in_order: Any = None
 
     def of(self, transfers: list[Any]) -> list[Any] | None:
-        """These transfers as one of one layer; None where they are not its pool's alone."""
+        """These transfers as one transfer of one layer; None unless they are of its pool alone."""
         if len(transfers) != 1:
             return None
         pool, *_, mapper, is_draft = transfers[0]
@@ -43,29 +43,29 @@ class AllLayers:
             return True
         if any(mapper(layer) != layer for layer in range(self._pool.layer_num)):
             return False
-        self._in_order = mapper  # SGLang's is made once
+        self._in_order = mapper  # SGLang constructs it once
         return True
 
     def prepare_transfer_indices(
         self, host: torch.Tensor, device: torch.Tensor, io_backend: str
     ) -> Any:
-        """As the pool's."""
+        """See the pool's method."""
         return self._pool.prepare_transfer_indices(host, device, io_backend)
 
     def load_to_device_per_layer_physical(
         self, _device_pool: Any, host: torch.Tensor, device: torch.Tensor, *_: Any, **__: Any
     ) -> None:
-        """Every layer of these rows, on the current stream."""
+        """Copies every layer of these rows, on the current stream."""
         self._launch(indices_src=host, indices_dst=device)
 
 
 def all_layers_of(controller: Any) -> AllLayers | None:
-    """One launch for the loads of this HiCache controller, or None where SGLang has none."""
+    """One launch for the loads of this HiCache controller, or None if SGLang has none."""
     pool = host_pool_of(controller)
     if controller.io_backend != "kernel" or pool.layout not in LAYOUTS:
         return None
     launch = _launch_of(pool)
-    # Rows of others in the pool: a draft's layers, another rank's, or pages that move about.
+    # A pool may also hold a draft's layers, another rank's rows, or pages that move.
     alone = (
         pool.layer_num == pool.target_layer_num == controller.transfer_layer_id_max
         and pool.shared_allocation_domain is None
@@ -79,7 +79,7 @@ def _launch_of(pool: Any) -> Callable[..., None] | None:
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    # Pools derived from these have more than rows, as scales.
+    # Pools derived from these have more than rows, such as scales.
     if not getattr(pool, "can_use_jit", False):
         return None
     if type(pool) is MHATokenToKVPoolHost and pool.head_dim == pool.v_head_dim:
@@ -108,5 +108,5 @@ def _launch_of(pool: Any) -> Callable[..., None] | None:
 
 
 def _step(layer: torch.Tensor) -> int:
-    """Bytes from a row of a layer to the next one's."""
+    """Bytes from a row of a layer to the next row."""
     return layer.stride(0) * layer.element_size()

@@ -1,7 +1,7 @@
-"""Allocations and copies of a card's memory, as far as loads need them; and indices on their way to
-the device, through pinned memory that is used again and again.
+"""Allocations and copies of GPU memory that loads need; and uploads of indices through pinned
+memory that is reused.
 
-From pageable memory an upload may wait for all that its stream holds, with the interpreter held.
+An upload from pageable memory may wait for all work on its stream, while holding the GIL.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _TOKENS = 4096
 
 
 class CardMemory:
-    """Of one device. What is asynchronous runs on the calling thread's current stream."""
+    """Memory of one device. Asynchronous methods run on the calling thread's current stream."""
 
     shares_bus = True
-    """Whether SGLang's own small copies wait behind what is queued on the bus."""
+    """Whether SGLang's own small copies wait for what is queued on the bus."""
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
@@ -40,12 +40,12 @@ class CardMemory:
         return None if pool.pin_memory else "host memory that is not pinned"
 
     def free_bytes(self) -> int:
-        """Device memory that is free."""
+        """Free device memory in bytes."""
         free: int = torch.get_device_module("cuda").mem_get_info()[0]
         return free
 
     def pinned(self, numel: int) -> torch.Tensor:
-        """Host memory for `numel` indices (int64) that the copy engine can read."""
+        """Pinned host memory for `numel` indices (int64)."""
         return torch.empty(numel, dtype=torch.int64, pin_memory=True)
 
     def indices(self, numel: int) -> torch.Tensor:
@@ -57,33 +57,34 @@ class CardMemory:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def write(self, pinned: torch.Tensor, values: torch.Tensor) -> None:
-        """The host writes pinned memory, now."""
+        """Writes to pinned memory, synchronously."""
         pinned.copy_(values)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One piece of pinned memory to one piece of device memory, asynchronously."""
+        """Copies contiguous pinned memory to contiguous device memory, asynchronously."""
         target.copy_(source, non_blocking=True)
 
     def copy_back(self, pinned: torch.Tensor, source: torch.Tensor) -> None:
-        """One piece of device memory to one piece of pinned memory, asynchronously."""
+        """Copies contiguous device memory to contiguous pinned memory, asynchronously."""
         pinned.copy_(source, non_blocking=True)
 
     def driver_copy(self) -> int | None:
-        """The address of the driver's asynchronous copy, for `send_pages`. None, and a line in the
-        log, where torch has to make each copy.
+        """The address of the driver's asynchronous copy, for `send_pages`. None, and a log line, if
+        torch has to make each copy.
         """
         try:
             address = _driver_copy()
             self._try(address)
         except Exception as error:
-            # Whatever a library, a driver or another torch raises: torch's copies are slower only.
+            # A library, a driver or another torch may raise anything; copies by torch are only
+            # slower.
             logger.warning("kvtier: torch makes each copy of a load, in some µs: %s", error)
             return None
         return address
 
     def driver_events(self) -> tuple[int, int] | None:
-        """The addresses of the driver's functions that record an event and that wait for one, for
-        `send_pages`. None where C cannot call them.
+        """The addresses of the driver's functions that record an event and wait for one, for
+        `send_pages`. None if C cannot call them.
         """
         try:
             return _address("EventRecord"), _address("EventSynchronize")
@@ -92,8 +93,8 @@ class CardMemory:
             return None
 
     def clear_error(self) -> None:
-        """Forgets the error of a copy that the driver refused. Otherwise torch would report it as
-        that of its own next kernel. An error that the device cannot recover from stays.
+        """Clears the error of a copy that the driver refused. Otherwise torch would report it for
+        its own next kernel. An error that the device cannot recover from stays.
         """
         try:
             _runtime_function("GetLastError")()
@@ -122,15 +123,15 @@ def send_pages(
     borders: array[int] | bytes = b"",
     window: array[int] | None = None,
 ) -> None:
-    """All copies of a load on a stream, in one call without the interpreter: neighbours in host
+    """Makes all copies of a load on a stream, in one call with the GIL released. Neighbours in host
     memory are one copy of K, and another of V.
 
-    `room`: address and pages; `host`: addresses of K and V, pages, tokens of a page, bytes of its
-    K. `host_slots` (int64) are of whole pages. `borders` (`registration_borders`) are addresses at
-    which a copy is cut in two. With a `window` (`BusWindow.fields`) the call blocks until the last
-    slice may be queued; without one everything is queued at once. Raises ValueError, with nothing
-    sent, where the slots are not of whole pages; RuntimeError where the driver fails: what was sent
-    before is in flight.
+    `room`: address and pages; `host`: addresses of K and V, pages, tokens per page, bytes of a
+    page's K. `host_slots` (int64) are of whole pages. `borders` (`registration_borders`) are
+    addresses at which a copy is split. With a `window` (`BusWindow.fields`) the call blocks until
+    the last slice may be queued; without one everything is queued at once. Raises ValueError, with
+    nothing sent, if the slots are not of whole pages; RuntimeError if the driver fails: copies sent
+    before are in flight.
     """
     fields = bytearray() if window is None else window
     _native.send(driver_copy, stream, room, host, host_slots.numpy(), borders, fields)
@@ -147,8 +148,8 @@ def registration_borders(buffer: torch.Tensor) -> array[int]:
 
 
 def _driver_copy() -> int:
-    """Of cudaMemcpyAsync, or hipMemcpyAsync, in the library that this torch uses. Raises
-    RuntimeError or AttributeError where it cannot be called.
+    """The address of cudaMemcpyAsync, or hipMemcpyAsync, in the library that this torch uses.
+    Raises RuntimeError or AttributeError if it cannot be called.
     """
     if _native is None:
         raise RuntimeError("sgl_kvtier.runtime.cuda._native is not compiled")
@@ -156,15 +157,15 @@ def _driver_copy() -> int:
 
 
 def _address(name: str) -> int:
-    """Of `_runtime_function`."""
+    """The address of `_runtime_function`."""
     address = ctypes.cast(_runtime_function(name), ctypes.c_void_p).value
     assert address is not None, "a function has an address"
     return address
 
 
 def _runtime_function(name: str) -> Any:
-    """cudaNAME, or hipNAME, of the runtime that this torch uses and made visible. Raises
-    AttributeError where there is none.
+    """cudaNAME, or hipNAME, of the runtime that this torch has loaded. Raises AttributeError if
+    there is none.
     """
     return getattr(ctypes.CDLL(None), ("hip" if torch.version.hip else "cuda") + name)
 
@@ -173,11 +174,11 @@ def _runtime_function(name: str) -> Any:
 class _Place:
     pinned: torch.Tensor
     ended: Any = None
-    """The event behind its last upload."""
+    """The event after its last upload."""
 
 
 class IndexRing:
-    """Used by one thread, the mover's."""
+    """Pinned buffers for uploads of indices. Used by one thread, the mover's."""
 
     def __init__(self, module: Any, memory: CardMemory) -> None:
         self._module, self._memory = module, memory
@@ -185,8 +186,8 @@ class IndexRing:
         self._next = 0
 
     def upload(self, slots: torch.Tensor) -> torch.Tensor:
-        """These host indices in device memory, on the current stream. Blocks only while all places
-        of the ring are under way.
+        """Copies these host indices to device memory, on the current stream. Blocks only while all
+        buffers of the ring are in flight.
         """
         place = self._places[self._next]
         self._next = (self._next + 1) % len(self._places)

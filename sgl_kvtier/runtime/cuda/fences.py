@@ -1,4 +1,4 @@
-"""Marks behind everything that may still use slots which were just claimed."""
+"""Events after everything that may still use slots that were just allocated."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import Any
 
 
 def fence(module: Any, controller: Any) -> Any:
-    """An event behind every forward launched so far, and behind the allocation of the slots.
-    Scheduler's thread.
-
-    Fences come in the order in which they were requested: all are recorded on one stream.
+    """An event after every forward launched so far, and after the allocation of the slots.
+    Scheduler's thread. Fences are reached in the order in which they were made, since all are
+    recorded on one stream.
     """
     event, stream = sleeping_event(module), controller.load_fence_stream
     if stream is None:
@@ -21,7 +20,7 @@ def fence(module: Any, controller: Any) -> Any:
 
 
 def sleeping_event(module: Any) -> Any:
-    """An event whose waiter sleeps in place of spinning, where the device knows the difference."""
+    """An event whose waiter sleeps instead of spinning, if the device supports that."""
     try:
         return module.Event(blocking=True)
     except TypeError:

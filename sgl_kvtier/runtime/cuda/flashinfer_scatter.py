@@ -1,4 +1,4 @@
-"""The same step by FlashInfer's append kernel: a launch per layer, for comparison on a card."""
+"""The second step of a staged copy by FlashInfer: one launch per layer, to compare on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sgl_kvtier.runtime.cuda.staging import Room
 
 
 class FlashInferScatter:
-    """Takes pages of layout page_first only: a layer's rows lie equally far apart there."""
+    """Only for pages of layout page_first, in which the rows of a layer have one stride."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class FlashInferScatter:
         if shape.layer_major:
             raise ValueError("FlashInfer appends from pages of layout page_first only")
         self._append, self._shape = append or _append(), shape
-        # SGLang keeps a pool of 8-bit floats as bytes, for which FlashInfer has no kernel.
+        # SGLang stores 8-bit floats as bytes, for which FlashInfer has no kernel.
         if buffers[0].dtype == torch.uint8:
             buffers = [buffer.view(torch.float8_e4m3fn) for buffer in buffers]
         paged = [buffer.view(-1, shape.tokens, *buffer.shape[1:]) for buffer in buffers]
@@ -44,24 +44,24 @@ class FlashInferScatter:
 
     @staticmethod
     def is_compiled() -> bool:
-        """Whether FlashInfer's module is there already. Compiling it takes nvcc a minute, and who
-        comes second waits.
+        """Whether FlashInfer's module is compiled already. Compiling takes nvcc a minute, and a
+        second process waits for it.
         """
         try:
             from flashinfer.jit.page import gen_page_module
 
             return bool(gen_page_module().is_compiled)
-        except Exception:  # whatever another FlashInfer or a host without it raises
+        except Exception:  # another FlashInfer, or none, may raise anything
             return False
 
     def prepare(self) -> Any:
-        """FlashInfer's module, compiled with nvcc where it was not delivered compiled."""
-        from flashinfer.page import get_page_module  # asks for a card
+        """Loads FlashInfer's module, compiling it with nvcc if it was not delivered compiled."""
+        from flashinfer.page import get_page_module  # needs a GPU
 
         return get_page_module()
 
     def launch(self, room: Room, slots: torch.Tensor) -> None:
-        """On the current stream."""
+        """Launches on the current stream."""
         tokens, page, layers = len(slots), self._shape.tokens, self._shape.layers
         pages = tokens // page
         into = (slots[::page] // page).to(torch.int32)
@@ -77,7 +77,7 @@ class FlashInferScatter:
 
 
 def _append() -> Callable[..., None]:
-    # A caller that compares it has it.
+    # Only callers that have FlashInfer get here.
     from flashinfer.page import append_paged_kv_cache
 
     found: Callable[..., None] = append_paged_kv_cache

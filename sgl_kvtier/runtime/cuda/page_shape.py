@@ -1,4 +1,4 @@
-"""How a page lies in a host pool, in the store and in staging, and which pools can be staged."""
+"""The layout of a page in a host pool, in the store and in staging; which pools can be staged."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from sgl_kvtier.runtime.sglang.slot_pools import has_unequal_widths
 
 LAYOUTS = ("page_first", "page_first_direct")
-"""Host layouts in which a page's K is one piece, and its V another, made of whole token rows."""
+"""Host layouts in which K of a page is contiguous, and V too, made of whole token rows."""
 
 
 @dataclass(frozen=True)
 class PageShape:
     """K, or V, of a page: `tokens` x `layers` rows of `row_bytes`, all heads of a token and layer.
 
-    `layer_major`: a page's layers lie one after the other (page_first_direct); otherwise its tokens
-    do (page_first).
+    `layer_major`: rows of a layer are contiguous (page_first_direct); otherwise those of a token
+    (page_first).
     """
 
     tokens: int
@@ -26,17 +26,17 @@ class PageShape:
 
     @property
     def half_bytes(self) -> int:
-        """Of K, or of V."""
+        """Bytes of K, or of V."""
         return self.tokens * self.layers * self.row_bytes
 
     @property
     def layer_step(self) -> int:
-        """Bytes from a row to the same token's in the next layer."""
+        """Bytes from a row to that of the same token in the next layer."""
         return self.row_bytes * (self.tokens if self.layer_major else 1)
 
     @property
     def token_step(self) -> int:
-        """Bytes from a row to the next token's in the same page and layer."""
+        """Bytes from a row to that of the next token in the same page and layer."""
         return self.row_bytes * (1 if self.layer_major else self.layers)
 
 
@@ -48,15 +48,13 @@ def host_pool_of(controller: Any) -> Any:
 
 
 def shape_of(pool: Any) -> PageShape:
-    """The pages of a pool that is not `unfit`."""
+    """The page shape of a pool that is not `unfit`."""
     row = pool.head_num * pool.head_dim * pool.dtype.itemsize
     return PageShape(pool.page_size, pool.layer_num, row, pool.layout == "page_first_direct")
 
 
 def unfit(controller: Any) -> str | None:
-    """Why pages of this shape cannot be staged, and how to correct it where that is possible; or
-    None.
-    """
+    """Why pages of this pool cannot be staged, and the remedy if there is one; or None."""
     pool = host_pool_of(controller)
     if pool.layout not in LAYOUTS:
         return f"host pages of layout {pool.layout} (--hicache-mem-layout page_first)"

@@ -1,5 +1,5 @@
-"""Staged pages into their slots of all layers: what the ways to do it have in common, and a kernel
-of our own that does it in one launch.
+"""Copies staged pages into their slots of all layers: the interface, and a kernel of our own that
+does it in one launch.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ _COLUMNS = 256
 
 
 class Scatter(Protocol):
-    """A way from staging into slots."""
+    """A way of copying from staging into slots."""
 
     def prepare(self) -> Any:
         """Compiles what a launch needs, for the current device. Raises what a compiler raises."""
 
     def launch(self, room: Room, slots: torch.Tensor) -> None:
-        """On the current stream: the first pages of a room, a slot (int64, device) per token."""
+        """Copies a room's first pages, on the current stream; a slot (int64, device) per token."""
 
 
 class TritonScatter:
     """One launch for K and V of all layers. Rows of 16, 32, ... bytes move 16 bytes at a time."""
 
     def __init__(self, shape: PageShape, room_pages: int, buffers: list[torch.Tensor]) -> None:
-        """`buffers`: of every layer K, then of every layer V, [slot, ...] with packed rows. They
-        have to outlive this.
+        """`buffers`: K of every layer, then V of every layer, [slot, ...] with packed rows. They
+        must outlive this object.
         """
-        from sgl_kvtier.runtime.cuda.triton_kernel import scatter_rows  # asks for Triton
+        from sgl_kvtier.runtime.cuda.triton_kernel import scatter_rows  # needs Triton
 
         assert len(buffers) == 2 * shape.layers
         self._kernel, self._layers = scatter_rows, shape.layers
@@ -45,19 +45,19 @@ class TritonScatter:
         self._compiled: Any = None
 
     def prepare(self) -> Any:
-        """Compiles the kernel for the current device, and keeps Triton's search for it out of every
-        launch. Raises what Triton raises. Returns Triton's compiled kernel.
+        """Compiles the kernel for the current device, which saves Triton's lookup in every launch.
+        Raises what Triton raises. Returns Triton's compiled kernel.
         """
         pointers = (torch.uint8, torch.int64, torch.int64)
         compiled = self._kernel.warmup(*pointers, 1, grid=(1, 1, 1), **self._constants)
-        # A launch of nothing: another Triton that takes other arguments says so now.
+        # An empty launch: a Triton version that takes other arguments fails now.
         nothing = (self._tables, self._tables, self._tables, 0)
         compiled[(0, self._layers, 2)](*nothing, *self._constants.values())
         self._compiled = compiled
         return compiled
 
     def launch(self, room: Room, slots: torch.Tensor) -> None:
-        """On the current stream. `slots` begin at 16 bytes, as those of whole pages do."""
+        """Launches on the current stream. `slots` are aligned to 16 bytes, as whole pages are."""
         tokens = len(slots)
         grid = (-(-tokens // _ROWS), self._layers, 2)
         if self._compiled is None:
@@ -68,8 +68,8 @@ class TritonScatter:
 
 
 def constants(shape: PageShape, room_pages: int, aligned: bool) -> dict[str, Any]:
-    """What the kernel is compiled for, in its order; steps in words, of 4 bytes where rows are made
-    of such.
+    """The constants that the kernel is compiled with, in its order. Steps are in words, of 4 bytes
+    if rows are a multiple of that.
     """
     word = next(n for n in (4, 2, 1) if shape.row_bytes % n == 0)
     words = shape.row_bytes // word

@@ -1,11 +1,11 @@
 """Copies in two steps: over the bus into staging at once, then into slots once these are free.
 
-The first step is the long one. It needs no fence, since no other copy uses this staging, and no
-multiprocessor: the copy engine does it beside a running forward. The second is one launch for all
-layers, at the speed of the card's own memory.
+The first step takes most of the time. It needs no fence, since no other copy uses this staging, and
+no multiprocessor, since the copy engine works in parallel with a forward. The second step is one
+launch for all layers, at the speed of the GPU's own memory.
 
-Windows, which come with the last pages of a prefix alone, are not staged: other copies bring them
-in the second step.
+Windows, which come only with the last pages of a prefix, are not staged: `windows` copies them in
+the second step.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class StagedCopies:
-    """Built on the scheduler's thread; `fence` is asked there, all else on the mover's."""
+    """Constructed on the scheduler's thread. `fence` runs there, everything else on the mover's."""
 
     def __init__(
         self, controller: Any, scatter: Scatter, memory: CardMemory, windows: Any = None
     ) -> None:
         """`windows`: a `CopyDevice` for the windows or states that come with pages. Raises
-        torch.OutOfMemoryError where staging does not fit.
+        torch.OutOfMemoryError if staging does not fit.
         """
         self._windows = windows
         pool = host_pool_of(controller)
@@ -45,12 +45,12 @@ class StagedCopies:
         pages = self._host[0].numel() // self._half_bytes
         self._host_place = k, v, pages, self._page, self._half_bytes
         self.host_pages, self.page_bytes = pages, 2 * self._half_bytes
-        """Of the host pool, and of K and V of a page."""
+        """Pages of the host pool; bytes of K and V of a page."""
         self._borders = registration_borders(pool.kv_buffer)
         self._driver_copy = memory.driver_copy()
         self._staging = Staging(memory, shape_of(pool))
         self.most_tokens = self._staging.pages * self._page
-        """One copy has no more."""
+        """Most tokens of one copy."""
         self._module = torch.get_device_module(controller.device)
         self._index = self._module.current_device()
         self._bus, self._slots = self._module.Stream(), self._module.Stream()
@@ -59,21 +59,21 @@ class StagedCopies:
 
     @property
     def rooms(self) -> int:
-        """Of staging; each holds one copy."""
+        """Number of staging rooms; each holds one copy."""
         return self._staging.rooms
 
     @property
     def slots_stream(self) -> Any:
-        """The stream on which pages go from staging into their slots."""
+        """The stream that copies pages from staging to their slots."""
         return self._slots
 
     @property
     def window_bytes(self) -> int | None:
-        """What may be queued on the bus at a time; None: everything."""
+        """Most bytes queued on the bus at a time; None: no limit."""
         return None if self._window is None else self._window.nbytes
 
     def bound_bus(self, nbytes: int) -> None:
-        """Bounds what is queued on the bus, where SGLang's own copies share it. Not while a copy is
+        """Limits what is queued on the bus, if SGLang's own copies share it. Not while a copy is
         being begun.
         """
         if not self.memory.shares_bus:
@@ -83,11 +83,11 @@ class StagedCopies:
             self._window = BusWindow(self._module, self._bus, nbytes, events)
 
     def enter(self) -> None:
-        """On each thread that uses these copies, before anything else."""
+        """Called on each thread that uses these copies, before anything else."""
         self._module.set_device(self._index)
 
     def fence(self) -> Any:
-        """A mark behind everything that may still use slots claimed before."""
+        """An event after everything that may still use slots allocated before."""
         return fence(self._module, self._controller)
 
     def begin(
@@ -97,9 +97,9 @@ class StagedCopies:
         fence: Any,
         window: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> StagedCopy | None:
-        """Sends the pages over the bus; blocks, without the interpreter, until the last of them
-        may be queued there. None when staging is full of pages that wait for their fences.
-        `device_slots` are not touched before `place`.
+        """Sends the pages over the bus; blocks, with the GIL released, until the last of them may
+        be queued. Returns None if staging is full of pages that wait for their fences. Does not
+        touch `device_slots` before `place`.
         """
         room = self._staging.take(early=not fence.query())
         if room is None:
@@ -121,13 +121,13 @@ class StagedCopies:
         return StagedCopy(self, room, device_slots, begun, come, beside)
 
     def _give_up(self, room: Room) -> None:
-        """A room that was taken and is not scattered. Never raises."""
+        """Returns a room that is not scattered. Never raises."""
         self._settle(self._bus)
-        # What it waited for may not have come: a copy that was never sent has not waited.
+        # The event it waits for may not be reached yet: a copy that was never sent has not waited.
         self._staging.give(room, room.left)
 
     def _settle(self, *streams: Any) -> None:
-        """Waits until these streams do nothing more. A device that fails does nothing more."""
+        """Waits until these streams are idle. A device that fails counts as idle."""
         for stream in streams:
             try:
                 stream.synchronize()
@@ -135,7 +135,7 @@ class StagedCopies:
                 logger.exception("kvtier: a stream of the device failed")
 
     def _send(self, room: Room, host_slots: torch.Tensor) -> None:
-        """Pages of host memory over the bus."""
+        """Sends pages of host memory over the bus."""
         copy, stream = self._driver_copy, self._bus.cuda_stream
         if copy is not None:
             place = self._host_place
@@ -150,7 +150,7 @@ class StagedCopies:
             self._send_runs(room, host_slots[:: self._page].tolist())
 
     def _send_runs(self, room: Room, firsts: list[int]) -> None:
-        """Neighbours in host memory are one copy, of K, and another, of V."""
+        """Sends pages that are neighbours in host memory in one copy of K and one of V."""
         size, at = self._half_bytes, 0
         while at < len(firsts):
             stop = at + 1
@@ -163,7 +163,7 @@ class StagedCopies:
             at = stop
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One copy, or several where the source lies in several registrations."""
+        """One copy, or several if the source spans several registrations."""
         first = source.data_ptr()
         cuts = [border - first for border in self._borders if 0 < border - first < len(source)]
         for start, stop in pairwise([0, *cuts, len(source)]):
@@ -179,7 +179,7 @@ class StagedCopies:
             at = stop
 
     def _place(self, room: Room, slots: torch.Tensor, come: Any) -> Any:
-        """The room's pages into their slots; the event behind it. Gives the room back."""
+        """Scatters the room's pages into slots and gives it back; returns the event after it."""
         try:
             ended = self._module.Event(blocking=True)
             with self._module.stream(self._slots):
@@ -197,7 +197,7 @@ class StagedCopies:
 
 
 class StagedCopy:
-    """Pages on the bus or in staging, and from `place` on on their way into slots."""
+    """Pages on the bus or in staging; from `place` on, on their way into slots."""
 
     def __init__(
         self,
@@ -211,11 +211,11 @@ class StagedCopy:
         """`beside`: the copy of their windows, or None."""
         self._copies, self._into, self._beside = copies, slots, beside
         self._room: Room | None = room
-        """Until it is given back."""
+        """None once it is given back."""
         self._begun, self._come, self._ended = begun, come, None
 
     def place(self) -> None:
-        """Once the fence was seen: into the slots."""
+        """Copies into the slots, once the fence was seen."""
         assert self._room is not None, "placed once, and not after it was dropped"
         if self._beside is not None:
             self._beside.place()
@@ -224,12 +224,12 @@ class StagedCopy:
             self._ended = self._copies._place(room, self._into, self._come)
         except Exception:
             if self._beside is not None:
-                with contextlib.suppress(Exception):  # a device that fails does nothing more
+                with contextlib.suppress(Exception):  # a device that fails counts as idle
                     self._beside.wait()
             raise
 
     def drop(self) -> None:
-        """In place of `place`: its room is given back. Nothing after it."""
+        """Gives the room back, in place of `place`. The copy is not used any more."""
         room, self._room = self._room, None
         if room is not None:
             self._copies._give_up(room)
@@ -240,7 +240,7 @@ class StagedCopy:
         return ended and (self._beside is None or bool(self._beside.done()))
 
     def wait(self) -> None:
-        """Blocks until they are, without the interpreter."""
+        """Blocks until they are, with the GIL released."""
         assert self._ended is not None, "placed before it is waited for"
         self._ended.synchronize()
         if self._beside is not None:
@@ -248,6 +248,6 @@ class StagedCopy:
 
     @property
     def seconds(self) -> float:
-        """How long the bus had to do with it; known once it is done."""
+        """How long the bus was busy with it; known once it is done."""
         beside = None if self._beside is None else self._beside.seconds
         return float(self._begun.elapsed_time(self._come)) / 1e3 + (beside or 0.0)

@@ -1,4 +1,4 @@
-"""Device memory in which pages lie between the bus and their slots: a ring of rooms."""
+"""Staging buffers in device memory, for pages between the bus and their slots: a ring of rooms."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.page_shape import PageShape
 
 ROOM_BYTES = 16 << 20
-"""Of a room: from there on a bus is as fast as it gets. A load may go through several. This and the
-next are smaller on a device whose pages are those of a real one at scale.
+"""Bytes of a room: from this size on, a bus reaches its full bandwidth. A load may use several
+rooms. This and the next are smaller on a scaled-down device.
 """
 MOST_BYTES = 256 << 20
-"""Of all rooms, where these are `_FEWEST` or more."""
+"""Most bytes of all rooms, unless there are fewer than `_FEWEST`."""
 _ROOMS = 8
 _FEWEST = 3
 
 
 @dataclass(eq=False)
 class Room:
-    """`memory` holds K of `pages` pages, then V of as many, in bytes."""
+    """One staging buffer: `memory` holds K of `pages` pages, then V of as many, in bytes."""
 
     memory: torch.Tensor
     pages: int
     half_bytes: int
-    """Of one page."""
+    """Bytes of K, or of V, of one page."""
     left: Any = None
-    """The event behind the last scatter from here; who fills it again waits for that."""
+    """The event after the last scatter from here, to be waited for before it is filled again."""
 
     def __post_init__(self) -> None:
         self.place = self.memory.data_ptr(), self.pages
-        """Its address and its pages."""
+        """Its address and number of pages."""
 
     def piece(self, half: int, page: int, pages: int) -> torch.Tensor:
         """K (0) or V (1) of `pages` pages from `page` on."""
@@ -43,7 +43,7 @@ class Room:
 
 
 class Staging:
-    """Rooms that are taken by copies and given back when their scatter was launched. One thread."""
+    """Rooms that copies take, and give back when their scatter was launched. One thread."""
 
     def __init__(self, memory: CardMemory, shape: PageShape) -> None:
         self.pages = pages_of_room(shape)
@@ -51,31 +51,31 @@ class Staging:
         self._rooms = [
             Room(memory.raw(nbytes), self.pages, shape.half_bytes) for _ in range(_rooms(nbytes))
         ]
-        """All of them: the driver may still write into one whose copy was forgotten."""
+        """All rooms, kept because the driver may still write to one whose copy was dropped."""
         self._free = deque(self._rooms)
         self.rooms = len(self._rooms)
 
     def take(self, early: bool) -> Room | None:
-        """A room, or None. `early`: for pages that cannot leave it yet; these never get the last
-        room, so that they cannot keep others waiting.
+        """A room, or None. `early`: its pages cannot leave it yet. Such pages never get the last
+        room, so that they cannot block others.
         """
         if len(self._free) <= (1 if early else 0):
             return None
         return self._free.popleft()
 
     def give(self, room: Room, left: Any) -> None:
-        """It is not filled before the event `left` has come."""
+        """Returns a room. It is not filled before the event `left` is reached."""
         room.left = left
         self._free.append(room)
 
 
 def pages_of_room(shape: PageShape) -> int:
-    """As many as are copied at once, at least one."""
+    """Pages that are copied at once, at least one."""
     return max(1, ROOM_BYTES // (2 * shape.half_bytes))
 
 
 def staging_bytes(shape: PageShape) -> int:
-    """Device memory that staging takes."""
+    """Device memory that staging takes, in bytes."""
     nbytes = pages_of_room(shape) * 2 * shape.half_bytes
     return nbytes * _rooms(nbytes)
 

@@ -1,5 +1,5 @@
-"""The kernel behind `TritonScatter`. Apart, because importing Triton costs a second, and a CPU host
-has none.
+"""The kernel of `TritonScatter`. In a module of its own, because importing Triton takes a second,
+and a CPU host has none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def scatter_rows(  # type: ignore[no-untyped-def]  # Triton reads annotations it
         source = staged + start[:, None] + column[None, :]
         place = target + slot[:, None] * WORDS + column[None, :]
         if WIDE:
-            # An address from a table says nothing of itself. Unsaid, accesses are of 4 bytes.
+            # Triton knows nothing about an address from a table. Without these hints it accesses 4
+            # bytes at a time.
             source = tl.multiple_of(tl.max_contiguous(source, (1, 4)), (1, 16))
             place = tl.multiple_of(tl.max_contiguous(place, (1, 4)), (1, 16))
         tl.store(place, tl.load(source, mask=mask), mask=mask)

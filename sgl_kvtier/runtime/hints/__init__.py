@@ -1,3 +1,3 @@
-"""Routes of the HTTP server: POST /kvtier/hint, clients say when a session returns; GET
-/kvtier/requests, what is known of each request.
+"""Routes of the HTTP server: POST /kvtier/hint, by which clients announce when a session returns;
+GET /kvtier/requests, which shows what is known of each request.
 """

@@ -1,19 +1,19 @@
-"""`kv_hints`: the envelope of a request (SGLang 0.5.23, `managers/kv_hints.py`), whose actions say
-what becomes of the KV of its session or of others.
+"""`kv_hints`: the envelope of a request (SGLang 0.5.23, `managers/kv_hints.py`), whose actions tell
+what to do with the KV of its session or of others.
 
     kv.retain 1.x    {"directives": [{"start", "end" or "covers_output", "priority": 0 to 100,
                      "duration": seconds}]}, as in vLLM's proposal, or
                      {"block_hashes", "priority", "ttl_seconds"}, as NVIDIA's Dynamo sends it
     kv.evict 1.x     the pages are not needed any more
     kv.demote 1.x    they are needed last
-    kv.prefetch 1.x  {"expected_delay_s"}: they are needed so soon, 0 by default
+    kv.prefetch 1.x  {"expected_delay_s"}: they are needed in so many seconds, 0 by default
 
-Each may have `execute_at` ("request_completion", the default, or "request_arrival"),
-`session_id`, `block_hashes` (SGLang's page hashes in hexadecimal), and `include_current_request`,
-which is true unless sessions or blocks are named. Pages are kept and evicted by sessions, so an
-action on a part of a prompt counts for the whole session, and is said to be clipped.
+Each may have `execute_at` ("request_completion", the default, or "request_arrival"), `session_id`,
+`block_hashes` (SGLang's page hashes in hexadecimal), and `include_current_request`, which is true
+by default unless sessions or blocks are named. Pages are kept and evicted by session, so an action
+on a part of a prompt applies to the whole session and is reported as clipped.
 
-Pure functions, which raise on no payload. Other actions are none of ours and are passed over.
+Pure functions, which raise on no payload. Unknown actions are ignored.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from sgl_kvtier.types import PageKey
 ARRIVAL: Final = "request_arrival"
 COMPLETION: Final = "request_completion"
 MOST_ACTIONS: Final = 16
-"""Of one envelope. Others are refused."""
+"""Most actions of one envelope. Further ones are refused."""
 _MOST_NAMED: Final = 64
-"""Blocks or directives of one action."""
+"""Most blocks or directives of one action."""
 _MOST_SESSIONS: Final = 16
 _MOST_NAME: Final = 4096
 _HIGHEST: Final = 100
 _STEPS: Final = 3
-"""Priorities of sessions are steps from -3 to 3 here. To retain is one to three of them, by a
-priority from 0 to 100, which is 50 where none is said.
+"""Priorities of sessions range from -3 to 3 here. kv.retain maps its priority from 0 to 100, by
+default 50, to 1 to 3.
 """
 _UNSAID: Final = 2
 _FOREIGN: Final = (
@@ -54,8 +54,8 @@ _VERSION: Final = re.compile(r"1(\.\d{1,4})?")
 
 @dataclass(frozen=True)
 class Action:
-    """What an action asks for: a hint for the request's own session, for one by name, and for those
-    whose prompts have one of these pages.
+    """An action that was read: a hint for the request's own session, for one by name, and for those
+    whose prompts contain one of these pages.
     """
 
     hint: Hint
@@ -64,18 +64,18 @@ class Action:
     session: str | None = None
     pages: tuple[PageKey, ...] = ()
     clipped: str = ""
-    """What was not taken as it was sent."""
+    """What was not followed exactly as sent."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """An action of ours that cannot be carried out, and why."""
+    """An action that cannot be carried out, and why."""
 
     why: str
 
 
 def read(action: Any) -> Action | Refused | None:
-    """What one action of an envelope asks for; None: it is none of ours."""
+    """Reads one action of an envelope; None if it is not one of ours."""
     kind, payload = action.action_type, action.payload
     hint_of = _KINDS.get(kind)
     if hint_of is None:
@@ -97,9 +97,9 @@ def carry_out(
     retain: Callable[[str, Sequence[PageKey], float], int],
 ) -> list[HintAnswer]:
     """Carries out the actions of an envelope that are due now, and returns the effect of each.
-    Refusals are told when the request arrives. `others`: whether the actions may be on other
-    sessions than its own; not where an admin key keeps these from clients. `retain` is the store's
-    (`PageStore.retain`): an action with a time is carried out there as well, on the pages of the
+    Refusals are reported when the request arrives. `others`: whether actions may apply to sessions
+    other than the request's own, which an admin key forbids clients. `retain` is the store's
+    (`PageStore.retain`): an action with a time is applied there as well, to the pages of the
     request itself.
     """
     envelope, own, when = asking.envelope, asking.session, asking.when
@@ -119,7 +119,7 @@ def carry_out(
 
 
 def refused(envelope: Any, why: str) -> list[HintAnswer]:
-    """The effect of each action of an envelope on a server that can follow no hint."""
+    """The results for an envelope on a server that cannot follow hints."""
     ours = [one for one in envelope.actions[:MOST_ACTIONS] if one.action_type in _KINDS]
     return [HintAnswer(False, why) for _ in ours] + _left_out(envelope)
 

@@ -1,11 +1,11 @@
-"""A client's hint as JSON: its fields, and the form in which it goes from the HTTP server to the
+"""A client's hint as JSON: its fields, and the form in which the HTTP server sends it to the
 schedulers.
 
     {"session": "agent-7", "expected_delay_s": 12.5, "priority": 1, "ttl_s": 600, "tool": "pytest"}
-    {"tokens": [1, 2, 3, ...], "expected_delay_s": 3}    the session whose prompts begin so;
-                                                         also as "text"
+    {"tokens": [1, 2, 3, ...], "expected_delay_s": 3}    for the session whose prompts begin with
+                                                         these; also as "text"
 
-Pure functions. Every mistake of a client raises HintError with a sentence that says what to do.
+Pure functions. Every mistake of a client raises HintError with a message that tells the remedy.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from sgl_kvtier.runtime.step.session_name import known_as
 from sgl_kvtier.types import PageKey
 
 MARK = "kvtier.hint:"
-"""The scheduler recognizes a hint among SGLang's control messages by this prefix."""
+"""The prefix by which the scheduler recognizes a hint among SGLang's control messages."""
 MOST_TOKENS = 1 << 20
-"""Of a prefix given as tokens: the longest contexts there are."""
+"""Most tokens of a prefix: the longest contexts there are."""
 MOST_BYTES = 8 * MOST_TOKENS + 1024
-"""Of a request's body with tokens: six digits, a comma and a space each, as JSON writers put them.
-"""
+"""Most bytes of a request's body with tokens: six digits, a comma and a space for each token."""
 MOST_TEXT_BYTES = 1 << 20
-"""Of any other body: a text is taken apart into tokens here, which takes about a second per MiB."""
+"""Most bytes of any other body: text is tokenized here, which takes about a second per MiB."""
 _COMMAS = 100
-"""Between the fields, at most."""
+"""Most commas between the fields."""
 _MOST_TOOL = 64
 _MOST_NAMED = 5
 _MOST_SECONDS = 1e12
@@ -58,8 +57,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Sent:
-    """A hint on its way to the schedulers: for a session by name, or for those whose prompts have
-    the page `page`. `at` is the HTTP server's monotonic clock, in seconds: one time for all ranks.
+    """A hint in flight to the schedulers: for a session by name, or for sessions whose prompts
+    contain the page `page`. `at` is the HTTP server's monotonic clock, in seconds, so that all
+    ranks use one time.
     """
 
     hint: Hint
@@ -69,8 +69,8 @@ class Sent:
 
 
 def read(body: bytes) -> Asked:
-    """The hint in the body of a request. Raises HintError. Takes long for a long body: not for the
-    HTTP server's event loop.
+    """The hint in a request's body. Raises HintError. Slow for a long body, so not for the HTTP
+    server's event loop.
     """
     given = _given(body)
     who = [name for name in _WHO if name in given]
@@ -113,15 +113,15 @@ def pack(sent: Sent) -> str:
 
 
 def unpack(text: str) -> Sent:
-    """The reverse of `pack`."""
+    """The inverse of `pack`."""
     data: Mapping[str, Any] = json.loads(text[len(MARK) :])
     page = None if data["page"] is None else PageKey(bytes.fromhex(data["page"]))
     return Sent(Hint(**data["hint"]), data["at"], data["session"], page)
 
 
 def _given(body: bytes) -> dict[str, Any]:
-    """The fields of a body that say something."""
-    # Before it is parsed: a list of millions of numbers, which takes parsing long, has as many
+    """The fields of a body that are not null."""
+    # Checked before parsing, which is slow for a list of millions of numbers: it has as many
     # commas.
     if len(body) > MOST_BYTES or body.count(b",") > MOST_TOKENS + _COMMAS:
         raise HintError(

@@ -1,8 +1,8 @@
-"""GET /kvtier/requests: what this package knows of each request that waits or runs, for developers.
+"""GET /kvtier/requests: what this package knows of each waiting or running request, for developers.
 
-One request is known to at most four objects: its `Tracked` record in the runtime, and in the
-planner its place in the queue, its restoration, and the pages that lookahead wants for it. Each is
-shown in words. A question travels like a hint, as SGLang's own query of the internal state.
+A request is known to at most four objects: its `Tracked` record in the runtime, and in the planner
+its place in the queue, its restoration, and the pages that lookahead prefetches for it. Each is
+shown as text. The query travels like a hint, as SGLang's own query of the internal state.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 from typing import Any
 
 MARK = "kvtier.requests:"
-"""The scheduler recognizes the question among SGLang's control messages by this prefix; the id of
-one request may follow it.
+"""The prefix by which the scheduler recognizes the query among SGLang's control messages; the id of
+one request may follow.
 """
 ANSWER = "kvtier.requests"
-"""The key of a scheduler's answer in the state it sends back."""
+"""The key of a scheduler's answer in the state it returns."""
 MOST = 200
-"""At most so many requests are shown, those that were noted first."""
+"""Most requests that are shown, those noted first."""
 
 
 def known(scheduler: Any, rid: str) -> dict[str, Any]:
     """What is known of this request, or of all with an empty `rid`: `requests`, a list of objects
-    with `rid`, `runtime` (the record of the runtime) and `planner` (the planner's parts, by name),
-    and `omitted`, the number of others. Scheduler's thread.
+    with `rid`, `runtime` (the runtime's record) and `planner` (the planner's parts, by name), and
+    `omitted`, the number of requests not shown. Scheduler's thread.
     """
     parts: Any = getattr(scheduler.tree_cache, "kvtier", None)
     if parts is None:
@@ -36,7 +36,7 @@ def known(scheduler: Any, rid: str) -> dict[str, Any]:
 
 
 def together(answers: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """The answers of all data-parallel replicas as one; None: a scheduler without the plugin."""
+    """Merges the answers of all data-parallel replicas; None: a scheduler without the plugin."""
     found = [answer for answer in answers if answer is not None]
     return {
         "requests": [one for answer in found for one in answer["requests"]],

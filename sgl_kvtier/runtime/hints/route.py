@@ -1,8 +1,8 @@
-"""POST /kvtier/hint of SGLang's HTTP server: clients say when their sessions come back. GET
-/kvtier/requests: what is known of each request (`requests.py`). GET and POST /kvtier/settings:
+"""Routes in SGLang's HTTP server. POST /kvtier/hint: clients announce when their sessions return.
+GET /kvtier/requests: what is known of each request (`requests.py`). GET and POST /kvtier/settings:
 settings of the running server (`settings.py`).
 
-The routes are added beside SGLang's own when the tokenizer manager gets its channels to the
+The routes are added to SGLang's own when the tokenizer manager creates its channels to the
 schedulers, and have the same protection as its admin routes (docs/manual/lookahead.md). A hint
 travels as SGLang's own query of the internal state, which goes to every scheduler process between
 two steps. With several tokenizer workers there are no routes.
@@ -28,7 +28,7 @@ PATH = "/kvtier/hint"
 REQUESTS_PATH = "/kvtier/requests"
 SETTINGS_PATH = "/kvtier/settings"
 ANSWER = "kvtier.hint"
-"""The key of a scheduler's answer in the state it sends back."""
+"""The key of a scheduler's answer in the state it returns."""
 _MOST_PASSED_OVER = 8 * MOST_BYTES
 _SERVER = "sglang.srt.entrypoints.http_server"
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_route(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
-    """After the tokenizer manager's channels were made, in a process that serves HTTP."""
+    """Hook after the tokenizer manager's channels were created, in a process that serves HTTP."""
     del result, args, kwargs
     app = getattr(sys.modules.get(_SERVER), "app", None)
     if app is None or features.moved("hints"):
@@ -66,7 +66,7 @@ def add_route(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
         (REQUESTS_PATH, ["GET"], kvtier_requests),
         (SETTINGS_PATH, ["GET", "POST"], kvtier_settings),
     ):
-        # The framework reads annotations to know what to pass; text could not be resolved here.
+        # The framework reads annotations to choose arguments; it could not resolve text here.
         answer.__annotations__ = {"request": Request}
         app.add_api_route(
             path, auth_level(AuthLevel.ADMIN_OPTIONAL)(answer), methods=methods, response_model=None
@@ -127,13 +127,13 @@ NOT_ANSWERED = {
 
 
 def best(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the replicas' answers the one that took it: a session is known where it ran."""
+    """The answer of the replica that accepted the hint: a session is known only where it ran."""
     return next((answer for answer in answers if answer["result"] != "refused"), answers[0])
 
 
 async def _body(request: Any) -> bytes:
-    """The body, kept only up to the length of a hint. The rest of a longer one is read and dropped,
-    so that its sender gets an answer, up to a length that no client sends by mistake.
+    """The body, kept only up to the maximal length of a hint. The rest of a longer one is read and
+    dropped so that the client gets an answer, up to a length that no client sends by mistake.
     """
     parts, size = [], 0
     async for part in request.stream():
@@ -146,7 +146,7 @@ async def _body(request: Any) -> bytes:
 
 
 def _address(manager: Any, asked: Asked) -> Sent:
-    """The receiver of a hint: the session's name, or the last whole page of the prefix, hashed as
+    """Addresses a hint: by the session's name, or by the last whole page of the prefix, hashed as
     SGLang hashes pages.
     """
     now = time.monotonic()

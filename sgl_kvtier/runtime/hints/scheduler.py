@@ -1,9 +1,8 @@
 """Clients' hints in the scheduler: passed to the planner between two steps, and answered with their
 effect.
 
-Every rank gets the same message in the same step with the same time in it, so all planners take the
-same note of it. This module only carries out: policy/sessions.py decides whether a hint is
-taken, cut or refused.
+Every rank gets the same message, with the same time in it, in the same step, so all planners treat
+it alike. policy/sessions.py decides whether a hint is accepted, clipped or refused.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.requests import take_kv_hints
 
 MOST_SESSIONS = 16
-"""At most this many sessions may begin with the same prefix and all receive the hint."""
+"""Most sessions that may share a prefix and all receive its hint."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 def get_internal_state(
     original: Callable[..., Any], controller: Any, message: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around SGLang's own: hints, and questions for requests and settings are answered here."""
+    """Hook around SGLang's own: answers hints, and queries about requests and settings."""
     text = message.rid or ""
     if not text.startswith((MARK, requests.MARK, settings.MARK)):
         return original(controller, message, *args, **kwargs)
@@ -49,7 +48,7 @@ def get_internal_state(
 
 
 def _known(scheduler: Any, rid: str) -> dict[str, Any]:
-    """What is known of requests. A question of a developer's ends no server."""
+    """What is known of requests. A failing query must not end the server."""
     try:
         return requests.known(scheduler, rid)
     except Exception:
@@ -59,8 +58,8 @@ def _known(scheduler: Any, rid: str) -> dict[str, Any]:
 
 def take(scheduler: Any, sent: Sent) -> dict[str, Any]:
     """Passes a hint on and returns its effect: `result` (accepted, clipped, refused), `reason`, the
-    `sessions` it was for, and `expected_in_s`, the seconds until the first idle one of them is
-    expected. Scheduler's thread.
+    number of `sessions` it applies to, and `expected_in_s`, the seconds until the first idle one of
+    them is expected. Scheduler's thread.
     """
     parts: Any = getattr(scheduler.tree_cache, "kvtier", None)
     why = unable(scheduler.tree_cache, parts)
@@ -76,7 +75,7 @@ def take(scheduler: Any, sent: Sent) -> dict[str, Any]:
 
 
 def unable(tree: Any, parts: Any) -> str | None:
-    """Why this server can do nothing with any hint, or None."""
+    """Why this server cannot follow any hint, or None."""
     if parts is None:
         if store_of(getattr(tree, "cache_controller", None)) is None:
             return (
@@ -97,12 +96,12 @@ def unable(tree: Any, parts: Any) -> str | None:
 
 
 def refuse_kv_hints(scheduler: Any, parts: Any) -> None:
-    """Counts the actions in the `kv_hints` of waiting requests as refused, each once, where this
-    server can do nothing with any hint. Once per step.
+    """On a server that cannot follow hints: counts the actions in the `kv_hints` of waiting
+    requests as refused, each once. Once per step.
     """
     why = unable(scheduler.tree_cache, parts)
     if why is None:
-        return  # lookahead notes them as requests come and end
+        return  # lookahead handles them as requests arrive and end
     for req in step.waiting(scheduler):
         envelope = take_kv_hints(req)
         if envelope is not None:
@@ -117,7 +116,7 @@ def _say_refused(why: str) -> None:
 
 
 def _meant(planner: Consulted, sent: Sent) -> tuple[str, ...] | str:
-    """The sessions a hint is for, or why there are none."""
+    """The sessions that a hint is for, or why there are none."""
     if sent.session is not None:
         return (sent.session,)
     assert sent.page is not None, "a hint names a session or a page"
@@ -147,20 +146,20 @@ def _answer(
 
 
 def result_of(answer: HintAnswer) -> str:
-    """The effect of a hint in one word, as clients and /metrics get it."""
+    """The effect of a hint in one word, for clients and /metrics."""
     if not answer.accepted:
         return "refused"
     return "clipped" if answer.reason else "accepted"
 
 
 def _one_host(scheduler: Any) -> bool:
-    """Whether the HTTP server's clock is that of facts; else the last step's time is taken."""
+    """Whether the HTTP server's clock is that of facts; otherwise the last step's time is used."""
     args = getattr(scheduler, "server_args", None)
     return getattr(args, "nnodes", 1) == 1 or getattr(args, "dp_size", 1) == 1
 
 
 def count(scheduler: Any, result: str) -> None:
-    """kvtier:lookahead_hints_total{result}, on one rank of a replica: all get the same hints."""
+    """Counts kvtier:lookahead_hints_total{result} on one rank of a replica: all get the same."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()

@@ -2,10 +2,10 @@
 
     {"policy": {"restore": "off", "min_restore_tokens": 512}}
 
-A POST changes all that it names, on every rank, or nothing. So it goes to the schedulers twice, as
-a hint does: first every replica says whether it would take the settings, then all take them. The
-ranks of a replica get one message in one step, and have the same settings and the same state of
-proof, so they decide alike.
+A POST changes all settings that it names, on every rank, or nothing. So it goes to the schedulers
+twice, as a hint does: first every replica answers whether it would accept the settings, then all
+apply them. The ranks of a replica get one message in one step, and have the same settings and the
+same state of proof, so they decide alike.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sgl_kvtier.outside import parse_json, shown
 from sgl_kvtier.runtime.settings import FIXED, changed
 
 MARK = "kvtier.settings:"
-"""The scheduler recognizes the message among SGLang's control messages by this prefix."""
+"""The prefix by which the scheduler recognizes the message among SGLang's control messages."""
 ANSWER = "kvtier.settings"
-"""The key of a scheduler's answer in the state it sends back."""
+"""The key of a scheduler's answer in the state it returns."""
 FALLS_BACK = (
     "this server restores SGLang's own way since it started: policy.restore was off, or its log "
     "says what it lacks"
@@ -55,14 +55,14 @@ def read(body: bytes) -> dict[str, Any]:
 
 def pack(values: Mapping[str, Any], change: bool) -> str:
     """The form that travels inside one of SGLang's control messages. Without `change` it asks
-    whether a scheduler would take the values; no values ask what is in force.
+    whether a scheduler would accept the values; without values, what is in force.
     """
     return MARK + json.dumps({"policy": values, "change": change})
 
 
 def answer(scheduler: Any, text: str) -> dict[str, Any]:
-    """What a scheduler says to such a message: `reason` (empty if it takes the values), `settings`
-    in force that can change, and those that are `fixed`. Scheduler's thread. Raises nothing.
+    """A scheduler's answer to such a message: `reason` (empty if it accepts the values), `settings`
+    in force that can change, and those that are `fixed`. Scheduler's thread. Never raises.
     """
     notes = getattr(getattr(scheduler.tree_cache, "kvtier", None), "notes", None)
     try:
@@ -85,14 +85,14 @@ def answer(scheduler: Any, text: str) -> dict[str, Any]:
 
 
 def _take(notes: Any, values: Mapping[str, Any], change: bool) -> str:
-    """Why the values are refused; empty: they are not, and with `change` they are in force."""
+    """Why the values are refused, else empty; with `change` they are then in force."""
     if not values:
         return FALLS_BACK if notes is None else ""
     if notes is None:
         return "" if changed(PolicyConfig(), values) == PolicyConfig(restore="off") else FALLS_BACK
     config = changed(notes.config, values)
     if change:
-        # Also of a server whose restorations were refuted meanwhile: they stay off.
+        # Also if restoration was refuted meanwhile: it stays off.
         notes.configure(config)
         logger.info("kvtier: settings are now %s", shown(dict(values)))
     elif "restore" in values and config.restore != "off" and notes.is_refuted:
@@ -101,7 +101,7 @@ def _take(notes: Any, values: Mapping[str, Any], change: bool) -> str:
 
 
 def together(answers: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-    """The answers of all data-parallel replicas as one; None: a scheduler without the plugin. They
+    """Merges the answers of all data-parallel replicas; None: a scheduler without the plugin. They
     have the same settings, so the first one's are shown.
     """
     reasons = [_NOT_ANSWERED if one is None else one["reason"] for one in answers]

@@ -1,12 +1,11 @@
 """Values that all ranks agree on: one reduction per scheduler tick, only while a request is being
 restored.
 
-Of page states the smallest counts (`OPEN` < lost < `LANDED`). Of times, those of the first rank
-count. The ranks call with vectors of the same length, because their polls follow from the same
-plans.
+For page states the minimum counts (`OPEN` < lost < `LANDED`); for times, those of the first rank.
+All ranks pass vectors of the same length, because their polls follow from the same plans.
 
-Ranks that look ahead need the same clock in every tick. So their values go with the reduction that
-SGLang makes in every tick anyway (`SharedReduction`), and none is added.
+With lookahead, ranks need the same clock in every tick. So their values are added to the reduction
+that SGLang makes in every tick anyway (`SharedReduction`), without a collective of our own.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.polls import Poll, agree
 
 BROKEN = -1
-"""The fingerprint of a map that is not kept any more, on whichever rank."""
+"""The fingerprint of a rank whose map is not maintained any more."""
 _MICRO = 1_000_000
 _OTHERS = (1 << 62) - 1
 _LARGEST = (1 << 63) - 1
 
 
 class Agreement:
-    """Reduces over the TP ranks and passes the first pipeline stage's result on. `reductions`
-    counts the collectives.
+    """Reduces over the TP ranks and passes the first pipeline stage's result to the others.
+    `reductions` counts the collectives.
     """
 
     def __init__(
         self, tree: Tree, ranks: int, first: bool, reports: StageReports | None = None
     ) -> None:
-        """`ranks` is the number of processes that have to agree; `first` says whether this one's
-        clock counts. `reports` are needed with several pipeline stages, since a reduction knows of
-        the first stage's ranks only.
+        """`ranks` is the number of processes that have to agree; `first`: this one's clock counts.
+        `reports` are needed with several pipeline stages, since a reduction covers only the first
+        stage's ranks.
         """
         self._tree = tree
         self._ranks = ranks
@@ -49,14 +48,14 @@ class Agreement:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank to agree with."""
+        """Whether there is only one rank."""
         return self._ranks == 1
 
     def first_says(self, values: Sequence[float]) -> list[float]:
         """The first rank's values, none negative. A collective of its own, for the start."""
         if self.alone:
             return list(values)
-        # Doubles that are not negative are ordered as their bits are.
+        # Non-negative doubles have the same order as their bits.
         bits = [
             struct.unpack(">q", struct.pack(">d", v))[0] if self._first else _LARGEST
             for v in values
@@ -76,8 +75,8 @@ class Agreement:
 
     def local(self, polls: Sequence[Poll]) -> tuple[bytes, list[float]]:
         """The states of all pages of these polls as far as this rank may report them, and the time
-        at which the last page of each ended poll ended. The result of a later stage is not used: it
-        receives the first stage's.
+        at which the last page of each ended poll ended. On a later pipeline stage the result is
+        ignored: it receives the first stage's.
         """
         if self._reports is None:
             states = b"".join(
@@ -89,7 +88,7 @@ class Agreement:
         return states, [self._reports.ended_at(poll) for poll in polls]
 
     def close(self) -> None:
-        """At the end of the process."""
+        """Called at the end of the process."""
         if self._reports is not None:
             self._reports.close()
 
@@ -112,7 +111,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class _Input:
-    """This rank's input to SGLang's reduction of a tick, by which its result is read."""
+    """This rank's input to SGLang's reduction of a tick, needed to decode the result."""
 
     loads: Sequence[Poll]
     polls: Sequence[Poll]
@@ -121,7 +120,7 @@ class _Input:
 
 
 class SharedReduction:
-    """Values that ranks that look ahead agree on with SGLang's own reduction of a tick. Scheduler's
+    """Values that ranks with lookahead agree on by SGLang's own reduction of a tick. Scheduler's
     thread; called in the order `reduction_input`, `take_result`, `results`.
     """
 
@@ -130,19 +129,19 @@ class SharedReduction:
         self._input: _Input | None = None
         self._result: tuple[list[float], bytes] | None = None
         self.maps_differ = False
-        """The ranks' maps differ, or one is not kept: known to all in the same step, for good."""
+        """Whether ranks' maps differ, or one is not maintained: known to all in the same step."""
 
     def reduction_input(
         self, loads: Sequence[Poll], polls: Sequence[Poll], own_times: Sequence[float], check: int
     ) -> list[int]:
-        """This rank's input. `own_times` are those in facts, `check` its map's fingerprint."""
+        """This rank's input. `own_times` are those in facts, `check` is its map's fingerprint."""
         states, ends = self._agreement.local([*loads, *polls])
         clock = [time.monotonic(), *ends[: len(loads)], *own_times, *ends[len(loads) :]]
         self._input = _Input(loads, polls, len(clock), len(own_times))
         return [check, -check, *self._agreement.packed(clock, states)]
 
     def take_result(self, values: Sequence[int]) -> float:
-        """Takes the reduction's result; returns the agreed time in seconds."""
+        """Decodes the reduction's result; returns the agreed time in seconds."""
         given = self._input
         assert given is not None, "a result follows an input"
         least, most = values[0], -values[1]
@@ -151,7 +150,7 @@ class SharedReduction:
         return self._result[0][0]
 
     def report_polls(self) -> None:
-        """Reports their part of the result to the polls, not to the loads."""
+        """Sets the agreed states in the polls other than loads."""
         if self._input is None or self._result is None:
             return
         (times, states), polls = self._result, self._input.polls
@@ -159,8 +158,8 @@ class SharedReduction:
         agree(polls, states[begin:], times[len(times) - len(polls) :])
 
     def results(self, loads: int, own_times: int) -> tuple[list[float], bytes]:
-        """The agreed times and states, once. Raises KVTierError where they are not about what is
-        known now.
+        """Returns the agreed times and states, once. Raises KVTierError if they do not match what
+        is expected now.
         """
         given, self._input = self._input, None
         result, self._result = self._result, None

@@ -1,13 +1,13 @@
-"""Reports of later pipeline stages to the first one: which pages of which polls have ended on them.
+"""Reports from later pipeline stages to the first one: which pages of which polls have ended there.
 
 Agreed values travel down the pipeline, from the first stage to the last, behind the batches.
 SGLang's stages run one after the other, so the first cannot wait for the last without stopping the
-pipeline. So the last stage's states travel up by messages that no stage waits for. A page's state
-changes once, so a late report is never wrong: until it is there the first stage counts the page as
-open.
+pipeline. So the states of later stages travel up in messages that no stage waits for. A page's
+state changes once, so a late report is never wrong: until it arrives, the first stage counts the
+page as open.
 
-Each TP rank's stages have their own pipe, a Unix socket in a folder that only this user can enter
-and that is removed as soon as all have connected. Scheduler's thread.
+The stages of each TP rank share a Unix socket, in a folder that only this user can enter and that
+is removed as soon as all have connected. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.polls import Poll
 
 _HEAD = struct.Struct("<IQ")
-"""Stage, and number of the poll; its pages' states follow."""
+"""Stage, and number of the poll; the states of its pages follow."""
 _ADDRESS = 256
 _PREFIX, _NAME = "kvtier-stages-", "reports"
 _COME_S = 120.0
-"""How long the first stage waits for the later ones at the start."""
+"""How long the first stage waits for the later ones at the start, in seconds."""
 
 
 class StageReports:
-    """One end of the pipe of this rank's pipeline stages. All stages build it at the same time: the
-    address is passed down. Raises KVTierError when a stage does not come.
+    """One end of the socket of this rank's pipeline stages. All stages construct it at the same
+    time, since the address is passed down. Raises KVTierError if a stage does not connect.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -60,14 +60,14 @@ class StageReports:
         self._came: dict[int, float] = {}
 
     def exchange(self, polls: Sequence[Poll]) -> None:
-        """A later stage sends what has changed; the first one takes what has come. Never waits."""
+        """A later stage sends changes; the first one receives what has arrived. Never waits."""
         if self._stage:
             self._send(polls)
         else:
             self._receive({poll.number for poll in polls})
 
     def state(self, poll: Poll) -> bytes:
-        """On the first stage: a poll's pages as all stages of this rank's column have them."""
+        """On the first stage: the states of a poll's pages over all stages of this TP rank."""
         local = bytes(poll.local)
         reports = self._reports.get(poll.number, {})
         if len(reports) < self._stages - 1:
@@ -75,7 +75,7 @@ class StageReports:
         return bytes(min(states) for states in zip(local, *reports.values(), strict=True))
 
     def ended_at(self, poll: Poll) -> float:
-        """On the first stage: when the last page that has ended did so, as far as is known here."""
+        """On the first stage: when the last of the ended pages ended, as far as known here."""
         return max(*poll.ended_at, self._came.get(poll.number, 0.0))
 
     def close(self) -> None:
@@ -115,8 +115,8 @@ class StageReports:
             stage, number = _HEAD.unpack_from(message)
             self._reports.setdefault(number, {})[stage] = message[_HEAD.size :]
             self._came[number] = time.monotonic()
-        # A load begins on the first stage before it does on a later one, so one that is not known
-        # here is over.
+        # A load begins on the first stage before it does on a later one, so one that is unknown
+        # here has ended.
         self._reports = {
             number: reports for number, reports in self._reports.items() if number in numbers
         }
@@ -124,7 +124,7 @@ class StageReports:
 
 
 def _short_folder() -> str:
-    """A folder for temporary files under which a socket's path is short enough. Raises
+    """A folder for temporary files whose path is short enough for a socket in it. Raises
     KVTierError.
     """
     longest = zmq.IPC_PATH_MAX_LEN - len(f"/{_PREFIX}12345678/{_NAME}")

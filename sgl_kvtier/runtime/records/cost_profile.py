@@ -1,11 +1,10 @@
-"""The learned costs of a server's prefill, links and restorations, kept beside the store for the
-next start.
+"""Keeps the learned costs of a server's prefill, links and restorations for the next start.
 
     <store.path>/<identity>/restore-profile.json
 
-One file per identity, replaced in one step. It names the conditions of its measurement (device,
-threads, chunk, throttle); a server under other conditions ignores it and learns again. Reading
-never raises: a missing, torn or foreign file is no profile.
+There is one file per model fingerprint, replaced atomically. It names the conditions of its
+measurement (device, threads, chunk, throttle); a server under other conditions ignores it and
+learns again. Reading never raises: a missing, torn or foreign file counts as no profile.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ SCHEMA = "kvtier.restore-profile/1"
 _MOST_BYTES = 1 << 20
 _MOST_SECONDS = 1e6
 _LEAST_RATE, _MOST_RATE = 1.0, 1e15
-"""Bytes per second of a link: the slowest and the fastest that can have been measured."""
+"""Bytes per second of a link: lowest and highest plausible value."""
 PERIOD_S = 5.0
-"""Least time between two writes."""
+"""Least seconds between two writes."""
 
 LEAST_CHUNKS = 4
-"""Prefill chunks timed before anything is kept: till then the cost is little more than a guess."""
+"""Prefill chunks that are timed before anything is kept: before that, the cost is a guess."""
 
 _PREFILL = ("fixed_s", "per_token_s", "per_token_position_s")
 _OWN = "own_s"
@@ -58,16 +57,16 @@ _OWN = "own_s"
 @dataclass(frozen=True)
 class Profile:
     """A learned profile. `prefill`: coefficients of `PrefillCost`; `links`: bytes per second;
-    `restore`: `own_s` of `FixedOverhead`, in files of earlier versions nothing.
+    `restore`: `own_s` of `FixedOverhead`, empty in files of earlier versions.
     """
 
     conditions: dict[str, Any]
     prefill: dict[str, float]
     links: dict[str, float]
     chunks: int
-    """Prefill chunks it was learned from, in all runs; the last 70 or so count."""
+    """Prefill chunks it was learned from, in all runs; the last 70 or so have weight."""
     transfers: dict[str, int]
-    """Transfers per link it was learned from, in all runs; the last ten or so count."""
+    """Transfers per link it was learned from, in all runs; the last ten or so have weight."""
     written: float = 0.0
     """Seconds since the epoch."""
     restore: dict[str, float] = field(default_factory=dict)
@@ -105,7 +104,7 @@ def read(path: Path) -> Profile | None:
 
 
 def write(path: Path, profile: Profile) -> None:
-    """Replaces the file. May raise OSError; the file is then as it was."""
+    """Replaces the file. May raise OSError; the file is then unchanged."""
     temporary = path.with_name(f".{path.name}.{unique_number()}")
     try:
         fd = create_file(Env(), str(temporary), os.O_WRONLY)
@@ -123,7 +122,7 @@ def fitting(profile: Profile | None, conditions: Mapping[str, Any]) -> Profile |
 
 def as_numbers(profile: Profile | None) -> list[float]:
     """A profile as numbers in a fixed order, 0 for missing ones, so that ranks can agree on it.
-    `taken` is its reverse.
+    `taken` is its inverse.
     """
     if profile is None:
         return [0.0] * (len(_PREFILL) + len(Link) + 2)
@@ -136,7 +135,7 @@ def as_numbers(profile: Profile | None) -> list[float]:
 
 
 def taken(numbers: list[float]) -> dict[str, Any] | None:
-    """The planner's arguments from such numbers; None where there was no profile."""
+    """The planner's arguments from such numbers; None if there was no profile."""
     there, *rest = numbers
     if not there:
         return None
@@ -150,7 +149,7 @@ def taken(numbers: list[float]) -> dict[str, Any] | None:
 
 
 class Learning:
-    """The planner inside, whose profile is kept as it learns. Scheduler's thread, facts' clock."""
+    """Wraps the planner and keeps its profile as it learns. Scheduler's thread, facts' clock."""
 
     def __init__(
         self,
@@ -160,8 +159,8 @@ class Learning:
         known: Profile,
         shape: EngineShape,
     ) -> None:
-        """`learned` gives the present profile; `known` is what the planner began with, counts
-        included. Without a keeper nothing is kept: only one rank writes.
+        """`learned` returns the current profile; `known` is the one that the planner started with,
+        including counts. Without a keeper nothing is kept: only one rank writes.
         """
         self._shape = shape
         self._inner = inner
@@ -172,9 +171,9 @@ class Learning:
         self._transfers = dict(known.transfers)
         self._keep_at = 0.0
         self.break_even_bytes_per_s: float | None = None
-        """The bandwidth with which loading the first chunk of a prompt takes as long as computing
-        it; None until chunks were timed. Later chunks take longer to compute, so that slower links
-        pay for them. Any thread may read it.
+        """The bandwidth at which loading the first chunk of a prompt takes as long as computing it;
+        None until chunks were timed. Later chunks take longer to compute, so loading them pays on
+        slower links. Any thread may read it.
         """
         self._note_break_even()
 
@@ -187,7 +186,7 @@ class Learning:
         self.break_even_bytes_per_s = nbytes / cost.chunk_seconds(0, tokens)
 
     def observe(self, fact: Fact) -> None:
-        """Passes the fact on; counts those to learn from, and saves costs now and then."""
+        """Passes the fact on; counts those that are learned from, and saves costs at intervals."""
         self._inner.observe(fact)
         if isinstance(fact, ChunkDone) and not fact.shared_tokens:
             self._chunks += 1
@@ -221,7 +220,7 @@ class Learning:
         self._keeper = None
 
     def close(self) -> None:
-        """Writes what is left to write. Idempotent."""
+        """Writes pending changes. Idempotent."""
         if self._keeper is not None:
             self._keeper.close()
 
@@ -239,12 +238,12 @@ class ProfileKeeper:
         self._thread.start()
 
     def keep(self, profile: Profile) -> None:
-        """To be written soon, unless a later one comes first."""
+        """Queues the profile, replacing an older one that is not written yet."""
         self._latest = profile
         self._changed.set()
 
     def close(self) -> None:
-        """Writes what is left and ends the thread. Idempotent."""
+        """Writes a pending profile and ends the thread. Idempotent."""
         self._closing.set()
         self._changed.set()
         self._thread.join()
@@ -264,7 +263,7 @@ class ProfileKeeper:
         try:
             write(self._path, Profile(**{**asdict(profile), "written": time.time()}))
         except OSError as error:
-            # Purged beside us, or a full disk: the next start learns again.
+            # The folder was purged or the disk is full: the next start learns again.
             logger.warning(
                 "kvtier: what was learned cannot be kept in %s: %s", self._path, error.strerror
             )

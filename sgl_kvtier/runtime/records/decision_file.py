@@ -1,10 +1,9 @@
-"""The decision log of a running server: a planner that writes down what it is told and answers, and
-the file it goes to.
+"""The decision log of a running server: a planner wrapper that records every input and output, and
+the file they are written to.
 
-The scheduler's thread only queues records; a thread of the file's own turns them into lines and
-writes them. When it is so far behind that the queue is full, records are dropped, counted, and the
-file says where: such a log cannot be replayed behind that place. Files are 0600: they hold request
-ids, page counts and times, no tokens.
+The scheduler's thread only queues records; the file's own thread encodes and writes them. When the
+queue is full, records are dropped and counted, and the file marks the place: a log cannot be
+replayed past it. Files are 0600: they hold request ids, page counts and times, no tokens.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ logger = logging.getLogger(__name__)
 
 _A = TypeVar("_A")
 MOST_QUEUED = 50_000
-"""Records waiting to be written: at most some tens of megabytes, seconds of the busiest server."""
+"""Most records waiting to be written: some tens of megabytes, seconds of the busiest server."""
 _PERIOD_S = 0.2
 
 
 class DecisionFile:
-    """An open log. `write` never blocks on the disk; a failing disk ends the log alone."""
+    """An open log. `write` never blocks on the disk; a failing disk ends only the log."""
 
     def __init__(self, path: Path, header: Header, *, most_queued: int = MOST_QUEUED) -> None:
-        """Begins a new file; an old one is kept as PATH.old. Raises ConfigError when it cannot."""
+        """Starts a new file; an old one is kept as PATH.old. Raises ConfigError if it cannot."""
         self._path = path
         self._most = most_queued
         self._queue: deque[Record] = deque()
@@ -62,13 +61,13 @@ class DecisionFile:
             self.dropped += 1
             return
         if self._hole:
-            # Behind what was queued before the hole, and before what comes after it.
+            # After records queued before the gap, and before those after it.
             self._queue.append(LinesDropped(self._hole))
             self._hole = 0
         self._queue.append(record)
 
     def close(self) -> None:
-        """Writes what is queued and ends the thread. Idempotent."""
+        """Writes queued records and ends the thread. Idempotent."""
         self._stopping.set()
         self._thread.join()
 
@@ -99,14 +98,14 @@ class DecisionFile:
 
 
 class Recorded:
-    """The planner inside; all it is given and answers is written in order. Scheduler's thread."""
+    """Wraps the planner and writes its inputs and outputs in order. Scheduler's thread."""
 
     def __init__(self, inner: Consulted, write: Callable[[Record], None]) -> None:
         self._inner = inner
         self._write = write
 
     def observe(self, fact: Fact) -> None:
-        """Writes the fact and passes it on; a planner that raises is written down too."""
+        """Writes the fact and passes it on; if the planner raises, that is written too."""
         self._write(fact)
         try:
             self._inner.observe(fact)

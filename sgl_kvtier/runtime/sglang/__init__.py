@@ -1,1 +1,1 @@
-"""The symbols of SGLang that are used, and the check that they are as expected."""
+"""The symbols of SGLang that are used, and checks that they are as expected."""

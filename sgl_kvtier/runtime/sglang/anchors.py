@@ -1,9 +1,8 @@
-"""What stands at the end of a prefix, of models that need more than its KV pages to go on from
-there: a sliding window's rows (`windows`), or a state (`states`). It is the anchor of a
-restoration, and comes with its last pages.
+"""The anchor of a prefix, in models that need more than KV pages to continue after it: a sliding
+window's rows (`windows`), or a state (`states`). It comes with the last pages of a restoration.
 
-Both are kept in slots of their own, by the names that the KV pages have. Scheduler's thread; what a
-copy needs on any.
+Both have slots of their own and are stored under the names of the KV pages. Scheduler's thread;
+what a copy needs is for any thread.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 POOLS = (windows.POOL, states.POOL, *compressed_pools.AT_WINDOWS)
-"""SGLang's names for their pools, of host memory and in storage: of windows, of states, and of what
-has the windows' slots.
+"""SGLang's names for their pools, in host memory and in storage: those of windows and states, and
+those that share the windows' slots.
 """
 
 
@@ -25,63 +24,63 @@ class Anchors(Protocol):
     """The slots of one tree's anchors, on the device and in host memory."""
 
     name: str
-    """Of the pool that has these slots, one of `POOLS`."""
+    """Name of the pool that has these slots, one of `POOLS`."""
     what: str
-    """The word for them: windows or states."""
+    """The plural in texts: windows or states."""
     one: str
-    """The word for one of them."""
+    """The singular in texts."""
     pages: int
     """Pages of one anchor."""
     page_slots: int
-    """Slots that come with a page."""
+    """Slots of an anchor per page."""
     page_bytes: int
-    """Bytes that come with a page, in all layers and pools."""
+    """Bytes of an anchor per page, in all layers and pools."""
 
     def available(self) -> int:
-        """Device slots that hold nothing."""
+        """Number of empty device slots."""
 
     def claim(self, slots: int) -> torch.Tensor | None:
-        """Device slots, evicting unused ones; None when there is no room."""
+        """Allocates device slots, evicting unused ones; None when there is no room."""
 
     def is_short(self) -> bool:
-        """Whether SGLang would find too few slots for one more request beside those held here."""
+        """Whether SGLang would find too few slots for one more request, with those held here."""
 
     def free(self, slots: torch.Tensor) -> None:
-        """Gives device slots back."""
+        """Frees device slots."""
 
     def spares(self, slots: int) -> bool:
-        """Whether so many device slots may be taken beside what running requests need."""
+        """Whether so many device slots may be allocated besides what running requests need."""
 
     def claim_host(self, slots: int) -> torch.Tensor | None:
-        """Host slots, evicting the least recently used; None when there is no room."""
+        """Allocates host slots, evicting the least recently used; None when there is no room."""
 
     def free_host(self, slots: torch.Tensor) -> None:
-        """Gives host slots back that no I/O touches."""
+        """Frees host slots that no I/O touches."""
 
     def take_over(
         self, req: Any, slots: torch.Tensor, own: torch.Tensor, front: int, stop: int
     ) -> None:
-        """A request goes on behind token `stop` with the anchor in the slots `own`, after KV slots
-        for the tokens from `front` on; what it had in its place is given back.
+        """A request continues after token `stop` with the anchor in the slots `own`, and with KV
+        slots for the tokens from `front` on; the anchor that it had is freed.
         """
 
     def drop_old_copy(self, req: Any) -> None:
-        """A waiting request was matched anew: it does not begin with what an earlier match found,
-        if this one has found another.
+        """A waiting request was matched again: drops what an earlier match has planned for it, if
+        this match found something else.
         """
 
     def not_admitted(self, req: Any) -> None:
-        """A waiting request that was matched is passed over: it gives back what SGLang took for it
-        at the match.
+        """A matched request is not admitted: gives back what SGLang allocated for it at the
+        match.
         """
 
     @staticmethod
     def evicted_with(params: Any) -> int:
-        """How many device slots of these an eviction is asked for."""
+        """How many of these device slots an eviction is to free."""
 
 
 def of(tree: Any) -> Anchors | None:
-    """The anchors of a tree that has some."""
+    """The anchors of a tree, or None."""
     kinds = {kind.name for kind in getattr(tree, "tree_components", ())}
     if "SWA" in kinds:
         return windows.Windows(tree)
@@ -89,8 +88,8 @@ def of(tree: Any) -> Anchors | None:
 
 
 def unknown(tree: Any, kinds: list[str]) -> list[str]:
-    """Which of these kinds of pages beside the KV pages (SGLang's names of its components) are not
-    restored in this tree.
+    """Those of these kinds of pages (SGLang's components except KV) that are not restored in this
+    tree.
     """
     if len(kinds) > 1:
         return [kind.lower() for kind in kinds]
@@ -100,24 +99,24 @@ def unknown(tree: Any, kinds: list[str]) -> list[str]:
 
 
 def pools_in(names: Any) -> tuple[str, ...]:
-    """Pools among these whose pages lie at the anchors' slots, those that have the slots first."""
+    """Those of these pools whose pages are at the anchors' slots; the slots' owner comes first."""
     return tuple(pool for pool in POOLS if pool in names)
 
 
 def is_asked_for(operation: Any) -> bool:
-    """Whether storage was asked for the anchor at the end of this operation's hit."""
+    """Whether storage was queried for the anchor at the end of this operation's hit."""
     return any(str(one.name) in POOLS for one in operation.pool_transfers or ())
 
 
 def shorter_ends(operation: Any) -> list[int]:
-    """Numbers of pages, fewer than its hit, at whose end this rank's storage has an anchor too."""
+    """Numbers of pages, less than the hit, at whose end this rank's storage has an anchor too."""
     result = operation.pool_storage_result
     return sorted(result.restorable_prefix_pages or ())
 
 
 def given(tree: Any, pool: str, behind: int, host_slots: torch.Tensor, inserted: Any) -> None:
-    """Gives an anchor that was read to the tree, at the end of host pages that were just put into
-    it behind a node. What the tree does not take it frees.
+    """Gives an anchor that was read to the tree, at the end of host pages that were just inserted
+    after the node `behind`. The tree frees what it does not take.
     """
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer, PoolTransferResult
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -145,14 +144,14 @@ def in_host(req: Any) -> tuple[int, ...]:
 
 
 def front_lacks(req: Any) -> bool:
-    """Whether a request cannot begin behind its pages on the device: as far as the last match
-    knows, the window or state that it needs there is in host memory, or nowhere.
+    """Whether a request cannot start after its pages on the device: according to the last match,
+    the window or state that it needs there is in host memory, or missing.
     """
     return req.prefix_len > 0 and (req.host_hit_length > 0 or any(in_host(req)))
 
 
 def set_in_host(req: Any, found: tuple[int, ...] = (0, 0)) -> None:
-    """Has SGLang go on as if so much had been found."""
+    """Makes SGLang continue as if the match had found this."""
     for name, count in zip(_IN_HOST, found, strict=True):
         setattr(req, name, count)
 

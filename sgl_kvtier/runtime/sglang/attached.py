@@ -1,8 +1,7 @@
-"""The storage backend a HiCache controller has now: none, ours, or another one that was attached
-while the server runs.
+"""The storage backend that a HiCache controller has now: none, ours, or another one attached while
+the server runs.
 
-SGLang's fault injector, where it is switched on, stands around the backend and keeps it as
-`_backend`.
+SGLang's fault injector, if switched on, wraps the backend and keeps it as `_backend`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ def backend_of(controller: Any) -> Any:
 
 
 def store_of(controller: Any) -> Any:
-    """Our backend (`storage.KVTierStorage`), or None: known by what it can do, as its module is
-    imported only where it is used.
+    """Our backend (`storage.KVTierStorage`), or None. It is recognized by a method, since its
+    module is imported only where it is used.
     """
     backend = backend_of(controller)
     return backend if hasattr(backend, "begin_read") else None

@@ -1,6 +1,6 @@
-"""Port to DeepSeek V4's pools. Its KV pool only numbers pages. Their bytes lie in pools beside it,
-a page in one row of each layer: compressed latents and their index keys under the numbers of the
-KV pages, the states of the compressors under those of the windows' pages. Any thread.
+"""Access to DeepSeek V4's pools. Its KV pool only numbers pages. Their bytes are in side pools, a
+page in one row of each layer: compressed latents and their index keys under the numbers of the KV
+pages, the states of the compressors under those of the windows' pages. Any thread.
 """
 
 from __future__ import annotations
@@ -8,17 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 PREFIX = "deepseek_v4_"
-"""What SGLang's names of these pools begin with."""
+"""Prefix of SGLang's names of these pools."""
 AT_PAGES = tuple(PREFIX + name for name in ("c4", "c4_indexer", "c128"))
-"""Pools with the numbers of the KV pages."""
+"""Pools that share the page numbers of the KV pool."""
 AT_WINDOWS = tuple(PREFIX + name for name in ("c4_state", "c4_indexer_state"))
-"""Pools with the numbers of the windows' pages."""
+"""Pools that share the page numbers of the windows."""
 
 
 def is_known(spec: Any, host: Any, page_tokens: int) -> bool:
-    """Whether SGLang's description of a side pool, and its host pool, are those of a pool named
-    above.
-    """
+    """Whether SGLang's description of a side pool, and its host pool, match a pool named above."""
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName
     from sglang.srt.mem_cache.memory_pool_host import (
         DeepSeekV4PagedHostPool,
@@ -49,13 +47,13 @@ def has_page_rows(host: Any) -> bool:
 
 
 def device_rows(host: Any) -> list[Any]:
-    """By layer the device's tensors [page, byte] behind such a host pool, a draft's layers last."""
+    """The device tensors [page, byte] of such a host pool by layer, a draft's layers last."""
     views = getattr(host, "device_page_views", None)
     return list(host.device_buffers if views is None else views)
 
 
 def page_bytes(host: Any, tokens: int) -> int:
-    """Bytes of a page of so many tokens in all layers of any host pool."""
+    """Bytes of a page of `tokens` tokens in all layers of any host pool."""
     if has_page_rows(host):
-        return int(host.layer_num * host.size_per_token)  # which is SGLang's word for a row
+        return int(host.layer_num * host.size_per_token)  # here the bytes of a row
     return int(host.size_per_token * tokens)

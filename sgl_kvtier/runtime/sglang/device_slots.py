@@ -1,7 +1,6 @@
-"""Port to SGLang's device slots: what may be claimed, and copies that SGLang itself makes into
-them.
+"""Access to SGLang's device slots: their allocation, and copies that SGLang itself makes into them.
 
-A slot holds one token; pages are claimed whole. Scheduler's thread.
+A slot holds one token; whole pages are allocated. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ class DeviceSlots:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._allocator = tree.token_to_kv_pool_allocator
-        # Of a model with windows: its window slots are claimed apart (`windows`).
+        # With windows in the model: window slots are allocated separately (`windows`).
         self._full: Any = getattr(self._allocator, "full_attn_allocator", None)
 
     @property
     def tokens(self) -> int:
-        """Slots in all."""
+        """Total number of slots."""
         return int((self._full or self._allocator).size)
 
     def available(self) -> int:
-        """Slots that hold nothing."""
+        """Number of empty slots."""
         return int((self._full or self._allocator).available_size())
 
     def claimable(self) -> int:
-        """Those, and slots of the tree that no request uses."""
+        """Empty slots, and slots of the tree that no request uses."""
         tree = self._tree
         unused = tree.evictable_size() if self._full is None else windows.unused(tree)
         return self.available() + int(unused)
 
     def claim(self, tokens: int) -> torch.Tensor | None:
-        """Claims whole pages, evicting unused ones; None when there is no room."""
+        """Allocates whole pages, evicting unused ones; None when there is no room."""
         self.free_up(tokens)
         slots: torch.Tensor | None = (self._full or self._allocator).alloc(tokens)
         return slots
 
     def free_up(self, tokens: int) -> int:
-        """Evicts unused pages until `tokens` slots hold nothing; returns how many do."""
+        """Evicts unused pages until `tokens` slots are empty; returns how many are."""
         from sglang.srt.mem_cache.common import evict_from_tree_cache
 
         short = tokens - self.available()
@@ -57,7 +56,7 @@ class DeviceSlots:
         return self.available()
 
     def free(self, slots: torch.Tensor) -> None:
-        """Gives whole pages back. Not inside result processing, where SGLang groups frees."""
+        """Frees whole pages. Not inside result processing, where SGLang groups frees."""
         if self._full is not None:
             windows.free_without(self._allocator, slots)
         else:
@@ -67,13 +66,13 @@ class DeviceSlots:
 
     @property
     def copies_are_begun(self) -> bool:
-        """Whether SGLang copies to the device already, so that no more can be queued."""
+        """Whether SGLang is copying to the device already, so that no more copies can be queued."""
         tree = self._tree
         return bool(tree.cache_controller.ack_load_queue) or not tree.has_free_load_back_slot()
 
     def locked_by_copies(self, node: int) -> int:
-        """Slots of the path to this node that can be claimed now, and cannot while its copies are
-        under way.
+        """Slots of the path to this node that can be evicted now, but not while its copies are in
+        flight.
         """
         before = self.claimable()
         lock = self._tree.lock(node)
@@ -83,12 +82,12 @@ class DeviceSlots:
             self._tree.unlock(lock)
 
     def queue_copies(self, node: int) -> bool:
-        """Claims slots for the path to this node and queues its copies; whether it could."""
+        """Allocates slots for the path to this node and queues its copies; whether it could."""
         return bool(self._tree.load_back(node))
 
     def begin_copies(self) -> tuple[int, Any] | None:
-        """Begins what was queued: the number of its layer counter, and SGLang's record of it. None
-        where nothing was queued.
+        """Starts the queued copies. Returns the number of their layer counter and SGLang's record
+        of them; None if nothing was queued.
         """
         controller = self._tree.cache_controller
         counter = controller.start_loading()

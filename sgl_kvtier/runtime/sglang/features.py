@@ -1,8 +1,8 @@
-"""What a server can do with the SGLang that is installed. Each feature relies on some symbols of
-`seams.json`; one whose symbols have moved is off, and the others go on. Only storage is refused
-without its symbols, since without them there is no backend at all.
+"""The features that work with the installed SGLang. Each feature relies on some symbols in
+`seams.json`; one whose symbols have changed is off, and the others work. Only storage is required,
+since without it there is no backend at all.
 
-Reads source files only. What was found is kept: SGLang does not change while a process runs.
+Reads source files only. Results are cached, since SGLang does not change while a process runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_NAMED = 4
 @dataclass(frozen=True)
 class Feature:
     """One feature. `groups` are the `feature` of the seams it needs; `without` says what a server
-    does where they have moved, and what its user can do.
+    does without it, and what its user can do.
     """
 
     name: str
@@ -88,7 +88,7 @@ FEATURES = (
         "a host without an accelerator has SGLang's own CPU engine alone (SGLANG_USE_CPU_ENGINE=1)",
     ),
 )
-"""Every feature, in the order in which they are shown."""
+"""All features, in the order in which they are shown."""
 
 _BY_NAME = {feature.name: feature for feature in FEATURES}
 
@@ -100,7 +100,7 @@ def _group(name: str) -> tuple[SeamStatus, ...]:
 
 @cache
 def moved(name: str) -> tuple[SeamStatus, ...]:
-    """The symbols of a feature that are not as it needs them; empty where it is there."""
+    """The symbols of a feature that are not as it needs them; empty if it works."""
     return tuple(s for group in _BY_NAME[name].groups for s in _group(group) if s.problem)
 
 
@@ -110,14 +110,14 @@ def counted(name: str) -> int:
 
 
 def line(name: str) -> str | None:
-    """What a server says of a feature that is off, in one line; None where it is there."""
+    """The log line for a feature that is off; None if it works."""
     if not moved(name):
         return None
     return f"{name} is off: {described(moved(name))}. {_first_upper(_BY_NAME[name].without)}"
 
 
 def untried() -> str | None:
-    """What a server says of an SGLang that nobody has tried, in one line."""
+    """The log line for an SGLang release that was not tried, or None."""
     version = seams.installed_version()
     if version is None or version in {release.version for release in seams.releases()}:
         return None
@@ -128,7 +128,7 @@ def untried() -> str | None:
 
 
 def require(*names: str) -> None:
-    """Raises SeamError unless every one of these features is there."""
+    """Raises SeamError unless all of these features work."""
     version = seams.installed_version()
     if version is None:
         raise SeamError(f"SGLang is not installed. Run: {how_to_install('sglang')}")
@@ -143,14 +143,14 @@ def require(*names: str) -> None:
 
 
 def described(statuses: Sequence[SeamStatus]) -> str:
-    """Symbols with what is wrong with each, a few of them by name."""
+    """Symbols with the problem of each, a few of them by name."""
     named = [f"{_short(s.seam.symbol)}: {s.problem}" for s in statuses[:_MOST_NAMED]]
     rest = len(statuses) - len(named)
     return "; ".join(named) + (f"; and {rest} more (kvtier doctor --verbose)" if rest else "")
 
 
 def _short(symbol: str) -> str:
-    """The last two names of a symbol: a class and its method."""
+    """The last two components of a symbol: a class and its method."""
     return ".".join(symbol.split(".")[-2:])
 
 

@@ -1,8 +1,8 @@
-"""Every hook that this package has on a symbol of SGLang, as data: registered, verified and
-documented from this one table.
+"""All hooks of this package on symbols of SGLang, as data: they are registered, verified and
+documented from this table.
 
-The hooks of the CPU reference platform (`cpu/hicache.py`) are not among them. SGLang applies ours
-at the start of each process; a worker that has found that it runs on a CPU applies those at once.
+The hooks of the CPU reference platform (`cpu/hicache.py`) are not included. SGLang applies ours at
+the start of each process; a worker that finds itself on a CPU applies those at once.
 
     python -m sgl_kvtier.runtime.sglang.hooks     # prints the table in patches/README.md
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Where(Enum):
-    """Processes in which a hook is registered: others need not import what its target imports."""
+    """Processes in which a hook is registered: others need not import its target's module."""
 
     EVERY = "every"
     SCHEDULER = "scheduler"
@@ -32,9 +32,9 @@ class Where(Enum):
 
 @dataclass(frozen=True)
 class Hook:
-    """One hook. `kind` names SGLang's hook type (after, around, replace); `function` is
-    `module:name` below sgl_kvtier.runtime. It takes whatever SGLang passes and passes it on, since
-    it is applied also where its feature is off.
+    """One hook. `kind` is SGLang's hook type (after, around, replace); `function` is `module:name`
+    inside sgl_kvtier.runtime. The function accepts and passes on whatever SGLang passes, since it
+    is applied even if its feature is off.
     """
 
     feature: str
@@ -45,7 +45,7 @@ class Hook:
     why: str
 
     def load(self) -> Callable[..., Any]:
-        """The function, its module imported. ImportError or AttributeError where there is none."""
+        """Imports and returns the function. ImportError or AttributeError if there is none."""
         module, _, name = self.function.partition(":")
         return getattr(importlib.import_module(f"sgl_kvtier.runtime.{module}"), name)
 
@@ -293,8 +293,8 @@ def targets(*features: str) -> tuple[str, ...]:
 
 
 def register(*places: Where) -> None:
-    """Registers the hooks of processes of these kinds; SGLang applies them afterwards. What this
-    SGLang does not have is left out: the feature that needs it is off (`features.py`).
+    """Registers the hooks of these kinds of processes; SGLang applies them afterwards. A hook whose
+    target this SGLang lacks is skipped: its feature is off (`features.py`).
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -311,7 +311,7 @@ def register(*places: Where) -> None:
 
 
 def table() -> str:
-    """The hooks as a table in markdown, each with its port in the manifest."""
+    """The hooks as a Markdown table, each with its port in the manifest."""
     ports = {seam.symbol: seam.port for seam in load_manifest()}
     rows = (
         f"| `{h.target.removeprefix(_ROOT)}` | {ports[h.target]} | {h.kind} | {h.why} | "

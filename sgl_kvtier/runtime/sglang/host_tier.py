@@ -1,8 +1,7 @@
-"""Port to SGLang's host tier: its pool, and the copies that its tree keeps there.
+"""Access to SGLang's host tier: its pool, and the copies that its tree keeps there.
 
-A slot holds one token; pages are claimed whole. What SGLang owns here another release, or another
-owner of host memory, may keep elsewhere: nothing else of the runtime touches it. Scheduler's
-thread.
+A slot holds one token; whole pages are allocated. Everything here may differ in another SGLang
+release: no other module of the runtime touches it. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class Pin(NamedTuple):
-    """Keeps the host pages of the path to a node until it is taken back."""
+    """Keeps the host pages of the path to a node until it is released."""
 
     node: int
     params: Any
 
 
 class Grafted(NamedTuple):
-    """Pages that the tree has taken: behind the first `known_tokens`, which it had. `node` is the
-    last one, None where SGLang names none.
+    """Pages that the tree took: those after the first `known_tokens`, which it had already. `node`
+    is the last node, or None if SGLang names none.
     """
 
     known_tokens: int
@@ -45,7 +44,7 @@ class HostTier:
 
     @property
     def tokens(self) -> int:
-        """Slots in all."""
+        """Total number of slots."""
         return int(self._pool.size)
 
     @property
@@ -55,18 +54,18 @@ class HostTier:
 
     @property
     def slot_numbers(self) -> int:
-        """One more than the highest number of a slot."""
+        """One more than the highest slot number."""
         return int(self._pool.anchor_entry.host_pool.logical_size)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in all layers of this process, in all pools that have these slots."""
+        """Bytes of a page in all layers of this process, in all pools that share these slots."""
         return slot_pools.page_bytes(self._pool, self._tree.page_size)
 
     @property
     def write_back(self) -> bool:
-        """Whether pages are copied here only when they leave the device; otherwise as soon as they
-        are computed, and pages on the device have a copy that cannot leave.
+        """Whether pages are copied here only when they leave the device. Otherwise they are copied
+        as soon as they are computed, and host copies of pages on the device cannot be evicted.
         """
         return self._tree.cache_controller.write_policy == "write_back"
 
@@ -76,33 +75,33 @@ class HostTier:
         return self._tree.cache_controller.write_policy == "write_through"
 
     def available(self) -> int:
-        """Slots that hold nothing."""
+        """Number of empty slots."""
         return int(self._pool.available_size())
 
     def claim(self, tokens: int) -> torch.Tensor | None:
-        """Whole pages, evicting the least recently used; None when there is no room."""
+        """Allocates whole pages, evicting the least recently used; None when there is no room."""
         return self._pool.alloc(tokens, reclaim=self._tree.evict_host)
 
     def free(self, slots: torch.Tensor) -> None:
-        """Gives pages back that no I/O touches."""
+        """Frees pages that no I/O touches."""
         self._pool.free(slots)
 
     # --- copies of the tree -----------------------------------------------------------------------
 
     def pin(self, node: int) -> Pin:
-        """Keeps the copies of a path. KeyError when there is no such node."""
+        """Pins the host copies of a path. KeyError if there is no such node."""
         return Pin(node, self._tree.inc_host_lock_ref(node).to_dec_params())
 
     def unpin(self, pin: Pin) -> None:
-        """Lets them go."""
+        """Releases them."""
         self._tree.dec_host_lock_ref(pin.node, pin.params)
 
     def has_copy(self, node: int) -> bool:
-        """Whether this node has a copy. KeyError when there is no such node."""
+        """Whether this node has a host copy. KeyError if there is no such node."""
         return bool(self._tree.tree_core.is_backuped(node))
 
     def takes_behind(self, node: int) -> bool:
-        """Whether pages can be grafted behind this node: it is a root, or has a copy itself."""
+        """Whether pages can be grafted after this node: it is a root, or has a host copy."""
         core = self._tree.tree_core
         return bool(core.is_backuped(node) or core.is_root(node))
 
@@ -121,13 +120,13 @@ class HostTier:
         names: list[str],
         beside: Callable[[Any], None] | None = None,
     ) -> Grafted | None:
-        """Gives filled pages to the tree, behind the node `anchor`; None where it takes none. With
-        `beside` something that belongs to their end is put there too, by SGLang's record of it.
+        """Gives filled pages to the tree, after the node `anchor`; None if it takes none. `beside`
+        is called with SGLang's result, to insert an anchor at the end of the pages.
         """
         try:
             result = self._tree.tree_core.insert_host(anchor, key, slots, names)
         except KeyError:
-            return None  # the anchor is gone with its path
+            return None  # the node was evicted with its path
         self._tree._apply_cache_actions(result.cache_actions)
         if result.host_insert_dropped:
             return None
@@ -136,8 +135,8 @@ class HostTier:
         return Grafted(result.prefix_len, result.inserted_host_node or None)
 
     def watch(self, came: Callable[[Sequence[str], torch.Tensor], None]) -> Callable[[], None]:
-        """From now on calls `came` with names and slots of pages that the tree has put here;
-        returns what ends it. The tree core has no callbacks, so two of its calls are replaced.
+        """Calls `came` with names and slots of pages that the tree puts into host memory; returns a
+        function that ends this. The tree core has no callbacks, so two of its methods are replaced.
         """
         core, page = self._tree.tree_core, self._tree.page_size
         backup, insert = core.commit_backup, core.insert_host
@@ -148,7 +147,7 @@ class HostTier:
 
         def on_insert(node_id: int, key: Any, host_value: Any, hash_value: Any) -> Any:
             result = insert(node_id, key, host_value, hash_value)
-            if not result.host_insert_dropped:  # the first ones may have been there already
+            if not result.host_insert_dropped:  # the tree may have had the first ones already
                 start = result.prefix_len
                 came(hash_value[start // page :], host_value[start:])
             return result

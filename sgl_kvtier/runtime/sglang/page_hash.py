@@ -1,4 +1,4 @@
-"""SGLang's page hash, loaded in this process: compiled where it never was.
+"""Loads SGLang's page hash in this process, compiling it if necessary.
 
 Ranks that compile at the same time wait for one another (SGLang takes a lock that the kernel
 releases when its holder dies).
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def load(limit_s: float = LIMIT_S) -> None:
-    """Loads it as SGLang does at the first prompt; fast where it was compiled before. Raises
-    ConfigError, in one line with what to install, where it cannot be compiled.
+    """Loads it as SGLang does at the first prompt; fast if it was compiled before. Raises
+    ConfigError, in one line that says what to install, if it cannot be compiled.
     """
     find_ninja()
     if not is_compiled():
@@ -36,7 +36,7 @@ def load(limit_s: float = LIMIT_S) -> None:
         except BaseException as error:
             failed.append(error)
 
-    # In a thread, because another process that holds the lock and stands still has no end.
+    # In a thread, because waiting for a hanging process that holds the lock never ends.
     loading = threading.Thread(target=work, name="kvtier-page-hash", daemon=True)
     loading.start()
     loading.join(limit_s)
@@ -52,8 +52,8 @@ def load(limit_s: float = LIMIT_S) -> None:
 
 @cache
 def names_digest() -> str:
-    """A digest of how SGLang names pages: of two pages by their tokens, with a salt and an adapter,
-    and by pairs of tokens. Releases in which it is equal find each other's pages.
+    """A digest of how SGLang names pages: the names of two pages by their tokens, with a salt and
+    an adapter, and by pairs of tokens. Releases with equal digests find each other's pages.
     """
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -69,11 +69,11 @@ def names_digest() -> str:
 
 
 _PAGE = 16
-"""Tokens of the pages that are named for it."""
+"""Tokens per page for `names_digest`."""
 
 
 def _said(error: BaseException) -> str:
-    """What an error and its causes say, the first cause first."""
+    """The messages of an error and its causes, the first cause first."""
     said: list[str] = []
     one: BaseException | None = error
     while one is not None and len(said) < 20:

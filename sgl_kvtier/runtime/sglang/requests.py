@@ -1,6 +1,6 @@
-"""Port to SGLang's requests: what a match found of a prompt, and what is still to be computed.
+"""Access to SGLang's requests: what a match found of a prompt, and what is still to be computed.
 
-Tokens throughout. Scheduler's thread.
+All counts are tokens. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TAKEN = "kvtier_took_hints"
 
 
 class Found(NamedTuple):
-    """Leading tokens of a prompt in memory: on the device, and behind them in host memory."""
+    """Leading tokens of a prompt in memory: on the device, and after them in host memory."""
 
     device: int
     host: int
@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 
 def match(req: Req, tree: Tree) -> Found:
-    """Looks the prompt up in the tree anew, without a slot for the state of its linear layers."""
+    """Matches the prompt against the tree again, without a slot for its linear layers' state."""
     req.init_next_round_input(tree, cow_mamba=False)
     return found(req)
 
@@ -45,7 +45,7 @@ def found(req: Req) -> Found:
 
 
 def set_found(req: Req, there: Found) -> None:
-    """Has SGLang go on as if this had been found."""
+    """Makes SGLang continue as if the match had found this."""
     req.prefix_len, req.host_hit_length = there
 
 
@@ -56,20 +56,20 @@ def read_from_storage(req: Req) -> Span:
 
 
 def set_read_from_storage(req: Req, tokens: Span) -> None:
-    """Has SGLang count these as what it has read."""
+    """Makes SGLang count these tokens as read from storage."""
     req.storage_hit_length, req.storage_hit_start = len(tokens), tokens.start if tokens else None
 
 
 def tokens_of(req: Req) -> Any:
-    """All tokens to be in the cache before the next one: the prompt and, after a retraction, what
-    was generated. SGLang's own array: copy it to keep it.
+    """All tokens to be in the cache before the next one: the prompt and, after a retraction, the
+    output so far. This is SGLang's own array: copy it to keep it.
     """
     tokens = req.full_untruncated_fill_ids
     return tokens if len(tokens) else req.origin_input_ids  # it has not been matched yet
 
 
 def prompt_tokens(req: Req) -> int:
-    """How many these are."""
+    """Number of these tokens."""
     return len(tokens_of(req))
 
 
@@ -79,23 +79,23 @@ def missing_tokens(req: Req) -> int:
 
 
 def rest_tokens(chunked: Req) -> int:
-    """Tokens of a prompt behind the chunk that is computed now."""
+    """Tokens of a prompt after the chunk that is being computed."""
     return prompt_tokens(chunked) - max(chunked.extend_end or 0, chunked.prefix_len)
 
 
 def whole_output_room(req: Req, page: int) -> int:
-    """Slots that SGLang reserves at admission for what a request may generate. `page` in tokens."""
+    """Slots that SGLang reserves at admission for a request's output. `page` in tokens."""
     return min(req.sampling_params.max_new_tokens, _CLIP) + page
 
 
 def output_room(req: Req, page: int) -> int:
-    """The same of a running request, for what it may still generate."""
+    """The same for a running request, for its remaining output."""
     return min(max(0, req.sampling_params.max_new_tokens - len(req.output_ids)), _CLIP) + page
 
 
 def left_to_sglang(req: Req) -> str | None:
     """Why this request cannot skip tokens of its prompt, or None: it needs their outputs, or its
-    prompt is not made of tokens alone.
+    prompt consists of more than tokens.
     """
     if req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids):
         return "input log-probs"
@@ -117,7 +117,7 @@ def left_to_sglang(req: Req) -> str | None:
 
 
 def take_kv_hints(req: Req) -> Any:
-    """The `kv_hints` of a request (SGLang 0.5.23), or None; None as well where they were taken."""
+    """The `kv_hints` of a request (SGLang 0.5.23); None if it has none, or after the first call."""
     envelope = getattr(req, "kv_hints", None)
     if envelope is None or getattr(req, _TAKEN, False):
         return None
@@ -127,7 +127,7 @@ def take_kv_hints(req: Req) -> Any:
 
 def add_span(req: Req, name: str, seconds: float, facts: Mapping[str, Any]) -> None:
     """Adds an OpenTelemetry span that ends now to the trace of a request, with these attributes.
-    Nothing, and nothing is imported, where SGLang does not trace (--enable-trace), has ended this
+    Does nothing, and imports nothing, if SGLang does not trace (--enable-trace), has ended this
     request's trace, or traces in another way.
     """
     try:

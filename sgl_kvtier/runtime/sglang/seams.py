@@ -42,7 +42,7 @@ PORTS = {
     "step": "tick, idle, chunk times, flush, weights",
     "server": "arguments, registration, routes, platform: beside serving",
 }
-"""What of SGLang a seam is a part of. Another owner of a tier would change one port."""
+"""The part of SGLang that a seam belongs to. Another owner of a tier would change one port."""
 
 CALLS, DATA, REPLACES, PAGES = "calls", "data", "replaces", "pages"
 HOW = {
@@ -52,13 +52,13 @@ HOW = {
     PAGES: "its body says where the bytes of a stored page lie",
 }
 AND_MORE = "*"
-"""Last of a seam's names: whatever else the function demands is passed on."""
+"""Last of a seam's names: further parameters that the function requires are passed on."""
 
 
 @dataclass(frozen=True)
 class Seam:
     """One symbol we rely on. `feature` is the group that needs it, `port` one of `PORTS`, `how` one
-    of `HOW`. Without `names` it only has to be there.
+    of `HOW`. Without `names` it only has to exist.
     """
 
     feature: str
@@ -79,8 +79,8 @@ class SeamStatus:
 
 @dataclass(frozen=True)
 class Release:
-    """An SGLang release that was read and tried. Two whose `pages` are equal name and lay out pages
-    alike. `digests` are those of bodies, by symbol.
+    """An SGLang release that was read and tried. Releases with equal `pages` name and lay out pages
+    alike. `digests` are those of function bodies, by symbol.
     """
 
     version: str
@@ -96,7 +96,7 @@ def load_manifest() -> list[Seam]:
 
 @cache
 def releases() -> tuple[Release, ...]:
-    """The releases that were tried, the oldest first."""
+    """The releases that were tried, oldest first."""
     found = [json.loads(path.read_text()) for path in _RELEASES.glob("*.json")]
     found.sort(key=lambda data: [int(part) for part in data["sglang"].split(".")])
     return tuple(Release(data["sglang"], data["pages"], data["digests"]) for data in found)
@@ -126,8 +126,8 @@ def check(groups: Iterable[str] = ()) -> list[SeamStatus]:
 
 
 def page_format() -> str:
-    """What lays out the installed SGLang's pages, for their fingerprint: equal for releases of
-    which that was read, and otherwise a digest of their code.
+    """The page layout of the installed SGLang, for the fingerprint: equal for releases whose layout
+    was read and found equal, otherwise a digest of their code.
     """
     symbols = [seam.symbol for seam in load_manifest() if seam.how == PAGES]
     found = {symbol: (_find(symbol) or _NOTHING).digest for symbol in symbols}
@@ -224,7 +224,7 @@ _NOTHING = _Found()
 
 
 def _find(symbol: str) -> _Found | None:
-    """A symbol by reading its module's source; None when it is not there."""
+    """Finds a symbol by reading its module's source; None if it does not exist."""
     node, source, _ = _node(symbol)
     if node is None:
         return None
@@ -234,7 +234,7 @@ def _find(symbol: str) -> _Found | None:
 
 
 def _node(symbol: str) -> tuple[ast.AST | None, str, str]:
-    """(node, source, module) of a symbol; the node is None when it is not there."""
+    """(node, source, module) of a symbol; the node is None if it does not exist."""
     module, tree, source = _module_of(symbol)
     node: ast.AST | None = tree
     for name in symbol.removeprefix(module + ".").split("."):
@@ -245,8 +245,8 @@ def _node(symbol: str) -> tuple[ast.AST | None, str, str]:
 
 
 def _attributes(symbol: str) -> set[str]:
-    """Names that objects of a class have: those of its body, those that its methods assign, and its
-    base classes' as far as they are SGLang's.
+    """Attributes of a class's objects: names in its body, those that its methods assign, and those
+    of its base classes as far as they are SGLang's.
     """
     node, _, module = _node(symbol)
     if isinstance(node, ast.ImportFrom):

@@ -1,10 +1,10 @@
-"""Port to the pools whose pages lie at the slots of the KV pages: a draft's keys and values, index
+"""Access to pools whose pages share the slots of the KV pages: a draft's keys and values, index
 keys of sparse attention (DSA), and DeepSeek V4's compressed latents.
 
 SGLang keeps each of them in a host pool of its own with the slot numbers of the KV pool, and calls
-them side pools with the indices of another one. A page is a page of all of them: it is read, copied
-and counted as one. A server whose model has side pools of another kind does not restore
-(`foreign`). Scheduler's thread; `transfers` on any.
+them side pools with the indices of another one. A page consists of its parts in all of them: it is
+read, copied and counted as one. A server whose model has other side pools does not restore
+(`foreign`). Scheduler's thread; `transfers` on any thread.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def beside(controller: Any) -> list[Any]:
-    """SGLang's entries of the pools beside the KV pages', of a server that restores."""
+    """SGLang's entries of side pools that share the KV pages' slots, on a server that restores."""
     group = controller.mem_pool_host
     return [entry for entry in _entries(group) if entry is not group.anchor_entry]
 
 
 def others(controller: Any) -> list[str]:
-    """Names of all pools of a load but the KV pages', that of windows or states too."""
+    """Names of all pools of a load except the KV pages', including those of windows or states."""
     group = controller.mem_pool_host
     entries = getattr(group, "entries", ())
     return [str(entry.name) for entry in entries if entry is not group.anchor_entry]
@@ -46,13 +46,13 @@ def has_states(controller: Any) -> bool:
 
 
 def _entries(group: Any) -> list[Any]:
-    """A group's entries, without those of windows or states, whose slots are their own."""
+    """A group's entries, without those of windows or states, which have slots of their own."""
     return [entry for entry in getattr(group, "entries", ()) if entry.name not in anchors.POOLS]
 
 
 def page_bytes(group: Any, tokens: int) -> int:
     """Bytes of a page of so many tokens in all layers of a host pool, or of all pools of a group
-    that have the KV pages' slots.
+    that share the KV pages' slots.
     """
     whole = getattr(group, "entries", None) is None
     pools = [group] if whole else [entry.host_pool for entry in _entries(group)]
@@ -70,8 +70,7 @@ def transfers(
     window: Slots | None = None,
 ) -> list[Any]:
     """A load of these slots as SGLang describes it, one L2Transfer for each host pool and device
-    pool: KV pages, layers of a draft that lie in them, the pools beside, and the slots of windows
-    or states.
+    pool: KV pages, layers of a draft in them, side pools, and the slots of windows or states.
     """
     from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
@@ -90,20 +89,20 @@ def transfers(
 
 
 def has_unequal_widths(host: Any) -> bool:
-    """Whether K and V of a host pool have heads of different widths, as in MiMo V2."""
+    """Whether heads of K and V of a host pool have different widths, as in MiMo V2."""
     width = getattr(host, "head_dim", None)
     return bool(width != getattr(host, "v_head_dim", width))
 
 
 def any_unequal_widths(controller: Any) -> bool:
-    """The same of any host pool of a load, that of windows too."""
+    """The same for any host pool of a load, including that of windows."""
     entries = getattr(controller.mem_pool_host, "entries", ())
     return any(has_unequal_widths(entry.host_pool) for entry in entries)
 
 
 def foreign(tree: Any) -> list[str]:
-    """Names of this tree's side pools whose pages do not lie at the slots of KV pages or of
-    windows, or are of a kind that nobody has restored.
+    """Names of this tree's side pools whose pages share the slots of neither KV pages nor windows,
+    or are of an untested kind.
     """
     return [str(spec.pool_name) for spec in tree.sidecar_pool_specs if not _is_known(tree, spec)]
 
@@ -125,16 +124,15 @@ def _is_known(tree: Any, spec: Any) -> bool:
     return (
         spec.indices_from_pool == PoolName.KV
         and spec.hit_policy == PoolHitPolicy.ALL_PAGES
-        # Pools derived from these have more than rows, as scales.
+        # Pools derived from these have more than rows, such as scales.
         and type(host) in kinds.get(spec.pool_name, ())
     ) or compressed_pools.is_known(spec, host, tree.page_size)
 
 
 def registered_later(params: Any) -> set[str]:
-    """Names of the pools that SGLang registers for a draft once it has built its cache with these
-    parameters (`build_full_draft_pools` and `build_swa_draft_pools`). Before 0.5.23 it does not
-    tell them in advance: a draft's pool comes too late there, and the server restores SGLang's own
-    way.
+    """Names of the pools that SGLang registers for a draft after it has built its cache with these
+    parameters (`build_full_draft_pools` and `build_swa_draft_pools`). Releases before 0.5.23 do not
+    announce them: a draft's pool comes too late there, and the server does not restore.
     """
     from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
     from sglang.srt.mem_cache.hicache_storage import PoolName

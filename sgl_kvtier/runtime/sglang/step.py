@@ -1,4 +1,4 @@
-"""Port to a step of SGLang's scheduler: its queue, its slot for chunked prefill, what decodes.
+"""Access to a step of SGLang's scheduler: its queue, its chunked-prefill slot, decoding requests.
 
 Scheduler's thread.
 """
@@ -12,22 +12,22 @@ from sgl_kvtier.runtime.sglang.types import Handle, Req, Scheduler
 
 
 def waiting(scheduler: Scheduler | None) -> Sequence[Req]:
-    """Waiting requests, in the order they will run. None, before the first step: none."""
+    """Waiting requests, in the order in which they will run; empty before the first step."""
     return scheduler.waiting_queue if scheduler is not None else ()
 
 
 def waiting_of(scheduler: Scheduler | None, handle: Handle) -> Req | None:
-    """The waiting request that the cache knows by this handle."""
+    """The waiting request with this cache handle, or None."""
     return next((req for req in waiting(scheduler) if req.cache_request_handle == handle), None)
 
 
 def in_slot(scheduler: Scheduler) -> Req | None:
-    """The request whose prompt is computed in chunks; one at a time."""
+    """The request in the chunked-prefill slot, of which there is one."""
     return scheduler.chunked_req
 
 
 def slot_is_open(scheduler: Scheduler, rows: Any) -> bool:
-    """Whether a request may take it in this step. `rows` is SGLang's pool of request rows."""
+    """Whether a request may take the slot in this step. `rows` is SGLang's pool of request rows."""
     return (
         scheduler.chunked_req is None
         and not scheduler.running_batch.batch_is_full
@@ -36,7 +36,7 @@ def slot_is_open(scheduler: Scheduler, rows: Any) -> bool:
 
 
 def admits(adder: Any) -> bool:
-    """Whether waiting requests may run beside another one in the pass of this prefill adder."""
+    """Whether waiting requests may run with another one in the pass of this prefill adder."""
     most = adder.prefill_max_requests
     return not adder.running_batch.batch_is_full and (
         most is None or len(adder.can_run_list) + 1 < most
@@ -44,15 +44,15 @@ def admits(adder: Any) -> bool:
 
 
 def is_longest(batch: Any) -> bool:
-    """Whether no other rank of data-parallel attention has more tokens in this prefill's step. All
-    of them leave a forward together, so where one has more, it takes as long as theirs.
+    """Whether no other rank of data-parallel attention has more tokens in this prefill step. All
+    ranks leave a forward together, so if one has more tokens, it determines the duration.
     """
     counts = batch.global_num_tokens
     return counts is None or int(batch.extend_num_tokens) >= max(counts)
 
 
 def decoding(scheduler: Scheduler) -> list[Req]:
-    """Requests that decode, and those of the last batch's prompts, which join in this step."""
+    """Requests that decode, and those that the last batch prefilled, which join in this step."""
     running, last = list(scheduler.running_batch.reqs), scheduler.last_batch
     if last is not None and last is not scheduler.running_batch and last.forward_mode.is_extend():
         running += [req for req in last.reqs if req is not scheduler.chunked_req]
@@ -60,12 +60,12 @@ def decoding(scheduler: Scheduler) -> list[Req]:
 
 
 def decoding_count(scheduler: Scheduler) -> int:
-    """How many decode already."""
+    """How many requests decode already."""
     return len(scheduler.running_batch.reqs)
 
 
 def computes(scheduler: Scheduler) -> bool:
-    """Whether a batch is under way, or one is certain to follow."""
+    """Whether a batch is running, or one is certain to follow."""
     return bool(
         scheduler.running_batch.reqs
         or scheduler.last_batch is not None
@@ -74,7 +74,7 @@ def computes(scheduler: Scheduler) -> bool:
 
 
 def all_requests(scheduler: Scheduler) -> set[str]:
-    """Ids of all that wait, run, or are between two chunks, in every pipeline stage's batches."""
+    """Ids of all that wait, run, or are between two chunks, in all pipeline stages' batches."""
     there = {req.rid for req in scheduler.waiting_queue}
     stages = (*getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ()))
     for batch in (scheduler.running_batch, scheduler.last_batch, *stages):

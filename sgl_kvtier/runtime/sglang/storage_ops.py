@@ -1,4 +1,4 @@
-"""Port to SGLang's operations of storage: one read for each waiting request that misses tokens, one
+"""Access to SGLang's storage operations: one read for each waiting request that lacks tokens, one
 write for each node that is backed up.
 
 Scheduler's thread.
@@ -17,19 +17,19 @@ logger = logging.getLogger(__name__)
 
 
 def of(tree: Tree, handle: Handle) -> Operation | None:
-    """The operation of this request that is under way."""
+    """This request's read that is in flight, or None."""
     operation: Operation | None = getattr(tree.ongoing_prefetch.get(handle), "operation", None)
     return operation
 
 
 def asked(tree: Tree, handle: Handle) -> bool:
-    """Whether an operation of this request is under way."""
+    """Whether a read of this request is in flight."""
     return handle in tree.ongoing_prefetch
 
 
 def answer_is_due(tree: Tree, handle: Handle) -> bool:
-    """Whether storage has been asked and has not said yet how much it has. It answers from memory:
-    that takes a step or two.
+    """Whether storage was queried and has not answered yet how much it has. It answers from memory,
+    within a step or two.
     """
     operation = of(tree, handle)
     return (
@@ -38,24 +38,24 @@ def answer_is_due(tree: Tree, handle: Handle) -> bool:
 
 
 def worth_asking(tree: Tree, tokens: int) -> bool:
-    """Whether SGLang asks storage for so few tokens."""
+    """Whether SGLang queries storage for so few tokens."""
     return tokens >= tree.prefetch_threshold
 
 
 def limited(tree: Tree) -> bool:
-    """Whether SGLang reads as many tokens as it does at a time."""
+    """Whether SGLang is already reading as many tokens as it may at a time."""
     return tree.cache_controller.prefetch_rate_limited()
 
 
 def ask(scheduler: Scheduler, tree: Tree, req: Req) -> bool:
-    """Has SGLang look in storage again; whether it does."""
+    """Makes SGLang query storage again; returns whether it does."""
     scheduler._prefetch_kvcache(req)
     return asked(tree, req.cache_request_handle)
 
 
 def stop(tree: Tree, operation: Operation) -> None:
-    """Has SGLang's read of a prefix end: what was read goes into the tree then, and is no loss in
-    SGLang's figures.
+    """Ends SGLang's read of a prefix: pages read so far go into the tree, and the rest does not
+    count as a loss in SGLang's metrics.
     """
     controller = tree.cache_controller
     controller.terminate_prefetch(operation)
@@ -66,10 +66,9 @@ def stop(tree: Tree, operation: Operation) -> None:
 
 
 def count_loaded(tree: Tree, host_tokens: int, storage_tokens: int) -> None:
-    """Adds tokens that a restoration attached, or lookahead read, to SGLang's own counts of its
-    tiers, for dashboards that know these: `sglang:load_back_tokens_total` from host memory, and
-    `sglang:prefetched_tokens_total` from storage. Nothing where SGLang does not count, or counts in
-    another way.
+    """Adds tokens that a restoration attached, or lookahead read, to SGLang's own counters:
+    `sglang:load_back_tokens_total` from host memory, and `sglang:prefetched_tokens_total` from
+    storage. Does nothing if SGLang does not count, or counts in another way.
     """
     try:
         device: Any = getattr(tree, "metrics_collector", None)
@@ -83,10 +82,10 @@ def count_loaded(tree: Tree, host_tokens: int, storage_tokens: int) -> None:
 
 
 def count_copied(tree: Tree, nbytes: int, seconds: float) -> None:
-    """Adds bytes that a restoration has copied from host memory to the device, and the seconds that
-    this took, to SGLang's own `sglang:load_back_bytes_total` and
-    `sglang:load_back_duration_seconds`: this rank's alone, as SGLang's are. Nothing where SGLang
-    does not count, or counts in another way.
+    """Adds bytes that a restoration copied from host memory to the device, and the duration in
+    seconds, to SGLang's own `sglang:load_back_bytes_total` and `sglang:load_back_duration_seconds`;
+    for this rank only, as SGLang's are. Does nothing if SGLang does not count, or counts in another
+    way.
     """
     try:
         device: Any = getattr(tree, "metrics_collector", None)
@@ -98,8 +97,8 @@ def count_copied(tree: Tree, nbytes: int, seconds: float) -> None:
 
 
 def watch_writes(tree: Tree, begun: Callable[[int, Sequence[str]], None]) -> Callable[[], None]:
-    """From now on calls `begun` with the number of each write of a node that has begun, and the
-    names of its pages; returns what ends it. The controller has no callbacks, so its call is
+    """Calls `begun` with the number of each write of a node that starts, and the names of its
+    pages; returns a function that ends this. The controller has no callbacks, so its method is
     replaced.
     """
     controller = tree.cache_controller
@@ -121,12 +120,12 @@ def watch_writes(tree: Tree, begun: Callable[[int, Sequence[str]], None]) -> Cal
 
 
 def reads_waiting(tree: Tree) -> int:
-    """Reads of waiting requests that were begun and have not ended."""
+    """Reads for waiting requests that are in flight."""
     return len(tree.ongoing_prefetch)
 
 
 def writes_waiting(tree: Tree) -> int:
-    """Writes of nodes that were begun and have not ended. Any thread."""
+    """Writes of nodes that are in flight. Any thread."""
     return len(tree.ongoing_backup)
 
 

@@ -1,9 +1,9 @@
-"""Which pages of a prompt storage has behind the first one that it lacks, on every rank, and which
-of all of them every rank has on its own disk.
+"""Which pages of a prompt are stored after the first missing one, on every rank, and which of all
+pages every rank has on its own disk.
 
-SGLang asks storage how many pages of a prompt there are without a gap, and takes the least of all
-ranks' answers. Where each page is goes with that reduction: no collective is added, and all ranks
-know the same. SGLang's prefetch thread looks, the scheduler's thread reads the answer.
+SGLang queries storage for the number of a prompt's pages without a gap, and takes the minimum over
+all ranks. The tier of each page is added to that reduction: no collective is added, and all ranks
+know the same. SGLang's prefetch thread makes the query, the scheduler's thread reads the result.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from sgl_kvtier.types import Tier
 logger = logging.getLogger(__name__)
 
 _ANSWER = "kvtier_stored"
-"""Where an operation has one byte for each page that it asks for."""
+"""Attribute of an operation with one byte for each page that it queries."""
 _OWN, _SHARED = 2, 1
-"""Bytes of pages that every rank has on its own disk, and that every rank can get."""
+"""Bytes for pages that every rank has on its own disk, and that every rank can get."""
 _BYTE = {Tier.STORAGE: _OWN, Tier.REMOTE: _SHARED, None: 0}
 _TIER = {byte: tier for tier, byte in _BYTE.items()}
 
 
 class StoredPages:
-    """Looks behind the gap for the operations of one controller, while it is attached to our
-    store. Replaces calls of the controller, which has no callbacks.
+    """Looks up pages after the gap for one controller's operations, while our store is attached.
+    Replaces methods of the controller, which has no callbacks.
     """
 
     def __init__(self, controller: Any, alone: bool) -> None:
-        """`alone`: no other rank has to agree."""
+        """`alone`: there is only one rank."""
         self._controller = controller
         self._agree: Callable[[Any, int], int] = controller._sync_prefetch_hit_query
         self._reduce: Callable[[torch.Tensor, Any, Any], None] = controller._all_reduce
@@ -44,7 +44,7 @@ class StoredPages:
             controller._all_reduce = self._reduce_both
 
     def _ask(self, operation: Any, hit_tokens: int) -> int:
-        """In place of SGLang's reduction of one operation's hit."""
+        """Replaces SGLang's reduction of one operation's hit."""
         self._mine = self._there(operation, hit_tokens // self._controller.page_size)
         try:
             agreed = self._agree(operation, hit_tokens)
@@ -64,8 +64,8 @@ class StoredPages:
         self._mine = whole[len(data) :]
 
     def _there(self, operation: Any, hit: int) -> torch.Tensor:
-        """Which of its pages this rank has: as many numbers on every rank, also where it was given
-        up or storage could not be asked.
+        """The tier byte of each page of the operation on this rank. Has the same length on every
+        rank, also if the operation was terminated or storage could not be queried.
         """
         there = torch.zeros(len(operation.token_ids) // self._controller.page_size, dtype=torch.int)
         there[:hit] = _OWN
@@ -73,7 +73,7 @@ class StoredPages:
         if backend is None or not names:
             return there
         try:
-            # Pages of the hit are there. They may be elsewhere where servers share pages.
+            # Pages of the hit are stored. If servers share pages, they may be in either tier.
             first = 0 if backend.shares else hit
             asked = names[first : len(there)]
             if asked:
@@ -86,8 +86,8 @@ class StoredPages:
 
 
 def up_to_the_last(operation: Operation, hit: int) -> tuple[Sequence[str], list[Tier | None]]:
-    """Names of an operation's pages up to the last one that every rank has, and where each is: on
-    every rank's own disk, or shared, or nowhere. Its hit are the first `hit` pages.
+    """Names of an operation's pages up to the last one that every rank has, and the tier of each:
+    every rank's own disk, shared, or None. The first `hit` pages are its hit.
     """
     there = bytearray(getattr(operation, _ANSWER, b"")).rstrip(b"\0")
     tiers = [_TIER[byte] for byte in there]

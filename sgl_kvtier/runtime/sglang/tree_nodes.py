@@ -1,4 +1,4 @@
-"""Port to the nodes of SGLang's radix tree: found by tokens, named, walked, evicted.
+"""Access to the nodes of SGLang's radix tree: finding by tokens, names, walks, eviction.
 
 Nodes are numbers. SGLang writes names of pages as hexadecimal text. Scheduler's thread.
 """
@@ -14,8 +14,8 @@ _ALL_TOKENS = 1 << 40
 
 
 class Found(NamedTuple):
-    """How much of a key's tokens the tree has. `node` is the last node of the path, `host_node` the
-    last one behind which host pages may follow.
+    """How many of a key's tokens the tree has. `node` is the last node of the path, `host_node` the
+    last one after which host pages may follow.
     """
 
     tokens: int
@@ -24,7 +24,7 @@ class Found(NamedTuple):
 
 
 class Whose(NamedTuple):
-    """Whose a node's pages are. `salt` is the `cache_salt` of the requests that have them, else
+    """The tenant of a node's pages. `salt` is the `cache_salt` of the requests that have them, else
     their `extra_key`, else None.
     """
 
@@ -34,7 +34,7 @@ class Whose(NamedTuple):
 
 
 def whose(core: Any, node: int) -> Whose | None:
-    """Of a node of a tree core; None where it has no named page. Scheduler's thread."""
+    """The tenant of a node of a tree core; None if it has no named page. Scheduler's thread."""
     found = core.snapshot_buffer_backup(node, False)
     if found is None or not found.hash_values:
         return None
@@ -80,8 +80,8 @@ class TreeNodes:
         return Found(tokens, found.best_match_node, found.last_host_node)
 
     def leaves(self) -> list[int]:
-        """Nodes that could be evicted from the device now, by SGLang's own word, in its order.
-        Nothing is evicted meanwhile. About 6 microseconds each.
+        """Nodes that SGLang would evict from the device now, in its order, without evicting any.
+        About 6 microseconds each.
         """
         from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as FULL
 
@@ -95,16 +95,16 @@ class TreeNodes:
         return found
 
     def evict(self, leaf: int, tracker: dict[Any, int]) -> None:
-        """Evicts a leaf that was just offered. `tracker` is SGLang's count of what was freed."""
+        """Evicts a leaf that was just offered. `tracker` is SGLang's count of freed tokens."""
         self._tree._evict_device_leaf(leaf, tracker)
 
     def device_tokens(self) -> int:
-        """Device slots of the whole tree. O(nodes)."""
+        """Number of device slots of the whole tree. O(nodes)."""
         return int(self._core.all_values_flatten().numel())
 
     def watch(self, loaded: Callable[[Sequence[int]], None]) -> Callable[[], None]:
-        """From now on calls `loaded` with nodes that got device pages back; returns what ends it.
-        The tree core has no callbacks, so one of its calls is replaced.
+        """Calls `loaded` with nodes whose pages are loaded back to the device; returns a function
+        that ends this. The tree core has no callbacks, so one of its methods is replaced.
         """
         core = self._core
         commit = core.commit_load_back

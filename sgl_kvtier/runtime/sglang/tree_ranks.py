@@ -1,4 +1,4 @@
-"""Port to the ranks of one tree: which of them this process is, and reductions over them.
+"""Access to the ranks of one tree: which one this process is, and reductions over them.
 
 Reductions are collectives: every rank makes the same ones in the same order. Scheduler's thread.
 """
@@ -18,7 +18,7 @@ def count(tree: Tree) -> int:
 
 
 def tensor_rank(tree: Tree) -> int:
-    """This process's place among the tensor-parallel ranks of its stage."""
+    """This process's tensor-parallel rank in its stage."""
     return 0 if tree.tp_group is None else torch.distributed.get_rank(group=tree.tp_group)
 
 
@@ -28,7 +28,7 @@ def stage(tree: Tree) -> int:
 
 
 def stages(tree: Tree) -> int:
-    """Pipeline stages in all."""
+    """Number of pipeline stages."""
     return int(tree.pp_size)
 
 
@@ -38,14 +38,14 @@ def is_first(tree: Tree) -> bool:
 
 
 def least(tree: Tree, values: Sequence[int]) -> list[int]:
-    """The smallest of the first stage's ranks at each place; later stages get what it has."""
+    """Element-wise minimum over the first stage's ranks; later stages get its result."""
     data = torch.tensor(values, dtype=torch.int64)
     tree._all_reduce(data, torch.distributed.ReduceOp.MIN)
     return [int(value) for value in data.tolist()]
 
 
 def least_of_all(tree: Tree, value: int, *, staged: bool) -> int:
-    """The smallest value of all ranks; `staged`: of all stages' ranks, where there are several."""
+    """The smallest value of all ranks; with `staged`, of all pipeline stages' ranks."""
     data = torch.tensor([value], dtype=torch.int64)
     tree._all_reduce_attn_groups(data, torch.distributed.ReduceOp.MIN)
     if staged:

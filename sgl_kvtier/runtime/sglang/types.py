@@ -1,8 +1,8 @@
-"""SGLang's objects as far as the runtime uses them, by what it uses: names and types for the type
-checker, nothing at run time.
+"""SGLang's objects as far as the runtime uses them: names and types for the type checker, nothing
+at run time.
 
 SGLang's own classes are not imported for it: most are private, and only the scheduler's process has
-them. The manifest (`seams.py`) holds what their methods are expected to be.
+them. The manifest (`seams.json`) records what their methods are expected to be.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Allocator(Protocol):
     size: int
 
     def available_size(self) -> int:
-        """Free slots."""
+        """Number of free slots."""
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Slots of whole pages; None when there are too few."""
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """Gives slots of whole pages back."""
+        """Frees slots of whole pages."""
 
 
 class HostPool(Protocol):
@@ -37,17 +37,17 @@ class HostPool(Protocol):
     entries: Sequence[Any]
 
     def available_size(self) -> int:
-        """Free slots."""
+        """Number of free slots."""
 
     def alloc(self, need_size: int, *, reclaim: Callable[[int], int]) -> torch.Tensor | None:
         """Slots of whole pages, after `reclaim` made room; None when there are too few."""
 
     def free(self, indices: torch.Tensor) -> None:
-        """Gives slots back."""
+        """Frees slots."""
 
 
 class Controller(Protocol):
-    """HiCache's controller: copies between device and host, operations of storage."""
+    """HiCache's controller: copies between device and host, storage operations."""
 
     device: str
     mem_pool_host: HostPool
@@ -58,13 +58,13 @@ class Controller(Protocol):
     write_storage: Callable[..., Any]
 
     def start_loading(self) -> int:
-        """Begins the copies that were queued; the number of their layer counter, or -1."""
+        """Starts the queued copies; returns the number of their layer counter, or -1."""
 
     def prefetch_rate_limited(self) -> bool:
-        """Whether storage is read for as many tokens as are allowed at a time."""
+        """Whether as many tokens as allowed are being read from storage."""
 
     def terminate_prefetch(self, operation: Operation) -> Any:
-        """Has a read of storage end after the batch that is being read."""
+        """Ends a read from storage after the batch that is being read."""
 
 
 class TreeCore(Protocol):
@@ -76,7 +76,7 @@ class TreeCore(Protocol):
     is_eagle: bool
 
     def collect_path_info(self, node_ids: list[int]) -> list[list[Any]]:
-        """The nodes from the root to each of these."""
+        """The nodes from the root to each of these nodes."""
 
     def get_hash_values(self, node_id: int) -> list[str]:
         """Names of a node's pages."""
@@ -91,10 +91,10 @@ class TreeCore(Protocol):
         """Whether a node is a root."""
 
     def build_load_back_spec(self, node_id: int, req: Any) -> tuple[Any, ...]:
-        """What copying a path back to the device takes."""
+        """Describes the copies that bring a path back to the device."""
 
     def evict_device_start(self, component: Any, tokens: int) -> None:
-        """Begins a walk over leaves that may leave the device."""
+        """Starts a walk over leaves that may be evicted from the device."""
 
     def evict_device_next_node(self, component: Any, tracker: dict[Any, int]) -> Any:
         """Offers the next leaf."""
@@ -125,28 +125,28 @@ class Tree(Protocol):
     tree_core: TreeCore
 
     def evictable_size(self) -> int:
-        """Device tokens that could leave."""
+        """Number of evictable device tokens."""
 
     def evict_host(self, num_tokens: int) -> int:
-        """Makes room in host memory; tokens freed."""
+        """Evicts from host memory; returns the tokens freed."""
 
     def inc_host_lock_ref(self, node_id: int) -> Any:
-        """Keeps the host pages of a path."""
+        """Locks the host pages of a path."""
 
     def dec_host_lock_ref(self, node_id: int, params: Any) -> Any:
-        """Lets them go."""
+        """Unlocks them."""
 
     def lock(self, node_id: int) -> Any:
-        """Keeps the device pages of a path."""
+        """Locks the device pages of a path."""
 
     def discard_storage_prefetch_accounting(self, request: Handle) -> None:
-        """What was not read for a request is no loss in the figures."""
+        """Removes a request's prefetch from the statistics of unfulfilled ones."""
 
     def unlock(self, lock: Any) -> None:
-        """Lets them go."""
+        """Unlocks them."""
 
     def match_prefix(self, params: Any) -> Any:
-        """How much of a key the tree has."""
+        """Matches a key against the tree."""
 
     def load_back(self, node_id: int) -> Any:
         """Queues copies of a path to the device."""
@@ -155,7 +155,7 @@ class Tree(Protocol):
         """Whether copies may be queued."""
 
     def check_hicache_events(self) -> None:
-        """Takes note of transfers that have ended."""
+        """Processes transfers that have ended."""
 
     def _apply_cache_actions(self, actions: Any) -> None: ...
 
@@ -206,7 +206,7 @@ class Req(Protocol):
     beam_group: Any
 
     def init_next_round_input(self, tree_cache: Any, cow_mamba: bool | None = None) -> None:
-        """Matches its prefix anew."""
+        """Matches its prefix again."""
 
     def finished(self) -> bool:
         """Whether it has ended."""
@@ -234,7 +234,7 @@ class Scheduler(Protocol):
 
 
 class Operation(Protocol):
-    """A request's prefix on its way from storage: what HiCache asks storage for."""
+    """A storage query and read for one request's prefix."""
 
     handle: Any
     hash_value: Sequence[str]
@@ -245,10 +245,10 @@ class Operation(Protocol):
     host_indices: torch.Tensor | None
 
     def is_terminated(self) -> bool:
-        """Whether it was given up."""
+        """Whether it was terminated."""
 
 
 class Handle(Protocol):
-    """What names a request in the cache."""
+    """Names a request in the cache."""
 
     rid: str

@@ -1,10 +1,9 @@
-"""Port to SGLang's pool of sliding windows: layers with a window keep rows of the last tokens only,
-in slots of their own.
+"""Access to SGLang's pool of sliding windows: layers with a window keep rows of the last tokens
+only, in slots of their own.
 
-To go on from the end of a prefix a forward needs the window rows that stand there. They are the
-anchor of a restoration: they come with its last `pages` pages, and a request takes them over at the
-jump, as SGLang takes over what its external linker has loaded. Scheduler's thread; what a copy
-needs of it on any.
+To continue after a prefix, a forward needs the window rows at its end. They are the anchor of a
+restoration: they come with its last `pages` pages and are attached with them, as with pages that
+SGLang's external linker has loaded. Scheduler's thread; what a copy needs is for any thread.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 POOL = "swa"
-"""SGLang's name for these pools, of host memory and in storage."""
+"""SGLang's name for these pools, in host memory and in storage."""
 
 
 class Windows:
@@ -41,11 +40,11 @@ class Windows:
         self.page_bytes = sum(compressed_pools.page_bytes(h, self.page_slots) for h in hosts)
 
     def available(self) -> int:
-        """Device slots that hold nothing."""
+        """Number of empty device slots."""
         return int(self._slots.available_size())
 
     def claim(self, slots: int) -> torch.Tensor | None:
-        """Device slots, evicting unused ones; None when there is no room."""
+        """Allocates device slots, evicting unused ones; None when there is no room."""
         if (short := slots - self.available()) > 0:
             evict(self._tree, window_tokens=short)
         claimed: torch.Tensor | None = self._slots.alloc(slots)
@@ -56,29 +55,29 @@ class Windows:
         return False
 
     def spares(self, slots: int) -> bool:
-        """Yes: SGLang copies nothing that there is no room for."""
+        """Always: SGLang copies nothing that there is no room for."""
         del slots
         return True
 
     def free(self, slots: torch.Tensor) -> None:
-        """Gives device slots back."""
+        """Frees device slots."""
         self._slots.free(slots)
 
     def claim_host(self, slots: int) -> torch.Tensor | None:
-        """Host slots, evicting the least recently used; None when there is no room."""
+        """Allocates host slots, evicting the least recently used; None when there is no room."""
         claimed: torch.Tensor | None = self._component.alloc_prefetch_staging(slots)
         return claimed
 
     def free_host(self, slots: torch.Tensor) -> None:
-        """Gives host slots back that no I/O touches."""
+        """Frees host slots that no I/O touches."""
         self._host.free(slots)
 
     def take_over(
         self, req: Any, slots: torch.Tensor, windows: torch.Tensor, front: int, stop: int
     ) -> None:
-        """A request's row goes on behind token `front` with these KV slots, up to token `stop`;
-        `windows` are those of its last tokens. Window rows of its own that lie before the window at
-        `stop` are given back.
+        """A request's row continues after token `front` with these KV slots, up to token `stop`;
+        `windows` are the window slots of its last tokens. Its own window rows before the window at
+        `stop` are freed.
         """
         from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
         from sglang.srt.mem_cache.unified_cache.components.base import ExternalLinkerLoadPhase
@@ -97,19 +96,19 @@ class Windows:
             PoolTransfer(name=PoolName.SWA, device_indices=windows),
             stop,
         )
-        # A branch that the loaded part covers is none: the request inserts all of it.
+        # A branch that the loaded part covers is not needed: the request inserts all of it.
         if req.swa_branching_seqlen is not None and req.swa_branching_seqlen <= stop:
             req.swa_branching_seqlen = None
 
     def drop_old_copy(self, req: Any) -> None:
-        """Windows are not copied for a request."""
+        """Nothing to do: windows are not copied for a request."""
 
     def not_admitted(self, req: Any) -> None:
-        """Nothing is taken for a request at its match."""
+        """Nothing to do: nothing is allocated for a request at its match."""
 
     @staticmethod
     def evicted_with(params: Any) -> int:
-        """How many device slots of these an eviction is asked for."""
+        """How many of these device slots an eviction is to free."""
         return int(params.swa_num_tokens)
 
 
@@ -118,7 +117,7 @@ def unknown(tree: Any) -> str | None:
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 
     allocator = tree.token_to_kv_pool_allocator
-    # Others keep windows in the KV pages' memory, or in a ring of each request.
+    # Other allocators keep windows in the KV pages' memory, or in a ring per request.
     if type(allocator) is not SWATokenToKVPoolAllocator or allocator.swa_req_ring:
         return f"windows in a {type(allocator).__name__}"
     if POOL not in tree.cache_controller.mem_pool_host.entry_map:
@@ -132,12 +131,12 @@ def unused(tree: Any) -> int:
 
 
 def evict(tree: Any, *, tokens: int = 0, window_tokens: int = 0) -> None:
-    """Has so many KV slots and window slots leave the device, as far as no request uses them."""
+    """Evicts so many KV slots and window slots from the device, as far as no request uses them."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     tree.evict_for_alloc(EvictParams(num_tokens=tokens, swa_num_tokens=window_tokens))
 
 
 def free_without(allocator: Any, slots: torch.Tensor) -> None:
-    """Gives whole pages of KV slots back that have no window slots."""
+    """Frees whole pages of KV slots that have no window slots."""
     allocator.free_full_segment(slots, start_pos=0)
