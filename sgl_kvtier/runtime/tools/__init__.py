@@ -1,1 +1,1 @@
-"""Commands that look at a machine or a server."""
+"""Commands that inspect a machine or a server."""

@@ -1,6 +1,4 @@
-"""The memory limit of the container that this process is in, from its control groups (version 1
-and 2).
-"""
+"""The memory limit of this process's container, from its control groups (version 1 and 2)."""
 
 from __future__ import annotations
 
@@ -9,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NO_LIMIT = 1 << 60
-"""Version 1 says a number near 2^63 where there is no limit."""
+"""Version 1 reports a number near 2^63 if there is no limit."""
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit, and what could still be used below it: files in the page cache make room."""
+    """A limit, and how much is still free below it; files in the page cache count as free."""
 
     limit_bytes: int
     free_bytes: int
@@ -23,7 +21,7 @@ class MemoryLimit:
 def memory_limit(
     mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> MemoryLimit | None:
-    """The limit that leaves least room, of this process's group and those around it; None where
+    """The limit that leaves the least memory free, of this process's group and its parents; None if
     there is none. Never raises.
     """
     found = [
@@ -33,21 +31,21 @@ def memory_limit(
 
 
 _Names = tuple[tuple[str, ...], str, str]
-"""Files with limits, the file of what is in use, and the page cache's row of memory.stat."""
+"""Files with limits, the file with current usage, and the page cache's row of memory.stat."""
 _VERSION_2: _Names = (("memory.max", "memory.high"), "memory.current", "inactive_file")
 _VERSION_1: _Names = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 
 
 def _groups(mounted: Path, own: str) -> Iterator[tuple[Path, _Names]]:
-    """The folders of this process's groups that can be seen, each with the names of its figures. In
-    a container the mount point itself is often the container's group, and the path that the kernel
-    names lies outside.
+    """The visible folders of this process's groups, each with the names of its files. In a
+    container the mount point itself is often the container's group, and the path that the kernel
+    reports lies outside.
     """
     for line in own.splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
-            # Where both versions are mounted, version 2 is beside the controllers of version 1.
+            # If both versions are mounted, version 2 is next to the controllers of version 1.
             roots, names = (mounted, mounted / "unified"), _VERSION_2
         elif "memory" in controllers.split(","):
             roots, names = (mounted / "memory", mounted / controllers), _VERSION_1

@@ -2,9 +2,9 @@
 to do both from its two ends.
 
 The time to compute is an estimate: the arithmetic of the model's matrices and of attention at a
-share of the GPU's peak. With the shares below it is within a fifth of all six step-time profiles of
-this repository (H100 and H200, 8B to DeepSeek-V3, prompts of 8k to 128k tokens); no overlap with
-other requests is counted.
+fraction of the GPU's peak. With the fractions below it is within 20 % of all six step-time profiles
+of this repository (H100 and H200, 8B to DeepSeek-V3, prompts of 8k to 128k tokens). It does not
+include overlap with other requests.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ GPUS: Final[Mapping[str, float]] = {
     "a10": 125e12,
     "rtx4090": 165e12,
 }
-"""Peak multiply-adds of dense bfloat16 matrices, counted as two operations each, per second (data
-sheets of NVIDIA's).
+"""Peak operations per second with dense bfloat16 matrices, counting a multiply-add as two
+operations (NVIDIA's data sheets).
 """
 _SHARE: Final = 0.6
 _SHARE_LATENT: Final = 0.22
-"""Share of the peak that prefill reaches; of models with latents (MLA), which spend most of their
-time elsewhere.
+"""Fraction of the peak that prefill reaches; `_SHARE_LATENT` for models with latents (MLA), which
+spend most of their time elsewhere.
 """
 LENGTHS: Final = (4096, 8192, 32768, 131072)
-"""Prompts that are shown, in tokens."""
+"""Prompt lengths that are shown, in tokens."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model counts here, for one token."""
+    """The properties of a model that matter here, per token."""
 
     name: str
     layers: int
     kv_bytes: int
-    """Of keys and values, or latents, in all layers, in the model's number type."""
+    """Bytes of keys and values, or latents, in all layers, in the model's number type."""
     matrix_parameters: float
-    """Parameters that a token is multiplied with: of experts only those that are active."""
+    """Parameters that a token is multiplied with; only active experts count."""
     attention_width: float
     """Multiply-adds per layer for each pair of tokens, counting both products."""
     latent: bool
     most_tokens: int
-    """Longest prompt (max_position_embeddings); 0 where its configuration does not say."""
+    """Longest prompt (max_position_embeddings); 0 if its configuration does not tell."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A prompt of some tokens, on a disk that reads so many gigabytes per second. Seconds."""
+    """Times for a prompt of `tokens` tokens on a disk with this read speed. Seconds."""
 
     tokens: int
     read_gb_per_s: float
     compute_s: float
     load_s: float
     both_s: float
-    """Computed from the front while it is loaded from the back."""
+    """Computed from its first token on while it is loaded from its last page on."""
 
     @property
     def saved(self) -> float:
-        """The share of the time of the better of the two alone."""
+        """Fraction of the time of the faster of the two alone."""
         return 1 - self.both_s / min(self.compute_s, self.load_s)
 
 
 def shape_of(name: str, config: Mapping[str, Any], number_bytes: int = 2) -> Shape:
-    """The shape in a model's `config.json`. Raises KVTierError where it does not say enough."""
+    """The shape from a model's `config.json`. Raises KVTierError if it does not tell enough."""
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, Mapping) else config
 
@@ -128,7 +128,7 @@ def shape_of(name: str, config: Mapping[str, Any], number_bytes: int = 2) -> Sha
 
 
 def compute_seconds(shape: Shape, gpu: str, gpus: int, tokens: int) -> float:
-    """Seconds to prefill a prompt on `gpus` of a kind. Raises KVTierError for an unknown kind."""
+    """Seconds to prefill a prompt on `gpus` GPUs. Raises KVTierError for an unknown kind of GPU."""
     per_token_s, per_pair_s = _costs(shape, gpu, gpus)
     return per_token_s * tokens + per_pair_s * tokens**2
 
@@ -152,9 +152,9 @@ def break_even(shape: Shape, gpu: str, gpus: int, tokens: int) -> float:
 
 
 def break_even_tokens(shape: Shape, gpu: str, gpus: int, bytes_per_s: float) -> int | None:
-    """The shortest prompt that this disk loads at least as fast as it is computed: one token where
-    every prompt is; None where none is that the model takes. Longer prompts cost attention more a
-    token, and loading the same.
+    """The shortest prompt that this disk loads at least as fast as it is computed: 1 if that holds
+    for every prompt; None if it holds for none that the model accepts. In longer prompts attention
+    costs more per token, while loading costs the same.
     """
     per_token = _operations_per_s(shape, gpu, gpus) * shape.kv_bytes / bytes_per_s
     over = per_token - 2 * shape.matrix_parameters
@@ -166,13 +166,13 @@ def break_even_tokens(shape: Shape, gpu: str, gpus: int, bytes_per_s: float) -> 
 
 
 def fits(shape: Shape, gpu: str, gpus: int, bytes_per_s: float) -> list[Fit]:
-    """Prompts of each length, with a disk that reads so fast."""
+    """Estimates for prompts of each length in `LENGTHS`."""
     return [fit(shape, gpu, gpus, bytes_per_s, tokens) for tokens in LENGTHS]
 
 
 def fit(shape: Shape, gpu: str, gpus: int, bytes_per_s: float, tokens: int) -> Fit:
-    """A prompt of this length. From both ends, tokens are computed until the others are loaded: the
-    first ones, whose attention costs least.
+    """The estimate for a prompt of this length. From both ends, the first tokens, whose attention
+    costs least, are computed until the others are loaded.
     """
     per_token_s, per_pair_s = _costs(shape, gpu, gpus)
     load_token_s = shape.kv_bytes / bytes_per_s

@@ -1,4 +1,4 @@
-"""A folder's disk and roughly its speed: filesystem, free bytes, direct I/O, a short test."""
+"""Inspects a folder's disk: filesystem, free bytes, direct I/O, and its rough speed by a test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgl_kvtier.config import StoreConfig
 _BLOCK = 1 << 20
 _TEST_BYTES = 128 << 20
 READERS = StoreConfig.io_threads
-"""Threads that read: a store's own number."""
+"""Number of reading threads, as in a store."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class DiskProbe:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """MB/s (10^6 bytes) with requests of 1 MiB: one thread writes, with fdatasync, and as many
-    threads read as a store has.
+    """MB/s (10^6 bytes) with requests of 1 MiB: one thread writes, with fdatasync, and `READERS`
+    threads read.
     """
 
     write_mbps: float
@@ -41,15 +41,17 @@ class DiskSpeed:
 
 
 def look(folder: Path) -> DiskProbe:
-    """Looks at the folder, made if missing. Raises OSError when it cannot be made or written."""
+    """Inspects the folder, created if missing. Raises OSError if it cannot be created or
+    written.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     stats = os.statvfs(folder)
     return DiskProbe(_filesystem(folder), stats.f_bavail * stats.f_frsize, _opens_direct(folder))
 
 
 def measure(folder: Path, *, direct: bool) -> DiskSpeed:
-    """Writes and reads one temporary file of at most 128 MiB. Raises OSError, also where less than
-    4 MiB are free.
+    """Writes and reads one temporary file of at most 128 MiB. Raises OSError, also if less than 4
+    MiB are free.
     """
     free = os.statvfs(folder)
     nbytes = min(_TEST_BYTES, free.f_bavail * free.f_frsize // 4) // _BLOCK * _BLOCK
@@ -112,7 +114,7 @@ def _opens_direct(folder: Path) -> bool:
 def _filesystem(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     path, best, kind = str(folder.resolve()), "", "unknown"
     for line in mounts.read_text(errors="replace").splitlines() if mounts.exists() else ():
-        # Blanks in a folder's name are written as octal numbers (proc(5)).
+        # Spaces in a folder's name are written as octal numbers (proc(5)).
         point, fstype = (
             re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
             for field in line.split(" ")[1:3]

@@ -1,5 +1,5 @@
-"""`kvtier doctor`: is this machine ready, and if not, what to do. Imports no SGLang, and torch only
-to look for accelerators.
+"""`kvtier doctor`: checks whether this machine is ready, and says what to do if not. Imports no
+SGLang, and torch only to find accelerators.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ from sgl_kvtier.store.tools import master
 SCHEMA = "kvtier.doctor/1"
 _OPEN_FILES = 4096
 _METRICS_PORT = 9003
-"""Where Mooncake's master has its figures unless it was told otherwise."""
+"""Default port of the metrics of Mooncake's master."""
 _HOST_RESERVE = 10 << 30
-"""Host memory that SGLang leaves free beside HiCache's pools (pool_host/base.py)."""
+"""Host memory that SGLang leaves free in addition to HiCache's pools (pool_host/base.py)."""
 _MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `state` is ok, warn or fail; `advice` says what to do, if anything."""
+    """One check. `state` is ok, warn or fail; `advice` says what to do, if anything."""
 
     check: str
     state: str
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks at everything and prints it; 0 when a server can run here, 1 when something fails."""
+    """Runs all checks and prints the results; 0 if a server can run here, 1 if something fails."""
     if args.settings:
         return _list_settings(args.json)
     if args.json:
@@ -153,12 +153,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _speeds(text: str) -> list[float]:
-    """Gigabytes per second, with commas between."""
+    """Gigabytes per second, separated by commas."""
     return [above_nought(part) for part in text.split(",")]
 
 
 def _map(shape: Shape | None, args: argparse.Namespace) -> int:
-    """Whether disks of other speeds are fast enough: nothing of this machine is looked at."""
+    """Whether disks with other speeds are fast enough. Nothing on this machine is checked."""
     if shape is None:
         raise KVTierError("--read is about a model: kvtier doctor MODEL --gpu h100 --read 3,6.4")
     found = [_fits(shape, args, gbytes * 1e9) for gbytes in args.read]
@@ -185,7 +185,7 @@ def _shortest(shape: Shape, args: argparse.Namespace, fit: Fit) -> int | None:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    """The model's shape. Raises KVTierError, also where the rest of the question is missing."""
+    """The model's shape. Raises KVTierError, also if GPU or disk are missing in the arguments."""
     if args.gpu is None or (args.no_disk and not args.read):
         raise KVTierError(
             "whether a disk is fast enough for a model needs the GPU and the disk: kvtier doctor "
@@ -208,7 +208,7 @@ def _fits(shape: Shape, args: argparse.Namespace, bytes_per_s: float) -> list[Fi
 
 
 def _print_fits(shape: Shape, args: argparse.Namespace, fits: Sequence[Fit]) -> None:
-    """The table, and the answer in a sentence, for prompts of 32k tokens."""
+    """Prints the table, and a sentence about prompts of 32k tokens."""
     columns = (
         Column("tokens", "prompt", unit="tokens", decimals=0),
         Column("compute_s", "computed", unit="s", decimals=2),
@@ -249,8 +249,8 @@ def _print_fits(shape: Shape, args: argparse.Namespace, fits: Sequence[Fit]) -> 
 
 
 def _wrapped(text: str, indent: int = 0) -> list[str]:
-    """Lines that fit the terminal after an indent, or 80 columns where there is none. Long words,
-    such as paths, stay whole.
+    """Lines that fit the terminal after an indent, or 80 columns if there is none. Long words, such
+    as paths, stay whole.
     """
     width = shutil.get_terminal_size().columns - indent
     return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False)
@@ -262,7 +262,7 @@ _FEATURE = "feature: "
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    """A row each, failures first. What to do begins on a line of its own."""
+    """Prints a row for each finding, failures first. Advice starts on a new line."""
     width = max(len(f.check) for f in findings)
     for f in sorted(findings, key=lambda f: _STATES.index(f.state)):
         head = f"{f.state:4}  {f.check:{width}}  "
@@ -273,7 +273,7 @@ def _print(findings: Sequence[Finding]) -> None:
 
 
 def _shortened(findings: Sequence[Finding]) -> list[Finding]:
-    """The features that this SGLang allows in one row."""
+    """Merges the features that this SGLang allows into one row."""
     fine = [f for f in findings if f.check.startswith(_FEATURE) and f.state == "ok"]
     rest = [f for f in findings if f not in fine]
     if not fine:
@@ -330,7 +330,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _page_hash() -> Iterator[Finding]:
-    """SGLang's page hash, compiled now where it never was: a server would do that at its start."""
+    """Compiles SGLang's page hash if necessary, as a server would do at its start."""
     if seams.installed_version() is None:
         return
     refused = compile_page_hash()
@@ -359,13 +359,13 @@ def _restoration(args: argparse.Namespace) -> Iterator[Finding]:
     try:
         policy = of_file(args.config).policy if args.config else PolicyConfig()
     except KVTierError:
-        return  # the settings' own finding says so
+        return  # the finding of the settings reports it
     yield Finding("restoration", "ok", f"policy.restore = {policy.restore}")
 
 
 def _copies(args: argparse.Namespace) -> Iterator[Finding]:
-    """Whether pages arrive on this GPU, how fast, and what servers have shown there before. Only
-    where torch can use an NVIDIA or AMD GPU.
+    """Whether pages arrive correctly on this GPU, how fast, and earlier results of servers. Only if
+    torch can use an NVIDIA or AMD GPU.
     """
     import torch  # there is an accelerator
 
@@ -375,7 +375,7 @@ def _copies(args: argparse.Namespace) -> Iterator[Finding]:
 
     try:
         probe = gpu_probe.try_out()
-    except Exception as error:  # whatever a driver or a compiler raises is what is looked for
+    except Exception as error:  # a driver or a compiler may raise anything: that is the finding
         said = str(error).partition("\n")[0] or type(error).__name__
         advice = "a server leaves restoring to SGLang there: scripts/gpu-run setup says more"
         yield Finding("copies", "warn", brief(f"pages do not arrive as they were: {said}"), advice)
@@ -395,14 +395,14 @@ def _copies(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _place(args: argparse.Namespace) -> str | None:
-    """The folder for pages without --config: that of `KVTIER=1` where a model needs some disk."""
+    """The folder for pages without --config. If a model needs a disk: that of `KVTIER=1`."""
     if args.store is None and args.model is not None:
         return str(Path(store_of_environment()["path"]).expanduser())
     return None if args.store is None else str(args.store)
 
 
 def _folder(args: argparse.Namespace) -> Path:
-    """Where pages are stored, as far as the arguments say."""
+    """The folder for pages, as far as the arguments tell."""
     try:
         path = of_file(args.config).store.path if args.config else _place(args)
     except KVTierError:
@@ -478,17 +478,17 @@ def _settings(args: argparse.Namespace, speeds: list[DiskSpeed]) -> Iterator[Fin
     try:
         yield from _disk(folder, config, speeds, measure=not args.no_disk)
     finally:
-        for part in made:  # looking leaves nothing behind
+        for part in made:  # remove the folders that the check created
             with contextlib.suppress(OSError):
                 part.rmdir()
 
 
 def _missing(folder: Path) -> list[Path]:
-    """The folder and those above it that are not there, the innermost first."""
+    """The folder and its parents that do not exist, innermost first."""
     try:
         return [part for part in (folder, *folder.parents) if not part.exists()]
     except OSError:
-        return []  # such as a name that is too long: it cannot be made either
+        return []  # such as a name that is too long, which cannot be created either
 
 
 def _remote(config: RemoteConfig) -> Iterator[Finding]:
@@ -525,7 +525,7 @@ def _remote(config: RemoteConfig) -> Iterator[Finding]:
 def _disk(
     folder: Path, config: KVTierConfig, speeds: list[DiskSpeed], *, measure: bool
 ) -> Iterator[Finding]:
-    """What is found of the disk; its speed is added to `speeds`, where it is measured."""
+    """Findings about the disk. A measured speed is appended to `speeds`."""
     try:
         probe = disk_probe.look(folder)
     except OSError as error:
@@ -569,7 +569,7 @@ def _disk(
 def _memory(
     meminfo: Path = _MEMINFO, *, cpu: bool = False, container: MemoryLimit | None = None
 ) -> Iterator[Finding]:
-    """Memory that is free for host pools: the machine's, or what the container's limit leaves."""
+    """Free memory for host pools: the machine's, or what the container's limit leaves."""
     fields = _meminfo(meminfo)
     available, total = fields.get("MemAvailable", 0) << 10, fields.get("MemTotal", 0) << 10
     found = f"{format_bytes(available)} of {format_bytes(total)} free"
@@ -594,8 +594,8 @@ def _memory(
 
 
 def _huge_pages(meminfo: Path = _MEMINFO) -> Iterator[Finding]:
-    """SGLang takes its host pools from huge pages when SGLANG_HUGEPAGE_SIZE says so and the system
-    has reserved some.
+    """Whether SGLang's host pools can use huge pages: it does if SGLANG_HUGEPAGE_SIZE is set and
+    the system has reserved some.
     """
     asked = os.environ.get("SGLANG_HUGEPAGE_SIZE", "").strip().upper()
     fields = _meminfo(meminfo)
@@ -628,7 +628,7 @@ def _open_files() -> Iterator[Finding]:
 
 
 def _meminfo(path: Path) -> dict[str, int]:
-    """The kernel's account of memory by name: KiB, or a count of pages; may be empty."""
+    """The kernel's memory statistics by name: KiB, or a number of pages; may be empty."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {
         name: int(value.split()[0])

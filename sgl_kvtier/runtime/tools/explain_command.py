@@ -1,5 +1,5 @@
-"""`kvtier explain`: where a server's prompt tokens came from and why it computed the others, or
-where prompts part.
+"""`kvtier explain`: where a server's prompt tokens came from and why it computed the others; or
+where prompts diverge.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from sgl_kvtier.runtime.tools.server_figures import (
 )
 
 _MOST_PROMPT_BYTES = 64 << 20
-"""Of a file with a prompt, or of a log's line."""
+"""Most bytes of a file with a prompt, or of a line in a log."""
 _MOST_PAIRS, _MOST_NAME, _MOST_SESSIONS = 40, 24, 8
-"""Rows of a log's table, characters of a session's name in it, and names in a message."""
+"""Most rows in a log's table, characters of a session's name there, and sessions in a message."""
 _PAGE = 64
 _PROOFS = {
     "proving": "not complete: all pages that are loaded are compared, which takes time",
@@ -198,7 +198,7 @@ def document(server: Server, figures: Figures, advice: Advice) -> dict[str, Any]
 def _explained(
     table: dict[str, Reason], counts: Mapping[str, int], noun: str
 ) -> list[dict[str, Any]]:
-    """One row per reason, the most frequent first."""
+    """One row per reason, most frequent first."""
     often = sorted(counts.items(), key=lambda row: (-row[1], row[0]))
     return [
         {"reason": reason, noun: count, **said_of(table, reason)._asdict()}
@@ -265,7 +265,7 @@ def _tables(address: str, figures: Figures) -> list[Table]:
 
 
 def _of_storage(figures: Figures) -> dict[str, str]:
-    """Figures in words, those that are zero and not always of interest omitted."""
+    """Metrics as text; some are omitted if they are zero."""
     store, remote = figures.store, figures.remote_store
 
     def rate(value: float | None) -> str:
@@ -356,7 +356,7 @@ def _explain_prompts(args: argparse.Namespace) -> int:
 
 
 def _explain_log(args: argparse.Namespace, name: str, session: str | None = None) -> int:
-    """Of the whole log, or of one session of it."""
+    """Explains the whole log, or one session of it."""
     tokenizer = None if args.model_path is None else _tokenizer(args.model_path)
     try:
         pairs = _pairs(name, session, tokenizer, args.page_size)
@@ -408,7 +408,7 @@ def _pairs(
     name: str, session: str | None, tokenizer: Any, page_tokens: int
 ) -> list[prompt_log.Pair]:
     """The pairs of a log, or of one session. Raises KVTierError that names the line, or the
-    sessions that there are.
+    sessions in the log.
     """
     others: dict[str, None] = {}
 
@@ -467,7 +467,7 @@ def _place(found: prompt_diff.Parting) -> str:
 
 
 def _prompt(name: str, tokenizer: Any) -> prompt_diff.Prompt:
-    """A prompt from a file. Raises KVTierError."""
+    """Reads a prompt from a file. Raises KVTierError."""
     try:
         found = prompt_diff.parse(read_bounded(Path(name), _MOST_PROMPT_BYTES))
     except OSError as error:
@@ -478,7 +478,7 @@ def _prompt(name: str, tokenizer: Any) -> prompt_diff.Prompt:
 
 
 def _tokenized(name: str, found: prompt_diff.Prompt, tokenizer: Any) -> prompt_diff.Prompt:
-    """The prompt with tokens and text where there is a tokenizer. Raises KVTierError."""
+    """The prompt with tokens and text, if there is a tokenizer. Raises KVTierError."""
     if tokenizer is None:
         return found
     if found.request is not None:
@@ -505,7 +505,7 @@ def _rendered(name: str, tokenizer: Any, request: Mapping[str, Any]) -> list[int
             add_generation_prompt=True,
             **(request.get("chat_template_kwargs") or {}),
         )
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template may raise anything
         raise KVTierError(f"{name}: the chat template does not take it: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
 

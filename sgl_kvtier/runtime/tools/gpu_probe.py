@@ -1,5 +1,5 @@
-"""The check at start (`proof/start.py`) on scratch pools, and what servers have shown on this GPU
-before. Imports torch and Triton, and SGLang only where there is something to read.
+"""Runs the check at start (`proof/start.py`) on scratch pools, and finds earlier results for this
+GPU. Imports torch and Triton, and SGLang only if there is something to read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from sgl_kvtier.runtime.proof.start import Rows, StartResult
 _PAGE, _LAYERS, _HEADS, _DIM = 64, 8, 8, 128
 """A page of 2 MiB."""
 _PAGES = 48
-"""Of either pool."""
+"""Pages of either pool."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found on this process's GPU."""
+    """The result for this process's GPU."""
 
     device: str
     result: StartResult
@@ -37,8 +37,8 @@ class Probe:
 
 def try_out() -> Probe:
     """Copies pages through staging as a server does. Takes about 350 MiB of device memory for a
-    moment. Raises StartDiffers where something is not right, and whatever torch, Triton or the
-    driver raises.
+    moment. Raises StartDiffers if copied bytes are wrong, and whatever torch, Triton or the driver
+    raises.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     k, v = (
@@ -61,7 +61,7 @@ def try_out() -> Probe:
 
 
 def _host_pool(k: list[torch.Tensor], v: list[torch.Tensor]) -> Any:
-    """Pinned memory that is laid out as SGLang's host pools of layout page_first."""
+    """Pinned memory with the layout of SGLang's page_first host pools."""
     shape = (2, _PAGES * _PAGE, _LAYERS, _HEADS, _DIM)
     return SimpleNamespace(
         layout="page_first",
@@ -77,9 +77,9 @@ def _host_pool(k: list[torch.Tensor], v: list[torch.Tensor]) -> Any:
 
 
 def shown_before(folder: Path, device: str) -> Iterator[tuple[str, int, float, str]]:
-    """What servers with pages in this folder have shown of restorations on this GPU with the driver
-    and the versions at hand, the latest first: proven or refuted, pages that were equal, seconds
-    since the epoch, and what differed. Nothing where SGLang is not installed.
+    """Earlier results of servers with pages in this folder, on this GPU with the present driver and
+    versions, latest first: proven or refuted, number of equal pages, seconds since the epoch, and
+    what differed. Empty if SGLang is not installed.
     """
     try:
         from sgl_kvtier.runtime.proof import memory

@@ -1,9 +1,9 @@
-"""Why a server computed prompt tokens that a cache could have had: the cause that explains most of
-them, from its figures, and a sentence that says what to do.
+"""Why a server computed prompt tokens that a cache could have had: finds in its metrics the cause
+that explains most of them, and says in one sentence what to do.
 
-Every computed page was either written to the store then (no cache had it), or was there already
-(nobody read it), or was not stored at all. Which one it was, and SGLang's own reasons for not using
-what storage had, tell the causes apart.
+When a computed page was offered to the store, it was written (no cache had it), or it was there
+already (nobody had read it), or it was not stored at all. These counts, and SGLang's own reasons
+for not using stored pages, tell the causes apart.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from sgl_kvtier.runtime.tools.miss_reasons import DECLINED, UNFULFILLED, said_of
 from sgl_kvtier.runtime.tools.server_figures import Figures, Server
 
 _WORTH: Final = 0.1
-"""A cause of less than this share of the prompt tokens is not worth a sentence."""
+"""A cause of less than this fraction of the prompt tokens is not mentioned."""
 COMPARE: Final = "kvtier explain --prompts A B"
 
 
 class Advice(NamedTuple):
-    """`cause` is one of a fixed list (docs/manual/operate.md), `text` one sentence."""
+    """`cause` is one of a fixed list (docs/manual/operate.md), `text` is one sentence."""
 
     cause: str
     text: str
 
 
 class _Suspect(NamedTuple):
-    """A cause, and the computed tokens that it explains."""
+    """A cause, and the number of computed tokens that it explains."""
 
     tokens: int
     advice: Advice
 
 
 def advise(server: Server, figures: Figures) -> Advice:
-    """The sentence for these figures."""
+    """The advice for these metrics."""
     if not server.has_kvtier:
         return Advice(
             "no kvtier",
@@ -72,18 +72,18 @@ def advise(server: Server, figures: Figures) -> Advice:
 
 
 def _suspects(page: int, server: Server, figures: Figures) -> Iterator[_Suspect]:
-    """What the computed tokens may be due to, by pages of `page` tokens. The first one counts where
-    two explain as many.
+    """Possible causes of computed tokens, by pages of `page` tokens. Of two that explain equally
+    many, the first one counts.
     """
     store = figures.store
-    # The last page of a prompt is never whole, or has the token that is always computed. What a
-    # restoration computes is no miss.
+    # The last page of a prompt is incomplete, or has the token that is always computed. Tokens that
+    # a restoration computes are no misses.
     missed = figures.computed - figures.restored_computed
     computed = max(0, missed - page * figures.requests)
     for reason, tokens in figures.unfulfilled.items():
         said = said_of(UNFULFILLED, reason)
         if said.helps:
-            computed = max(0, computed - tokens)  # SGLang says why: nothing has to be inferred
+            computed = max(0, computed - tokens)  # SGLang reports why: nothing to infer
             yield _Suspect(
                 tokens,
                 Advice(
@@ -101,8 +101,8 @@ def _suspects(page: int, server: Server, figures: Figures) -> Iterator[_Suspect]
                 "or the disk fails: the server's log says once which, and what to do.",
             ),
         )
-    # Where first offers are not admitted, those are the new pages, and the written ones were
-    # computed before.
+    # If first offers are not admitted, those are the new pages, and the written ones were computed
+    # before.
     first, second = store.pages_written, 0
     if store.pages_not_admitted:
         first, second = store.pages_not_admitted, store.pages_written
@@ -115,7 +115,7 @@ def _suspects(page: int, server: Server, figures: Figures) -> Iterator[_Suspect]
                 "first time, and writes more.",
             ),
         )
-    # What was restored is in storage, and is written again.
+    # Restored pages are in storage and are written again.
     restored = figures.restored_computed + sum(figures.restored_loaded.values())
     known = min(computed, max(0, store.pages_kept * page - restored))
     yield _Suspect(known, _of_known(server, figures, known))
@@ -126,7 +126,7 @@ def _suspects(page: int, server: Server, figures: Figures) -> Iterator[_Suspect]
 
 
 def _of_known(server: Server, figures: Figures, tokens: int) -> Advice:
-    """Pages were in storage when they were written: nobody read them before they were computed."""
+    """Pages were stored already when they were written: nobody read them in time."""
     asked = server.prefetch_threshold_tokens
     if figures.computed < asked * figures.requests:
         return Advice(
@@ -143,7 +143,7 @@ def _of_known(server: Server, figures: Figures, tokens: int) -> Advice:
 
 
 def _of_new(figures: Figures, tokens: int) -> Advice:
-    """Pages were not in storage: evicted, of another fingerprint, or of prompts never seen."""
+    """Pages were not in storage: evicted, of another fingerprint, or of new prompts."""
     store = figures.store
     if store.pages_evicted:
         return Advice(
@@ -202,7 +202,7 @@ def _of_unstored(server: Server, figures: Figures, tokens: int) -> Advice:
 
 
 def _of_hits(figures: Figures) -> Advice:
-    """Little was computed that a cache could have had."""
+    """Hardly any token was computed that a cache could have had."""
     hit = format_share(figures.hit_fraction)
     levers = {
         reason: requests

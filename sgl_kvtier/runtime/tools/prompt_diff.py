@@ -1,9 +1,9 @@
-"""Where two prompts part, what differs there, and how much of the longer one a cache can still
+"""Where two prompts diverge, what differs there, and how much of the longer one a cache can still
 have.
 
-Pure: text and token ids in, no files, no network, no tokenizer. A prompt is a list of parts, which
-are what a chat template renders in this order: the list of tools, then each message. A prompt of
-text or of token ids is one part.
+Pure: text and token ids in, no files, no network, no tokenizer. A prompt is a list of parts in the
+order in which a chat template renders them: the list of tools, then each message. A prompt of text
+or of token ids is one part.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, Final
 from sgl_kvtier.outside import is_whole, parse_json
 
 NAMESPACE_KEYS: Final = ("cache_salt", "extra_key", "lora_path")
-"""Keys of a request that are part of every page key: pages of other values are never shared."""
+"""Keys of a request that are part of every page key: requests with other values share no pages."""
 _EXCERPT: Final = 48
-"""Characters that are shown of each prompt, from a little before the parting on."""
+"""Characters that are shown of each prompt, from shortly before the difference on."""
 _BEFORE: Final = 16
 _AGREE: Final = 12
-"""So many equal characters after a difference of white space mean that nothing else differs."""
+"""After a difference in white space, so many equal characters mean that nothing else differs."""
 _TIME: Final = re.compile(
     r"\d{4}-\d\d?-\d\d?(?:[T ]\d\d?:\d\d(?::\d\d(?:\.\d+)?)?)?(?:Z|[+-]\d\d:?\d\d)?"
     r"|\d\d?[/.]\d\d?[/.]\d{2,4}"
@@ -38,50 +38,50 @@ _ID: Final = re.compile(
     r"|\b(?=\w*\d)(?:\w+[-_:])?[0-9a-zA-Z]{10,}\b"
 )
 _MARK: Final = re.compile(r"<\|[^|<>]{1,40}\|>|</?[a-z_]{2,20}>|\[/?[A-Z_]{2,20}\]")
-"""What templates put between messages, and around reasoning and calls of tools."""
+"""Markers that templates put between messages, and around reasoning and tool calls."""
 _THINK: Final = re.compile(r"<think>.*?</think>\s*", re.S)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a prompt that has a name: `tools`, `message 3 (user)`, `text`."""
+    """A named piece of a prompt: `tools`, `message 3 (user)`, `text`."""
 
     name: str
     text: str
     message: int | None = None
-    """Its place in the list of messages."""
+    """Its index in the list of messages."""
     value: Any = None
-    """What the text was made from, for parts that are JSON."""
+    """The value that was rendered as the text, for parts that are JSON."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, as it was read from a file. `tokens` where they are known."""
+    """One prompt, as it was read from a file. `tokens` is None if they are not known."""
 
     parts: tuple[Part, ...]
     tokens: tuple[int, ...] | None = None
     namespace: Mapping[str, Any] = field(default_factory=dict)
-    """The keys of `NAMESPACE_KEYS` that it names."""
+    """Its values for the keys in `NAMESPACE_KEYS`."""
     request: Mapping[str, Any] | None = None
-    """The chat request it is, for its template."""
+    """The chat request, for the template."""
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two prompts part. `kind` is one of a fixed list (docs/manual/operate.md)."""
+    """Where two prompts diverge. `kind` is one of a fixed list (docs/manual/operate.md)."""
 
     kind: str
     text: str
-    """What differs, in words."""
+    """What differs, as text."""
     token: int | None
-    """The first token that differs, None where tokens are not known."""
+    """The first token that differs; None if tokens are not known."""
     character: int | None
-    """The first character that differs, of the part; None where only tokens are known."""
+    """The first character of the part that differs; None if only tokens are known."""
     part: str | None
     message: int | None
     excerpts: tuple[str, str]
     page: int | None
-    """The page in which they part."""
+    """The page in which they diverge."""
     hit_tokens: int | None
     """Tokens of the longer prompt that a cache can have from the other: whole pages, without the
     last token.
@@ -90,7 +90,7 @@ class Parting:
 
     @property
     def hit_fraction(self) -> float | None:
-        """Of the longer prompt; None where tokens are not known."""
+        """`hit_tokens` as a fraction of the longer prompt; None if tokens are not known."""
         if self.hit_tokens is None or not self.longer_tokens:
             return None
         return self.hit_tokens / self.longer_tokens
@@ -98,9 +98,8 @@ class Parting:
 
 def parse(text: str) -> Prompt:
     """A prompt from a file's text: a JSON list of token ids, a request with `input_ids`, `text`,
-    `prompt` or `messages`, a JSON list of messages, or else the text itself.
-
-    Raises ValueError where a request has none of these, or messages are no objects.
+    `prompt` or `messages`, a JSON list of messages, or else the text itself. Raises ValueError if a
+    request has none of these, or if messages are not objects.
     """
     try:
         value = parse_json(text)
@@ -114,7 +113,7 @@ def parse(text: str) -> Prompt:
 
 
 def of_request(value: Mapping[str, Any]) -> Prompt:
-    """A request's prompt. Raises ValueError where it has none, or messages are no objects."""
+    """A request's prompt. Raises ValueError if it has none, or if messages are not objects."""
     namespace = {key: value[key] for key in NAMESPACE_KEYS if value.get(key) is not None}
     if "messages" in value:
         return Prompt(_parts_of(value), None, namespace, value)
@@ -128,7 +127,7 @@ def of_request(value: Mapping[str, Any]) -> Prompt:
 
 
 def part(a: Prompt, b: Prompt, page_tokens: int) -> Parting:
-    """Where two prompts part. Pages need the tokens of both."""
+    """Compares two prompts. Pages require the tokens of both."""
     token = _common(a.tokens, b.tokens) if a.tokens and b.tokens else None
     found = _in_namespace(a, b) or _in_parts(a, b) or _in_tokens(a, b, token)
     if token is None:
@@ -136,11 +135,11 @@ def part(a: Prompt, b: Prompt, page_tokens: int) -> Parting:
     assert a.tokens is not None and b.tokens is not None
     lengths = sorted((len(a.tokens), len(b.tokens)))
     other = found.kind == "namespace"
-    # A prompt of whole pages that is sent again computes its last token, and so its last page.
+    # A repeated prompt of whole pages computes its last token, and so its last page.
     hit = 0 if other else min(token, lengths[1] - 1) // page_tokens * page_tokens
     ended = token >= lengths[1]
     if found.kind == "extended" and lengths[0] - token >= page_tokens:
-        # Less than a page is how a template asks for an answer.
+        # A template appends less than a page to ask for an answer.
         said = "the messages go on, and the template rendered earlier ones in another way"
         shown = _token_excerpts(a.tokens, b.tokens, token)
         found = Parting("template", said, None, None, None, None, shown, None, None, None)
@@ -201,12 +200,12 @@ def _in_namespace(a: Prompt, b: Prompt) -> Parting | None:
 
 
 def _comparable(a: Prompt, b: Prompt) -> bool:
-    """Whether both prompts have parts of one kind: messages, or text."""
+    """Whether both prompts have the same kind of parts: messages, or text."""
     return bool(a.parts and b.parts) and (a.request is None) == (b.request is None)
 
 
 def _in_parts(a: Prompt, b: Prompt) -> Parting | None:
-    """The first parts that differ; None where all are equal, or cannot be compared."""
+    """The first parts that differ; None if all are equal, or if they cannot be compared."""
     if not _comparable(a, b):
         return None
     for place, (one, other) in enumerate(zip(a.parts, b.parts, strict=False)):
@@ -224,7 +223,7 @@ _EXTENDED: Final = "one prompt goes on where the other ends"
 
 
 def _in_tokens(a: Prompt, b: Prompt, token: int | None) -> Parting:
-    """What can be said of prompts whose parts are equal, or that are token ids."""
+    """The difference between prompts whose parts are equal, or that are token ids."""
     nothing = (None, None, None, None)
     if token is None or a.tokens == b.tokens:
         if token is None and not _comparable(a, b):
@@ -255,7 +254,7 @@ def _parting(kind: str, said: str, one: Part, other: Part, at: int) -> Parting:
 
 
 def _what(a: Sequence[Part], b: Sequence[Part], at: int) -> tuple[str, str]:
-    """What differs between the first parts, which part at a character: a kind, and words."""
+    """What differs between the first parts, which diverge at character `at`: a kind, and a text."""
     one, other = a[0], b[0]
     if one.name == other.name == "tools":
         if same := _same_tools(one.value, other.value):
@@ -291,8 +290,8 @@ def _same_tools(one: Any, other: Any) -> tuple[str, str] | None:
 
 
 def _drops(a: Sequence[Part], b: Sequence[Part]) -> bool:
-    """Whether what follows in one prompt comes later in the other: at least two neighbours, or a
-    long message.
+    """Whether the continuation of one prompt comes later in the other: at least two neighbouring
+    parts, or one long message.
     """
     for short, long in ((a, b), (b, a)):
         pairs = [(x.text, y.text) for x, y in pairwise(long[1:])]
@@ -304,7 +303,7 @@ def _drops(a: Sequence[Part], b: Sequence[Part]) -> bool:
 
 
 def _same_message(one: Part, other: Part) -> tuple[str, str] | None:
-    """Where a message says the same in two renderings."""
+    """The difference, if two messages are renderings of the same content."""
     bare = [_THINK.sub("", part.text).strip() for part in (one, other)]
     if bare[0] == bare[1] and ("<think>" in one.text) != ("<think>" in other.text):
         return "template", "the reasoning of an earlier answer is only in one of the prompts"
@@ -314,7 +313,7 @@ def _same_message(one: Part, other: Part) -> tuple[str, str] | None:
 
 
 def _canonical(value: Any) -> Any:
-    """A value in which texts that are JSON themselves, as arguments of calls are, are read."""
+    """A value in which texts that are themselves JSON, such as tool call arguments, are decoded."""
     if isinstance(value, dict):
         return {key: _canonical(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -352,7 +351,7 @@ def _spans(pattern: re.Pattern[str], text: str, at: int) -> bool:
 
 
 def _differ_in_space(one: str, other: str, at: int) -> bool:
-    """Whether the texts agree again once white space on either side is passed over."""
+    """Whether the texts are equal again after skipping white space on either side."""
     while at > 0 and one[at - 1].isspace():
         at -= 1
     rests = [text[at:].lstrip()[:_AGREE] for text in (one, other)]
@@ -361,7 +360,7 @@ def _differ_in_space(one: str, other: str, at: int) -> bool:
 
 
 def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Leading items that are equal."""
+    """Number of leading items that are equal."""
     for place, (one, other) in enumerate(zip(a, b, strict=False)):
         if one != other:
             return place

@@ -1,4 +1,4 @@
-"""A log of prompts, one request a line: each is compared with the one before it in its session.
+"""A log of prompts, one request per line: each is compared with the one before it in its session.
 
 Pure: lines in, no files, no network, no tokenizer.
 """
@@ -18,14 +18,14 @@ from sgl_kvtier.runtime.tools.prompt_diff import Parting, Prompt, of_request, pa
 _SAME: Final = ("extended", "equal")
 """Kinds of pairs in which nothing differs."""
 _STAMP: Final = re.compile(rb"\[[-0-9 :]+\] (?=\{)")
-"""What SGLang's --log-requests writes before the JSON of a line."""
+"""The prefix that SGLang's --log-requests writes before the JSON of a line."""
 _RECEIVED: Final = "request.received"
-"""The event of that log that has the prompt as the server computes it; others repeat it."""
+"""The event in that log that has the prompt as the server computes it; others repeat it."""
 _ROUTING_HEADER: Final = "x-smg-routing-key"
 
 
 class Logged(NamedTuple):
-    """A request of a log: the number of its line, the session that it names, and its prompt."""
+    """A request in a log: its line number, the session that it names, and its prompt."""
 
     line: int
     session: str | None
@@ -41,25 +41,25 @@ class Pair:
     line: int
     parting: Parting
     hit_tokens: int | None
-    """Tokens of the later prompt that a cache can have from the earlier one; None where tokens are
-    not known, as below.
+    """Tokens of the later prompt that a cache can have from the earlier one; None, here and below,
+    if tokens are not known.
     """
     lost_tokens: int | None
     """Further tokens that a cache could have, had the later prompt begun with the earlier one."""
 
     @property
     def is_apart(self) -> bool:
-        """Whether something differs, so that the later prompt does not go on from the earlier."""
+        """Whether something differs, so that the later prompt does not extend the earlier one."""
         return self.parting.kind not in _SAME
 
     @property
     def lost_fraction(self) -> float | None:
-        """Of the hit that was possible; None also where none was."""
+        """`lost_tokens` as a fraction of the possible hit; None also if no hit was possible."""
         return _fraction([self])
 
 
 class Cause(NamedTuple):
-    """All pairs in which the same kind of thing differs."""
+    """All pairs with the same kind of difference."""
 
     kind: str
     text: str
@@ -69,10 +69,9 @@ class Cause(NamedTuple):
 
 
 def read(lines: Iterable[bytes], most_bytes: int) -> Iterator[Logged]:
-    """The requests of a log: JSON objects with `messages`, `prompt`, `text` or `input_ids`, or what
-    SGLang's --log-requests writes as JSON. Empty lines are passed over.
-
-    Raises ValueError, which begins with the line's number.
+    """The requests of a log: JSON objects with `messages`, `prompt`, `text` or `input_ids`, or the
+    JSON lines of SGLang's --log-requests. Empty lines are skipped. Raises ValueError, which begins
+    with the line's number.
     """
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -101,7 +100,7 @@ def read(lines: Iterable[bytes], most_bytes: int) -> Iterator[Logged]:
 
 
 def _session_of(request: Mapping[str, Any], headers: object) -> str | None:
-    """The session's name, as `step/session_name.py` finds it in a server."""
+    """The session's name, found as `step/session_name.py` does in a server."""
     params = request.get("session_params")
     names = (
         request.get("session_id"),
@@ -113,8 +112,8 @@ def _session_of(request: Mapping[str, Any], headers: object) -> str | None:
 
 
 def pairs(requests: Iterable[Logged], page_tokens: int) -> Iterator[Pair]:
-    """Each request with the one before it in its session; requests that name none are one session
-    together. Only the last request of a session is kept.
+    """Each request with the one before it in its session; requests without a session form one
+    together. Only the last request of each session is kept in memory.
     """
     last: dict[str | None, Logged] = {}
     for later in requests:
@@ -136,7 +135,7 @@ def _pair(earlier: Logged, later: Logged, page_tokens: int) -> Pair:
 
 
 def causes(found: Sequence[Pair]) -> list[Cause]:
-    """What differs, the most frequent first, and of equally frequent ones the most costly."""
+    """What differs, most frequent first; if equally frequent, most costly first."""
     by_kind: dict[str, list[Pair]] = {}
     for pair in found:
         if pair.is_apart:
@@ -160,7 +159,7 @@ def _fraction(found: Sequence[Pair]) -> float | None:
 
 
 def summary(found: Sequence[Pair]) -> str:
-    """A sentence that names the most frequent cause."""
+    """A sentence with the most frequent cause."""
     if not found:
         return "No request follows another one of its session: there is nothing to compare."
     rows = causes(found)

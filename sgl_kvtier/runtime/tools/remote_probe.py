@@ -1,4 +1,4 @@
-"""Tries a remote store out: pages are sent, looked up, read, compared and removed again."""
+"""Tests a remote store: sends pages, looks them up, reads and compares them, and removes them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _WAIT_S = 5.0
 
 @dataclass(frozen=True)
 class RemoteSpeed:
-    """Of 32 pages of 256 KiB: MB/s (10^6 bytes) with their checks, and the time of one look-up of
-    all of them.
+    """Results with 32 pages of 256 KiB: MB/s (10^6 bytes) including checks, and the duration of one
+    look-up of all of them.
     """
 
     write_mbps: float
@@ -33,8 +33,8 @@ class RemoteSpeed:
 
 
 def try_out(config: RemoteConfig) -> RemoteSpeed:
-    """Sends pages of an identity that no server has, and reads them back. Some seconds at most.
-    Raises ConfigError and StoreError, which say what to do.
+    """Sends pages of a fingerprint that no server has, and reads them back. Takes some seconds at
+    most. Raises ConfigError and StoreError, which say what to do.
     """
     settings = RemoteSettings(**{**asdict(config), "write": "all"})
     nowhere = Identity({"doctor": os.urandom(16).hex()}, "doctor")

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def schemas() -> list[Schema]:
-    """Every schema that this installation declares: those of the product, then the laboratory's."""
+    """Every schema that this installation declares: first the product's, then the laboratory's."""
     modules = [store_schemas, runtime_schemas]
     if not _missing():
         modules.append(importlib.import_module(f"{_LAB}.schemas"))
@@ -66,7 +66,7 @@ def _named(name: str) -> Schema:
 
 
 def _missing() -> list[str]:
-    """What to install where `sgl_kvtier.lab` is not."""
+    """What to install if `sgl_kvtier.lab` is missing."""
     if importlib.util.find_spec(_LAB) is not None:
         return []
     return [f"Those of the benchmarks come with them: {how_to_install('bench')}"]

@@ -1,4 +1,4 @@
-"""`kvtier serve`: SGLang's own server command with the flags we recommend."""
+"""`kvtier serve`: SGLang's own server command with recommended flags."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _LOOKAHEAD = {
 
 
 def _capacity(text: str) -> int | str:
-    """A size, or a share of the disk, which the settings check."""
+    """A size, or a percentage of the disk, which the settings check."""
     return text if text.endswith("%") else size(text)
 
 
 def _choices(name: str) -> tuple[str, ...]:
-    """What a setting of the policy may be."""
+    """The allowed values of a policy setting."""
     (found,) = (f for f in fields(PolicyConfig) if f.name == name)
     return tuple(found.metadata["choices"])
 
@@ -121,14 +121,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints or becomes the server. Raises ConfigError (settings), BenchError (no start)."""
+    """Prints the command, or becomes the server. Raises ConfigError (settings), BenchError (no
+    start).
+    """
     device = args.device or detect_device()
     host = host_of(device)
     paced = paced_device(device, args.dilation, args.extra)
     settings, place = _settings(args, paced)
     model, extra = _model(args, paced), args.extra
-    # With OpenMP's default spin-wait one busy neighbour slows CPU inference by an order of
-    # magnitude.
+    # With OpenMP's default spin-wait, one busy neighbour slows CPU inference tenfold.
     added = {"OMP_WAIT_POLICY": "PASSIVE"} if host == "cpu" else {}
     if paced is not None:
         paced.refuse_others(extra)
@@ -166,14 +167,13 @@ def run(args: argparse.Namespace) -> int:
     if refused:
         raise BenchError(refused)
     print(shlex.join(command), file=sys.stderr, flush=True)
-    # The server takes this process's place, so signals, service managers and exit statuses are its
-    # own.
+    # The server replaces this process, so signals, service managers and exit statuses are its own.
     os.execve(sys.executable, command, {**os.environ, **added})
     raise AssertionError("unreachable")
 
 
 def _address(extra: Sequence[str]) -> dict[str, str]:
-    """--host and --port among SGLang's arguments, of each the last one."""
+    """--host and --port among SGLang's arguments; the last occurrence of each counts."""
     found = dict[str, str]()
     for word, after in zip_longest(extra, extra[1:], fillvalue=""):
         name, joined, value = word.partition("=")
@@ -183,7 +183,7 @@ def _address(extra: Sequence[str]) -> dict[str, str]:
 
 
 def _settings(args: argparse.Namespace, paced: Any) -> tuple[str, Path]:
-    """The settings as SGLang takes them (JSON text or @FILE), and the folder of the pages. Raises
+    """The settings as SGLang takes them (JSON text or @FILE), and the folder for pages. Raises
     ConfigError.
     """
     if args.config is not None:
@@ -192,7 +192,7 @@ def _settings(args: argparse.Namespace, paced: Any) -> tuple[str, Path]:
                 "give --config or --store, --capacity, --restore and --lookahead, not both: in "
                 "that file they are store.path, store.capacity_bytes and the section policy"
             )
-        # A mistake in it is told before a model is loaded.
+        # Reports a mistake in it before a model is loaded.
         pages = of_file(args.config).store.path
         return f"@{Path(args.config).resolve()}", Path(pages)
     store: dict[str, Any] = dict(store_of_environment())
@@ -205,13 +205,13 @@ def _settings(args: argparse.Namespace, paced: Any) -> tuple[str, Path]:
     if policy:
         more["policy"] = {**more.get("policy", {}), **policy}
     config = parse_config({"store": store, **more})
-    # The path as it is used: the server may be started in another folder.
+    # The absolute path, since the server may be started in another folder.
     given = {"store": {**store, "path": config.store.path}, **more}
     return json.dumps(given), Path(config.store.path)
 
 
 def _model(args: argparse.Namespace, paced: Any) -> str:
-    """The model's folder or name. Raises ConfigError where missing, or a paced device's differs."""
+    """The model's folder or name. Raises ConfigError if it is missing, or not an emulated GPU's."""
     if paced is None and args.model is None:
         raise ConfigError("say which model: its folder or name")
     if paced is not None and args.model is not None:
@@ -220,7 +220,7 @@ def _model(args: argparse.Namespace, paced: Any) -> str:
 
 
 def _check_settings(args: argparse.Namespace, paced: Any) -> None:
-    """Raises ConfigError where a user's own file lacks a paced device's disk and times."""
+    """Raises ConfigError if a user's own file lacks the disk and times of an emulated GPU."""
     if args.config is None:
         return
     lacking = _lacking(
@@ -231,7 +231,7 @@ def _check_settings(args: argparse.Namespace, paced: Any) -> None:
 
 
 def _lacking(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of some settings that others lack or have otherwise."""
+    """The part of `wanted` that `found` lacks or has with other values."""
     rest = {}
     for key, value in wanted.items():
         if isinstance(value, Mapping):

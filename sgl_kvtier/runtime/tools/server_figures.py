@@ -1,5 +1,5 @@
-"""What a running server says of its prompts, restorations and store: one reading of its /metrics
-and /server_info, and the figures of the time between two readings.
+"""Metrics of a running server about its prompts, restorations and store: one reading of its
+/metrics and /server_info, and the changes between two readings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sgl_kvtier.outside import parse_json, read_bounded
 _WAIT_S: Final = 10.0
 _MOST_BYTES: Final = 64 << 20
 DEFAULT_THRESHOLD: Final = 256
-"""Tokens of `prefetch_threshold` in SGLang 0.5.23 (hybrid_cache_controller.py)."""
+"""Default of `prefetch_threshold` in SGLang 0.5.23, in tokens (hybrid_cache_controller.py)."""
 
 Labels = frozenset[tuple[str, str]]
 
@@ -27,8 +27,8 @@ Labels = frozenset[tuple[str, str]]
 class Reading:
     """The counters and gauges of /metrics at one moment, and the server's arguments.
 
-    Of the ranks of a data-parallel replica the first counts: all do the same restorations, and hold
-    as many pages. Replicas are added up.
+    Only the first rank of each data-parallel replica counts, since all ranks do the same
+    restorations and hold as many pages. Replicas are added up.
     """
 
     def __init__(self, values: Mapping[tuple[str, Labels], float], info: Mapping[str, Any]) -> None:
@@ -38,13 +38,13 @@ class Reading:
         self.info = info
 
     def get(self, name: str) -> float | None:
-        """The sum of all samples of this name, None where there is none."""
+        """The sum of all samples of this name, or None."""
         found = [value for (key, _), value in self._values.items() if key == name]
         return sum(found) if found else None
 
     def least(self, name: str) -> float | None:
-        """The smallest of all samples of this name, for what does not add up over replicas. None
-        where there is none.
+        """The smallest of all samples of this name, for values that do not add up over replicas; or
+        None.
         """
         return min((value for (key, _), value in self._values.items() if key == name), default=None)
 
@@ -60,20 +60,20 @@ class Reading:
 
 @dataclass(frozen=True)
 class Server:
-    """What a server was started with, as far as it says so."""
+    """What a server was started with, as far as it tells."""
 
     model: str | None
     page_tokens: int | None
     hicache_write_policy: str | None
     prefetch_threshold_tokens: int
-    """SGLang's default where its settings cannot be read from here."""
+    """SGLang's default if the server's settings cannot be read from here."""
     has_kvtier: bool
-    """Whether it publishes figures of a kvtier store."""
+    """Whether it publishes metrics of a kvtier store."""
 
 
 @dataclass(frozen=True)
 class StoreFigures:
-    """The stores of the replicas' first ranks: counts of the time looked at, and present sizes."""
+    """The stores of the replicas' first ranks: counts in the period, and present sizes."""
 
     pages: int
     bytes_on_disk: int
@@ -82,18 +82,18 @@ class StoreFigures:
     opened_s: float
     """Seconds since they were opened."""
     pages_at_opening: int
-    """At most so many pages were there then."""
+    """Upper bound of the pages that were stored then."""
     pages_before: int
-    """At most so many pages were there when the time looked at began."""
+    """Upper bound of the pages that were stored when the period began."""
     pages_read: int
     bytes_read: int
     read_bytes_per_s: float | None
     """While a read was in flight."""
     break_even_bytes_per_s: float | None
-    """From which bandwidth on loading is faster than computing, as learned from chunks that ran."""
+    """Bandwidth from which on loading is faster than computing, learned from prefill chunks."""
     pages_written: int
     pages_kept: int
-    """Writes of pages that were there already."""
+    """Writes of pages that were stored already."""
     pages_not_admitted: int
     pages_refused: int
     pages_evicted: int
@@ -106,7 +106,7 @@ class StoreFigures:
 
 @dataclass(frozen=True)
 class RemoteFigures:
-    """The remote store, of the time looked at. Pages."""
+    """The remote store in the period, in pages."""
 
     up: bool
     pages_read: int
@@ -119,7 +119,7 @@ class RemoteFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """The time looked at. Tokens, unless a name says otherwise."""
+    """Metrics of a period. In tokens, unless a name says otherwise."""
 
     seconds: float
     requests: int
@@ -129,19 +129,19 @@ class Figures:
     host: int
     storage: int
     remote: int
-    """Of those from storage, at most so many came from a store that servers share."""
+    """Part of `storage`: at most so many came from a store that servers share."""
     writes_waiting: int
     """Prefixes in host memory, now, whose write to storage has not ended."""
     started: dict[str, int]
-    """Answers of the planner to restore candidates, by mode."""
+    """The planner's decisions on restore candidates, by mode."""
     ended: dict[str, int]
     """Restorations by how they ended."""
     restored_loaded: dict[str, int]
-    """Of restored prefixes, by the tier they were loaded from."""
+    """Tokens of restored prefixes by the tier they were loaded from."""
     restored_computed: int
     proof: str | None
-    """Of restored pages, now: `proving`, `proven`, or `ended` by a difference; None where nothing
-    is compared.
+    """State of the checks of restored pages, now: `proving`, `proven`, or `ended` by a difference;
+    None if nothing is compared.
     """
     declined: dict[str, int]
     """Requests by reason."""
@@ -162,24 +162,24 @@ class Figures:
 
     @property
     def hit_fraction(self) -> float | None:
-        """None without prompts."""
+        """Fraction of prompt tokens from caches; None without prompts."""
         return self.cached / self.prompt if self.prompt else None
 
     @property
     def written_bytes_per_prompt_token(self) -> float | None:
-        """Wear of the disk by the first ranks; None without prompts."""
+        """Disk writes of the first ranks; None without prompts."""
         return self.store.bytes_written / self.prompt if self.prompt else None
 
     @property
     def written_bytes_per_day(self) -> float | None:
-        """At the rate of the time looked at; None where that is not known."""
+        """At the rate of the period; None if that is not known."""
         return 86400 * self.store.bytes_written / self.seconds if self.seconds > 0 else None
 
 
 def read(url: str, api_key: str | None = None) -> Reading:
-    """Asks a server. Without its arguments, where they are refused, `info` is empty.
+    """Reads a server's metrics. `info` is empty if it refuses to tell its arguments.
 
-    Raises KVTierError where it does not answer or publishes no metrics, and ModuleNotFoundError
+    Raises KVTierError if it does not answer or publishes no metrics, and ModuleNotFoundError
     without prometheus_client, which comes with SGLang.
     """
     from prometheus_client.parser import text_string_to_metric_families
@@ -206,8 +206,7 @@ def read(url: str, api_key: str | None = None) -> Reading:
 
 def read_requests(url: str, api_key: str | None = None) -> dict[str, Any]:
     """What a server knows of its requests now: `requests` and `omitted` of GET /kvtier/requests.
-
-    Raises KVTierError where it does not say.
+    Raises KVTierError if it does not answer.
     """
     try:
         return dict(parse_json(_get(url, "/kvtier/requests", api_key)))
@@ -221,7 +220,7 @@ def read_requests(url: str, api_key: str | None = None) -> dict[str, Any]:
 def server_of(reading: Reading) -> Server:
     """What the server was started with."""
     states = reading.info.get("internal_states")
-    # These follow when another storage backend is attached.
+    # These are updated when another storage backend is attached.
     state = states[0] if isinstance(states, list) and states else {}
     info = {**reading.info, **(state if isinstance(state, dict) else {})}
     page, model, policy = (
@@ -237,7 +236,7 @@ def server_of(reading: Reading) -> Server:
 
 
 def figures_of(now: Reading, before: Reading | None, seconds: float) -> Figures:
-    """The figures of the `seconds` between two readings, or of the server's life (`before` is
+    """The metrics of the `seconds` between two readings, or since the server started (`before` is
     None).
     """
     page = server_of(now).page_tokens or 0
@@ -323,7 +322,7 @@ def _is_of_first_rank(labels: Mapping[str, str]) -> bool:
 
 
 def _get(url: str, path: str, api_key: str | None) -> str:
-    """Raises KVTierError where nothing answers, urllib's HTTPError where the answer is no."""
+    """Raises KVTierError if nothing answers, and urllib's HTTPError for an error status."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
@@ -338,8 +337,8 @@ def _get(url: str, path: str, api_key: str | None) -> str:
 
 
 def _threshold(extra: object) -> int:
-    """`prefetch_threshold` in the settings of the storage backend, which are JSON, or `@FILE` that
-    may lie on this machine.
+    """`prefetch_threshold` in the settings of the storage backend: JSON, or `@FILE` if that file is
+    on this machine.
     """
     try:
         text = read_bounded(Path(extra[1:])) if str(extra).startswith("@") else extra  # type: ignore[index]

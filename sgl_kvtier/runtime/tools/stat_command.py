@@ -1,5 +1,5 @@
-"""`kvtier stat`: a store's content, and the speeds of prefill and links that servers learned and
-keep in it.
+"""`kvtier stat`: a store's content, and the prefill and link speeds that servers learned and keep
+in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sgl_kvtier.store.tools.commands import Learned, Stat
 
 
 def learned(folder: str) -> Learned | None:
-    """The profile in a fingerprint's folder; None where there is none, or none that can be read."""
+    """The profile in a fingerprint's folder; None if there is none, or if it cannot be read."""
     profile = cost_profile.read(Path(folder) / cost_profile.NAME)
     if profile is None:
         return None

@@ -1,4 +1,4 @@
-"""`kvtier top`: what a running server does, a line every few seconds."""
+"""`kvtier top`: what a running server does, one line every few seconds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WIDTHS = {
     "evicted": 7,
     "on disk": 9,
 }
-"""Columns and their widths. device, host, storage, computed: shares of the prompt tokens."""
+"""Columns and their widths. device, host, storage, computed: fractions of the prompt tokens."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints lines until there are enough of them, or Ctrl-C. Raises KVTierError where the server
-    does not answer at the start; later an answer that is missing is a line that says so, and the
-    next one is compared with the last that came.
+    """Prints lines until there are enough, or until Ctrl-C. Raises KVTierError if the server does
+    not answer at the start. Later, a missing answer prints a line that says so, and the next answer
+    is compared with the last one received.
     """
     if args.json is not None:
         check_target(args.json)
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def row_of(now: Reading, figures: Figures, at: float) -> dict[str, Any]:
-    """The figures of one line. Rates are per second of the time between two readings."""
+    """The values of one line. Rates are per second between two readings."""
     seconds = figures.seconds
     prompt = figures.prompt
     shares = {
@@ -133,7 +133,7 @@ def row_of(now: Reading, figures: Figures, at: float) -> dict[str, Any]:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """One line for people."""
+    """One line of text."""
     cells = (
         _clock(row["at"]),
         format_value(row["running"]),
