@@ -171,7 +171,8 @@ def _apply(scheduler: Any, values: Mapping[str, float]) -> bool:
             logger.warning("kvtier: %s = %s was refused: %s", name, shown(value), error)
             return False
         except Exception:
-            # In SGLang's loop it would end the server. Settings changed before it stay changed.
+            # An exception in SGLang's loop would end the server. Settings changed before it stay
+            # changed.
             logger.exception("kvtier: %s = %s was refused: changing it failed", name, shown(value))
             return False
         logger.info("kvtier: %s is now %s", name, value)

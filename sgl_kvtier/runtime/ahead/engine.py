@@ -90,13 +90,13 @@ class LookaheadEngine:
         to be determined.
         """
         self._expected = 0
-        """Number of sessions expected to return."""
+        """Number of idle sessions that are expected to return."""
         self._backend: Any = None
         self._step_at = 0.0
         self._planned_at = 0.0
         self._ticks = 0
 
-    # --- what SGLang tells ------------------------------------------------------------------------
+    # --- called by SGLang -------------------------------------------------------------------------
 
     def checkpointed(self, req: Req, before: int) -> None:
         """A request's tokens [before, cache_protected_len) were inserted into the tree."""
@@ -155,7 +155,7 @@ class LookaheadEngine:
             if known is not None and not known.scheduled:
                 known.scheduled, known.path = True, None
                 self._count_hits(known, chunk.tokens.start)
-        elif chunk.at != self._step_at:  # one of several in a batch
+        elif chunk.at != self._step_at:  # only once for all chunks of a batch
             self._step_at = chunk.at
             tokens = len(chunk.tokens) + chunk.shared_tokens
             self._tell(StepDone(chunk.seconds, tokens, 0, _LATER))
@@ -314,7 +314,7 @@ class LookaheadEngine:
         ]
         return self._next
 
-    # --- inside -----------------------------------------------------------------------------------
+    # --- private ----------------------------------------------------------------------------------
 
     def _announced(self) -> Iterator[Announced]:
         """All requests that the planner was told of."""

@@ -24,7 +24,7 @@ def evict_others(
         try:
             pins.append(host.pin(node))
         except KeyError:
-            continue  # gone meanwhile
+            continue  # it was evicted meanwhile
     try:
         freed = int(evict(tokens))
     finally:

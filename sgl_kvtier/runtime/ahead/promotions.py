@@ -424,7 +424,7 @@ class Promotions:
             self._facts.dropped(fetch.keys[pages:], Tier.REMOTE)
         self._facts.brought(fetch.keys[kept.start : kept.stop])
         if fetch.onwards:
-            self._facts.failed(fetch.keys, Tier.DEVICE)  # the second hop is a move of its own
+            self._facts.failed(fetch.keys, Tier.DEVICE)  # to the device by another move
 
     def _graft(self, fetch: _Fetch, pages: int) -> Span:
         """Inserts the pages that were read into the tree. Returns those that the tree took: the

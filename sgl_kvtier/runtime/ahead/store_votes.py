@@ -2,9 +2,9 @@
 
 Each rank has its own store: pages are written at different times, and one rank may lose or evict a
 page that another has. The map counts a page as stored when it is on all ranks. So every rank looks
-up the pages that SGLang has written, and at intervals all pages that the map has as stored, and the
-ranks agree by a poll (`polls.py`). Pages found by a storage query need no poll, since SGLang's
-ranks have agreed on it. Scheduler's thread.
+up the pages that SGLang has written and, after a rank has lost pages, all pages that the map has as
+stored. The ranks agree by a poll (`polls.py`). Pages found by a storage query need no poll, since
+SGLang's ranks have agreed on it. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sgl_kvtier.types import Lookup, PageKey, Tier
 _SLICE = 512
 """Pages of one poll: 4 KiB in a reduction."""
 _PERIOD_S = 1.0
-"""Seconds between two polls on whether a store has lost pages."""
+"""Seconds between two polls on whether a rank's store has lost pages."""
 _NO = LOST[ReadOutcome.MISS]
 
 
@@ -114,7 +114,7 @@ class StoreVotes:
             self._answer(*self._vote)
         return gone
 
-    # --- inside -----------------------------------------------------------------------------------
+    # --- private ----------------------------------------------------------------------------------
 
     def _written(self, operation: int, names: Sequence[str]) -> None:
         """SGLang has begun to write a node's pages to storage; all ranks do in the same step."""

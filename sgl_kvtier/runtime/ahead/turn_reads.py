@@ -174,7 +174,7 @@ class TurnReads:
             self._idle_passes = 0
             self._let_go(self._turn_read(kept[0]))
 
-    # --- inside -----------------------------------------------------------------------------------
+    # --- private ----------------------------------------------------------------------------------
 
     def _let_go(self, stored: TurnRead) -> None:
         """Lets the request run with the pages it has."""
@@ -198,7 +198,7 @@ class TurnReads:
     def _ask(self, scheduler: Scheduler, req: Req) -> bool:
         """Makes SGLang query storage again; returns whether it does."""
         stored = self._turn_read(req.rid)
-        stored.deferred, stored.end = False, 0  # the answer says how much there is
+        stored.deferred, stored.end = False, 0  # the query will tell how much there is
         return storage_ops.ask(scheduler, self._tree, req)
 
     def _due(self, asking: str = "") -> tuple[str, ...]:

@@ -44,8 +44,8 @@ _PART_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _MOST_THREADS = 8
 _SETTLED_S = 2.0
-"""A file changed more recently than this is read again the next time: a second change could have
-the same change time.
+"""A file changed within this many seconds is read again the next time, since a second change could
+have the same change time.
 """
 _SLOWEST_BYTES_S = 50e6
 _LEAST_WAIT_S = 60.0
@@ -114,7 +114,7 @@ class FileDigests:
         if self._folder is None:
             return {}
         try:
-            # opened as if to write: the file must be this user's, and is made private
+            # opened for writing to check that the file is this user's; it is made private
             path = str(self._folder / KEPT)
             data = parse_json(read_file(self._env, path, _MOST_BYTES, os.O_RDWR))
             if data["schema"] != _SCHEMA:

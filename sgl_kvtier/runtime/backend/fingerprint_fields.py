@@ -42,7 +42,7 @@ ARGUMENTS: Final = (
     "mamba_ssm_dtype", "mamba_radix_cache_strategy", "enable_mamba_cache_stochastic_rounding",
     "mamba_cache_philox_rounds", "enable_int8_mamba_checkpoint", "enable_linear_replayssm",
     "linear_replayssm_cache_len", "enable_linear_replayssm_spec",
-    # a rank's part of a page
+    # a rank's share of a page
     "enable_prefill_cp", "cp_strategy", "enable_cp_decode_attn_tp", "enable_dsa_cache_layer_split",
     "enable_kv_cache_sharding",
     # pages of a draft model
@@ -54,7 +54,7 @@ ARGUMENTS: Final = (
     "speculative_dspark_block_size", "speculative_enable_w4a4_mxfp4_megamoe",
     # which tensors of an adapter are applied
     "lora_target_modules", "experts_shared_outer_loras", "lora_strict_loading",
-    # pictures, which may be known by the bytes that came rather than by those that are computed on
+    # images, which may be identified by the bytes that a client sent, not by those computed on
     "mm_process_config", "image_processor_backend", "disable_fast_image_processor",
     "trust_mm_content_hashes", "enable_precise_embedding_interpolation",
 )  # fmt: skip
@@ -99,7 +99,7 @@ VARIABLES: Final = (
     "SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR",
     # states of linear layers
     "SGLANG_MAMBA_CONV_DTYPE", "SGLANG_MAMBA_SSM_DTYPE",
-    # a rank's part of the layers stands in the identity by itself: SGLANG_PP_LAYER_PARTITION
+    # (SGLANG_PP_LAYER_PARTITION, a rank's layers, is a field of its own)
     # which model code runs
     "SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_EXTERNAL_MM_MODEL_ARCH",
     "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "SGLANG_DISABLED_MODEL_ARCHS", "SGLANG_USE_MODELSCOPE",
@@ -135,11 +135,11 @@ VARIABLES: Final = (
     # pages of a draft model
     "SGLANG_ENABLE_MTP_BOUNDARY_KV_FIX", "SGLANG_DSPARK_DEFER_CONTEXT_KV",
     "SGLANG_DSPARK_STACKED_CTX_KV",
-    # pictures and films, which may be known by the bytes that came
+    # images and videos, which may be identified by the bytes that a client sent
     "SGLANG_IMAGE_MAX_PIXELS", "SGLANG_RESIZE_RESAMPLE", "SGLANG_FORCE_CPU_IMAGE_PREPROCESSING",
     "SGLANG_ENCODER_IMAGE_PROCESSOR_USE_GPU", "SGLANG_INKLING_RS_MM_PREPROCESS", "VIDEO_MAX_PIXELS",
     "XHS_VIDEO_JPEG_QUALITY",
-    # made to compute something else
+    # debugging switches that change what is computed
     "SGLANG_SIMULATE_ACC_LEN", "SGLANG_SIMULATE_ACC_METHOD", "SGLANG_SIMULATE_ACC_TOKEN_MODE",
     "SGLANG_SIMULATE_ACC_GREEDY", "SGLANG_SIMULATE_UNIFORM_EXPERTS",
     "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS", "SGLANG_DEBUG_HISPARSE_SKIP_IO", "BIAS_PREP_ONLY",

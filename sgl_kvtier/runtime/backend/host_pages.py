@@ -149,7 +149,7 @@ def says_where_pages_lie(pool: Any) -> bool:
         pool.get_page_buffer_meta(torch.arange(pool.page_size))
     except NotImplementedError:
         return False
-    except ValueError:  # a layout whose pages are copied, page by page
+    except ValueError:  # a layout whose pages are copied one by one
         return True
     return True
 
@@ -190,7 +190,7 @@ def page_bytes(pool: Any) -> int:
         return sum(part.nbytes for part in page)
     try:
         return int(pool.get_dummy_flat_data_page().nbytes)
-    except NotImplementedError:  # SGLang's pools of some kinds have no page to copy into
+    except NotImplementedError:  # some of SGLang's pools have no page to copy into
         return 0
 
 

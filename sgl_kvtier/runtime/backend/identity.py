@@ -179,7 +179,7 @@ def model_folder(
         found = try_to_load_from_cache(
             model_path, config, cache_dir=download_dir, revision=revision
         )
-    except (ImportError, ValueError):  # ValueError: not a name a hub could have
+    except (ImportError, ValueError):  # ValueError: not a valid name on a hub
         return folder
     return Path(found).parent if isinstance(found, str) else folder
 
@@ -243,7 +243,7 @@ def _variables() -> dict[str, str]:
         known = vars(type(envs)).get(name)
         if known is None:
             value, default = os.environ.get(name), None
-        else:  # also under a name that it had before
+        else:  # it also knows earlier names of a variable
             value = known.get()
             default = known.default() if callable(known.default) else known.default
         if value != default:

@@ -84,7 +84,7 @@ def _described(controller: Any, transfers: list[Any], page_tokens: int) -> list[
         if known is None:
             found[id(host)] = _pool(_name_of(controller, host), host, device, page_tokens)
         elif transfer.is_draft and compressed_pools.has_page_rows(host):
-            continue  # its layers are among the host pool's
+            continue  # its layers are in the same host pool
         elif transfer.is_draft:
             for half, more in zip(known.halves, _buffers(host, device), strict=True):
                 half.layers.extend(more)

@@ -522,7 +522,7 @@ class KVTierStorage(HiCacheStorage):
         tag = self._tag(pool)
         return [PageRead(key, part, tag) for key, part in zip(keys, parts, strict=True)]
 
-    # ---- what is there, for lookahead ----
+    # ---- stored pages, for lookahead ----
 
     def watch_pages(self) -> None:
         """Starts noting KV pages that are written or found, for `take_seen`."""
@@ -539,7 +539,7 @@ class KVTierStorage(HiCacheStorage):
         seen = self._seen.get(tier)
         return tuple(seen.popleft() for _ in range(len(seen))) if seen else ()
 
-    # ---- upkeep ----
+    # ---- maintenance ----
 
     def get_stats(self) -> StorageMetrics | None:
         """Pages and bandwidth of each batch since the last call. Called every tick on the
@@ -589,7 +589,7 @@ class KVTierStorage(HiCacheStorage):
         if store is not None:
             store.close()
 
-    # ---- the store ----
+    # ---- access to the store ----
 
     def _has(self, keys: Sequence[str], pool: str) -> list[bool]:
         store = self._store

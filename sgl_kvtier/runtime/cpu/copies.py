@@ -1,10 +1,9 @@
-"""HiCache's three `direct` page copies written with torch indexing, for tensors that all live in
-host memory.
+"""HiCache's three `direct` page copies written with torch indexing, for tensors in host memory.
 
-They stand in for the functions of the same names in sgl_kernel.kvcacheio (SGLang 0.5.23), which
-exist as CUDA code only. Indices are int64 token slots; a page is `page_size` consecutive slots
-starting at a multiple of it. Copies are done when the function returns. "lf" is [token, ...] per
-layer; "pf" is [page, layer, token in page, ...] for all layers.
+They replace the functions of the same names in sgl_kernel.kvcacheio (SGLang 0.5.23), which exist
+only as CUDA code. Indices are int64 token slots; a page is `page_size` consecutive slots starting
+at a multiple of it. Copies are done when the function returns. "lf" is [token, ...] per layer; "pf"
+is [page, layer, token in page, ...] for all layers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def transfer_kv_direct(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Token rows from one list of per-layer buffers to another, layer by layer."""
+    """Copies token rows from one list of per-layer buffers to another, layer by layer."""
     del page_size
     for src, dst in zip(src_layers, dst_layers, strict=True):
         dst.index_copy_(0, dst_indices, src.index_select(0, src_indices))
@@ -35,7 +34,7 @@ def transfer_kv_per_layer_direct_pf_lf(
     layer_id: int,
     page_size: int,
 ) -> None:
-    """One layer of whole pages, from page-first host buffers into that layer's token rows."""
+    """Copies one layer of whole pages, from page-first host buffers to that layer's token rows."""
     src_pages = src_indices[::page_size] // page_size
     dst_pages = dst_indices[::page_size] // page_size
     for src, dst in zip(src_ptrs, dst_ptrs, strict=True):
@@ -50,10 +49,10 @@ def transfer_kv_all_layer_direct_lf_pf(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Whole pages of all layers, from per-layer token rows into page-first host buffers.
+    """Copies whole pages of all layers, from per-layer token rows to page-first host buffers.
 
-    `src_ptrs` holds the layers of the first destination (K), then those of the second (V) where
-    there is one.
+    `src_ptrs` holds the layers of the first destination (K), then those of the second (V) if there
+    is one.
     """
     src_pages = src_indices[::page_size] // page_size
     dst_pages = dst_indices[::page_size] // page_size

@@ -105,7 +105,7 @@ def read(body: bytes) -> Asked:
 
 
 def pack(sent: Sent) -> str:
-    """The form that travels inside one of SGLang's control messages."""
+    """Encodes the hint for one of SGLang's control messages."""
     page = None if sent.page is None else sent.page.hex()
     return MARK + json.dumps(
         {"hint": asdict(sent.hint), "at": sent.at, "session": sent.session, "page": page}

@@ -108,7 +108,7 @@ async def change(manager: Any, body: bytes) -> tuple[int, dict[str, Any]]:
 
 
 async def _told(manager: Any, values: dict[str, Any], *, change: bool) -> dict[str, Any]:
-    """What the schedulers say to settings (`settings.answer`)."""
+    """The schedulers' answer about settings (`settings.answer`)."""
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
     manager.auto_create_handle_loop()

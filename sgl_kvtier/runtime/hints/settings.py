@@ -54,8 +54,8 @@ def read(body: bytes) -> dict[str, Any]:
 
 
 def pack(values: Mapping[str, Any], change: bool) -> str:
-    """The form that travels inside one of SGLang's control messages. Without `change` it asks
-    whether a scheduler would accept the values; without values, what is in force.
+    """Encodes values for one of SGLang's control messages. Without `change` it asks whether a
+    scheduler would accept the values; without values, what is in force.
     """
     return MARK + json.dumps({"policy": values, "change": change})
 
@@ -71,7 +71,7 @@ def answer(scheduler: Any, text: str) -> dict[str, Any]:
     except ConfigError as error:
         reason = str(error)
     except Exception:
-        # In SGLang's loop it would end the server.
+        # An exception in SGLang's loop would end the server.
         logger.exception("kvtier: changing settings failed")
         reason = "changing them failed: the server's log has the error"
     if notes is None:

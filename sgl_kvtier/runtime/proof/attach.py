@@ -145,7 +145,7 @@ class AttachProof:
         """Checks after that, until all ranks know the result. The same on every rank."""
         self._comparing = _Comparing(context, proof, pools)
 
-    # --- what is left out -------------------------------------------------------------------------
+    # --- choosing pages to compare ----------------------------------------------------------------
 
     def leave_out(self, r: Restoration, min_tokens: int) -> None:
         """Called before a restoration begins: leaves its last page out if it is to be checked. All
@@ -258,7 +258,7 @@ class AttachProof:
             try:
                 if slots is not None:
                     self._copy_aside(check, page, slots, stream)
-            except Exception:  # out of device memory, for one
+            except Exception:  # for example out of device memory
                 logger.exception("kvtier: %s: a computed page was not copied aside", check.rid)
             if page == check.last.page:
                 self._submit(check)
@@ -312,7 +312,7 @@ class AttachProof:
 
 
 class _Comparing:
-    """The thread that compares."""
+    """The thread that compares, kvtier-attach."""
 
     def __init__(self, context: StepContext, proof: Proof, pools: Pools) -> None:
         self._context, self._proof, self._pools = context, proof, pools

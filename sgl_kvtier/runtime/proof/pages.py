@@ -447,7 +447,7 @@ class SecondLook:
         """`rows`: SGLang's slots by request and token. Scheduler's thread."""
         self._controller, self._rows, self._proof, self._memory = controller, rows, proof, memory
         self._back, self._at_once = back, works_at_once(controller.device)
-        every = -(-back.page_bytes // PIECE_BYTES)  # of a page that fits no piece some layers
+        every = -(-back.page_bytes // PIECE_BYTES)  # fewer layers if a page exceeds a piece
         self._halves = [half.thinned(every) for half in back.halves]
         nbytes = sum(half.page_bytes() for half in self._halves)
         self._piece = _Piece(nbytes, controller.device, memory)
@@ -512,7 +512,7 @@ class SecondLook:
 
     def _take(self, req: Any, kept: Kept, slots: torch.Tensor) -> _Taken:
         first = kept.page * self._back.page
-        # SGLang rewrites rows on this thread's stream.
+        # A copy on this thread's stream, on which SGLang rewrites rows.
         row = self._rows[req.kv.req_pool_idx, first : first + self._back.page].to(
             torch.int64, copy=True
         )

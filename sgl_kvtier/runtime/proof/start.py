@@ -532,7 +532,7 @@ class _Scene:
         self._look_beside(some=True, but=set(into))
         self.compared += count
 
-    # --- their parts ----------------------------------------------------------------------------
+    # --- helpers of the checks ------------------------------------------------------------------
 
     def _parts(
         self, host: torch.Tensor, device: torch.Tensor

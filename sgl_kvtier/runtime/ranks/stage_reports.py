@@ -79,7 +79,7 @@ class StageReports:
         return max(*poll.ended_at, self._came.get(poll.number, 0.0))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the socket. Idempotent."""
         self._socket.close()
         self._context.term()
 
@@ -102,7 +102,7 @@ class StageReports:
                     self._socket.send(_HEAD.pack(self._stage, poll.number) + states, zmq.NOBLOCK)
                     known = states
                 except zmq.Again:
-                    pass  # in the next step
+                    pass  # it is sent in the next step
             sent[poll.number] = known
         self._sent = sent
 

@@ -183,7 +183,7 @@ class StreamCopies:
         with self._module.stream(engine.host_to_device_stream):
             engine.host_to_device_stream.wait_event(fence)
             moved = None if window is None else self._moved(window)
-            pages = self._moved(slots) if len(slots[0]) else slots  # none where windows come alone
+            pages = self._moved(slots) if len(slots[0]) else slots  # none if windows go alone
             transfers = slot_pools.transfers(controller, *pages, moved)
             layers = controller.transfer_layer_id_max
             one = self._all_layers and self._all_layers.of(transfers)
@@ -262,9 +262,9 @@ class Chosen:
     start: StartResult | None = None
     """None where nothing is checked, or no way was right."""
     wrong: str = ""
-    """Why no way of copying is right on this device; empty where one is."""
+    """Why no way of copying is right on this device; empty if one is."""
     unreadable: str = ""
-    """Why no way of copying can be checked; empty where one can."""
+    """Why no way of copying can be checked; empty if one can."""
 
 
 def chosen_for(controller: Any, policy: PolicyConfig) -> Chosen:

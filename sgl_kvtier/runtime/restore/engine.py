@@ -113,7 +113,7 @@ class RestoreEngine:
         compared.
         """
 
-    # --- what SGLang asks -------------------------------------------------------------------------
+    # --- called by SGLang -------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -281,7 +281,7 @@ class RestoreEngine:
         self.abandon(r, "grown")
         self.offers.again(r)
 
-    # --- carrying a plan out ----------------------------------------------------------------------
+    # --- commands of the planner ------------------------------------------------------------------
 
     def start(self, command: messages.RestoreStart) -> None:
         """Carries out the planner's decision on a restore candidate."""
@@ -454,7 +454,7 @@ class RestoreEngine:
         if r.front == r.pages:
             self._close(r, "met")
 
-    # --- what ended -------------------------------------------------------------------------------
+    # --- loads that have ended --------------------------------------------------------------------
 
     def polls(self) -> list[Poll]:
         """The polls that all ranks agree on in this step: those of loads, then those of the
@@ -485,7 +485,7 @@ class RestoreEngine:
                 load.poll.seen[first:stop] = state[first:stop]
                 self._settled(load, first, stop, ended)
             if load.ended:
-                self.loads.remove(load)  # first: an end that raises is not repeated
+                self.loads.remove(load)  # before `_ended`, which may raise
                 self._ended(load)
         if differs:
             self.refute()
@@ -620,7 +620,7 @@ class RestoreEngine:
             if load.poll.seen[low] == LANDED:
                 self.counters.unused_pages += high - low
 
-    # --- ends -------------------------------------------------------------------------------------
+    # --- restorations that end --------------------------------------------------------------------
 
     def abandon(self, r: Restoration, how: str) -> None:
         """Ends an incomplete restoration and tells the planner. Its request is computed."""

@@ -137,7 +137,7 @@ class Offers:
         read was stopped in favour of a restoration. Once per tick.
         """
         tree, being_read = self._context.tree, list[tuple[Tracked, Candidate]]()
-        for record, read in self._that(Waits.SGLANG_READS):
+        for record, read in self._candidates_for(Waits.SGLANG_READS):
             if storage_ops.asked(tree, read.handle):
                 being_read.append((record, read))
             else:
@@ -166,7 +166,7 @@ class Offers:
         pages SGLang has to read after all. Once per tick.
         """
         tree, again = self._context.tree, list[str]()
-        for record, stopped in self._that(Waits.READ_STOPS):
+        for record, stopped in self._candidates_for(Waits.READ_STOPS):
             stopped.ticks += 1
             ended = not storage_ops.asked(tree, stopped.handle)  # pages read so far are in the tree
             if not ended and not self._hangs(stopped):
@@ -249,7 +249,7 @@ class Offers:
             for record in self._requests.candidates.values()
             if record.look is not None
         ]
-        again = self._that(Waits.OLD_LOADS)
+        again = self._candidates_for(Waits.OLD_LOADS)
         for record, _ in again:
             self._set(record, None)
         for record, _ in looks:
@@ -271,7 +271,7 @@ class Offers:
             if requests.found(req).host >= self.min_tokens:
                 self._offer(req, None)
 
-    def _that(self, waits: Waits) -> list[tuple[Tracked, Candidate]]:
+    def _candidates_for(self, waits: Waits) -> list[tuple[Tracked, Candidate]]:
         """Records and candidates that wait for `waits`, in the order in which they became
         candidates.
         """

@@ -158,7 +158,7 @@ class PageMover:
     def _submit(self, load: Load, storage: Any, deadline_s: float) -> None:
         fence, pages = self._device.fence(), len(load.span)
         if fence is not None:
-            self._fences.add(_Come(fence), self._note_fence)
+            self._fences.add(_FenceWait(fence), self._note_fence)
         if not load.owns_host:
             self._put([(load, fence, offset, ReadOutcome.OK) for offset in reversed(range(pages))])
             return
@@ -363,7 +363,7 @@ class PageMover:
         self._news.set()
 
 
-class _Come:
+class _FenceWait:
     """A fence as something an `EventWaiter` waits for."""
 
     def __init__(self, fence: Fence) -> None:

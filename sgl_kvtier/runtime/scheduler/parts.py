@@ -83,7 +83,7 @@ class Parts:
         if self.ahead is not None:
             self.ahead.metrics = PUBLISHER.add("lookahead_", self.ahead.samples, labels)
 
-    # --- what SGLang asks and tells ---------------------------------------------------------------
+    # --- called by SGLang -------------------------------------------------------------------------
 
     @property
     def queries_storage_once(self) -> list[str]:
@@ -188,7 +188,7 @@ class Parts:
         if self.ahead is not None:
             self.ahead.close()
 
-    # --- what is left to SGLang -------------------------------------------------------------------
+    # --- what SGLang loads itself -----------------------------------------------------------------
 
     def _why_left(self, offer: RestoreOffered) -> str | None:
         """Asks the planner whether SGLang should load this prefix itself; returns the reason or

@@ -33,7 +33,7 @@ class KVTierPrefillAdder(PrefillAdder):
     _over = 0
     """Number of requests in this pass that need the chunked-prefill slot, which is taken."""
 
-    # --- the request in the slot ------------------------------------------------------------------
+    # --- the request in the chunked-prefill slot --------------------------------------------------
 
     def add_chunked_req(self, req: Req) -> Any:
         """Attaches landed pages, then adds the chunk that the planner granted. If the request is

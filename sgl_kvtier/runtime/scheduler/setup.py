@@ -352,5 +352,5 @@ def _decision_file(
     path = Path(policy.decision_log)
     if replica:
         path = path.with_name(f"{path.stem}-dp{replica}{path.suffix}")
-    # A replay has no use for the path.
+    # A replay does not need the path.
     return DecisionFile(path, Header(replace(policy, decision_log=""), shape, profile))

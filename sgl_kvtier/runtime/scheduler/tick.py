@@ -96,7 +96,7 @@ class RestoreTick:
             self.ahead.note_chunk(chunk)
         return reported
 
-    # --- several ranks that look ahead ------------------------------------------------------------
+    # --- lookahead with several ranks -------------------------------------------------------------
 
     @property
     def shares_reduction(self) -> bool:

@@ -86,7 +86,7 @@ class HostTier:
         """Frees pages that no I/O touches."""
         self._pool.free(slots)
 
-    # --- copies of the tree -----------------------------------------------------------------------
+    # --- the tree's host copies -------------------------------------------------------------------
 
     def pin(self, node: int) -> Pin:
         """Pins the host copies of a path. KeyError if there is no such node."""

@@ -1,10 +1,10 @@
 """The executor's record of a restoration of one request, and of the loads that serve it.
 
-Each page of a load's device slots is in one of these states:
+The device slots of each page of a load are in one of these states:
 
-    open     the store or a copy may write to it: no other code touches it, even after a cancel
-    landed   it holds the page on every rank; `held` while the restoration owns it
-    given    it was attached to the request's row, or freed: not ours any more
+    open     the store or a copy may write to them: no other code touches them, even after a cancel
+    landed   they hold the page on every rank; `held` while the restoration owns them
+    given    they were attached to the request's row, or freed: not ours any more
 
 Scheduler's thread, except for marks in `Load.poll`, which the page mover's threads set.
 """

@@ -89,9 +89,9 @@ class TurnRead:
 
 @dataclass
 class Path:
-    """The place of a request's or a session's pages in the tree. `keys` are the names of all of
-    them, and `tokens` what they are named by (`PageNames`); `node` is the last node of the path
-    that was there when it was noted, and may be gone since.
+    """Where the pages of a request or session are in the tree. `keys` are the names of all of them,
+    and `tokens` what they are named by (`PageNames`). `node` is the last node of the path when it
+    was noted, and may have been evicted since.
     """
 
     tokens: Any
@@ -148,7 +148,7 @@ class Tracked:
     `RestoreEngine`.
     """
     announced: Announced | None = None
-    """`LookaheadEngine`. A retracted request keeps it: it comes again and is still the same."""
+    """`LookaheadEngine`. A retracted request keeps it: it will run again as the same request."""
     missed: bool = False
     """The last sweep did not find it in the scheduler."""
 
@@ -189,7 +189,7 @@ class Requests:
         return iter(self.records.values())
 
     def record(self, rid: str) -> Tracked:
-        """Its record, made where there is none."""
+        """Its record, created if missing."""
         found = self.records.get(rid)
         if found is None:
             found = self.records[rid] = Tracked(rid)
@@ -215,7 +215,7 @@ class Requests:
         return None if found is None else found.restoration
 
     def note_candidate(self, record: Tracked) -> None:
-        """After `look` or `candidate` of a record was changed."""
+        """Must be called after `look` or `candidate` of a record was changed."""
         if record.look is not None or record.candidate is not None:
             self.candidates.setdefault(record.rid, record)
         else:

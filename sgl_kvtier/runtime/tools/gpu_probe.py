@@ -22,7 +22,7 @@ from sgl_kvtier.runtime.proof import start
 from sgl_kvtier.runtime.proof.start import Rows, StartResult
 
 _PAGE, _LAYERS, _HEADS, _DIM = 64, 8, 8, 128
-"""A page of 2 MiB."""
+"""Tokens, layers, KV heads and head size of a page, which has 2 MiB."""
 _PAGES = 48
 """Pages of either pool."""
 
