@@ -364,7 +364,7 @@ class Promotions:
 
     def _missing(self, move: Move, path: Path, start: int) -> tuple[PageKey, ...]:
         """The pages of a move that the tree lacks; it has the first `start` pages of the path. With
-        anchors, all pages of the path in storage. None if a page before them is missing.
+        anchors, all pages of the path in storage. Empty if a page before them is missing.
         """
         if self._anchors is not None:
             return path.keys[start : start + self._facts.stored(path.keys[start:])]

@@ -83,8 +83,8 @@ class Proof:
 
     @property
     def attaches_are_shown(self) -> bool:
-        """Whether enough attaches were correct. Also after four times as many checks, since most
-        attaches can then not be compared, and pages alone are the proof. The same on all ranks.
+        """Whether enough attaches were correct, or four times as many were checked: then most of
+        them cannot be compared, and pages alone are the proof. The same on all ranks.
         """
         looked_at = sum(self.attaches.values())
         return self.attaches["equal"] >= FIRST_ATTACHES or looked_at >= 4 * FIRST_ATTACHES

@@ -94,7 +94,7 @@ class RestoreEngine:
             context, self.begin, self.loads, self.counters, min_tokens, why_declined
         )
         self.kept: KeptPages | None = None
-        """Bounce pages kept for SGLang's write-through; None where it does not write through."""
+        """Bounce pages kept for SGLang's write-through; None where none are kept."""
         self._link_ended: dict[Link, float] = {}
         self.audit: Any = None
         """Compares attached pages with their source (setting `lab.audit`); None when off."""
@@ -187,9 +187,7 @@ class RestoreEngine:
             self.second_look.forget(rid)
 
     def result_processed(self, batch: Any) -> None:
-        """Called after SGLang has processed a batch's results, before finished requests are
-        released.
-        """
+        """Called after SGLang has processed a batch's results and released finished requests."""
         if self.second_look is not None and self.second_look.waits:
             for req in batch.reqs:
                 self.second_look.prefilled(req)
@@ -237,7 +235,7 @@ class RestoreEngine:
         self.proof.refute()
 
     def reset(self) -> None:
-        """Ends everything before the pools are emptied. Blocks until no transfer is in flight."""
+        """Ends everything before the pools are emptied. Blocks while transfers are in flight."""
         self.abandon_all("flushed")
         if self.attach is not None:
             self.attach.reset()

@@ -79,7 +79,7 @@ class Offers:
 
     @property
     def is_paused(self) -> bool:
-        """Whether starting restorations is paused."""
+        """Whether restoration is paused."""
         return self._context.moment() < self.paused_until
 
     @property

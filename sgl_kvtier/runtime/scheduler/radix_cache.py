@@ -156,8 +156,8 @@ class KVTierRadixCache(UnifiedRadixCache):
         return answer
 
     def revoke_pending_prefetch(self, request: Any) -> None:
-        """Called when storage has no more pages for this request before a missing one, or when we
-        took over its transfer.
+        """SGLang drops a request's prefetch: storage has no more pages without a gap, or we took
+        over its transfer.
         """
         operation = storage_ops.of(self, request)
         super().revoke_pending_prefetch(request)

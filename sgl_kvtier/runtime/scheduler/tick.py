@@ -157,7 +157,7 @@ class RestoreTick:
     def _run(self, scheduler: Scheduler) -> None:
         engine = self.engine
         if self.agreement.alone and engine.proof.difference is not None:
-            # Several ranks learn of it in one step, with the next page that ends here.
+            # With several ranks, all learn of it in one step, with the next page that ends here.
             self._refute()
         if self.shared.maps_differ and self.ahead is not None:
             logger.error("kvtier: the ranks' maps of pages differ")
