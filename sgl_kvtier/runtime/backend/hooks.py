@@ -31,8 +31,8 @@ def create_backend(
 
 
 def use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
-    """Passes pages to our backend by address if a page lies in few pieces. No operation is queued
-    yet at this point.
+    """Hook after a storage backend was attached: passes pages to ours by address if a page lies in
+    few pieces. No operation is queued yet at this point.
     """
     del result, args, kwargs
     if store_of(controller) is None:

@@ -170,8 +170,8 @@ def time_result(result: None, scheduler: Scheduler, batch: Any, *args: Any, **kw
 def is_fully_idle(
     original: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> bool:
-    """Hook: a server is not idle while we have transfers or slots in its pools. A paused server
-    runs no step that could end them, so they are ended here, for a flush.
+    """Hook around SGLang's check: a server is not idle while we have transfers or slots in its
+    pools. A paused server runs no step that could end them, so they are ended here, for a flush.
     """
     idle = original(scheduler, *args, **kwargs)
     parts = parts_of(scheduler.tree_cache)

@@ -1,8 +1,8 @@
-/* All copies of a load in one call from Python: pages of host memory, K and V, into a room of staging. And pages that were read back from
- * the device compared with those of host memory.
+/* Makes all copies of a load in one call from Python: pages of host memory, K and V, into a staging room. Also compares pages that were
+ * read back from the device with those in host memory.
  *
- * A call of torch per copy costs some microseconds of the interpreter, and each of them waits for Python's lock once more. Comparing takes a
- * fifth of a second per GiB, all of it without that lock.
+ * A torch call per copy takes some microseconds of interpreter time, and waits for the GIL each time. Comparing takes a fifth of a second
+ * per GiB, all of it with the GIL released.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -31,14 +31,14 @@ typedef struct {
     Py_ssize_t count;
 } Borders;
 
-/* What may be queued on the bus at a time: one slice for each event. All fields are uint64 in one buffer, which the caller keeps from
- * load to load. */
+/* Limit of what is queued on the bus at a time: one slice for each event. All fields are uint64 in one buffer, which the caller keeps
+ * from load to load. */
 typedef struct {
-    uint64_t record, synchronize; /* addresses */
+    uint64_t record, synchronize; /* addresses of cudaEventRecord and cudaEventSynchronize */
     uint64_t slice_bytes;
-    uint64_t filled; /* bytes that were sent of the slice that is being sent */
-    uint64_t sent;   /* whole slices */
-    uint64_t events[]; /* taken in turn, one for each slice that may be queued */
+    uint64_t filled; /* bytes sent of the current slice */
+    uint64_t sent;   /* number of whole slices sent */
+    uint64_t events[]; /* used in turn, one for each slice that may be queued */
 } Window;
 enum { WINDOW_FIELDS = 5 };
 
@@ -47,12 +47,12 @@ typedef struct {
     void *stream;
     const Borders *borders;
     Window *window; /* NULL: everything is queued at once */
-    Py_ssize_t slices; /* of the window */
+    Py_ssize_t slices; /* number of slices in the window */
 } Bus;
 
 static void *event_of(const Bus *bus) { return (void *)(uintptr_t)bus->window->events[bus->window->sent % (uint64_t)bus->slices]; }
 
-/* Before a slice begins, the one that was sent as many slices ago as the window has must have come. */
+/* Before a slice begins, waits until the slice whose event it reuses has arrived. */
 static int begin_slice(const Bus *bus) {
     Window *window = bus->window;
     if (!window || window->filled || window->sent < (uint64_t)bus->slices) return 0;
@@ -70,7 +70,7 @@ static int end_slice(const Bus *bus, size_t nbytes) {
     return error;
 }
 
-/* Cut at borders, since the driver refuses a copy that reads from two registrations, and at the ends of slices. */
+/* Splits the copy at the ends of slices, and at borders, since the driver refuses a copy that reads from two registrations. */
 static int send_piece(const Bus *bus, char *to, const char *from, size_t nbytes) {
     while (nbytes) {
         int error = begin_slice(bus);
@@ -90,7 +90,7 @@ static int send_piece(const Bus *bus, char *to, const char *from, size_t nbytes)
     return 0;
 }
 
-/* Neighbours in host memory are one copy of K and one of V. The first error ends it. */
+/* Pages that are neighbours in host memory are one copy of K and one of V. Returns at the first error. */
 static int send_runs(const Bus *bus, const Room *room, const Host *host, const int64_t *slots, Py_ssize_t pages) {
     for (Py_ssize_t at = 0, stop; at < pages; at = stop) {
         int64_t first = slots[at * host->page_tokens];
@@ -169,13 +169,13 @@ static PyObject *send(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* One axis of a page: how many there are, and the bytes from one to the next in host memory and in what was read back. */
+/* One axis of a page: its length, and its stride in bytes in host memory and in what was read back. */
 typedef struct {
     Py_ssize_t count, host, found;
 } Axis;
 enum { AXES = 3 };
 
-/* The place on the first axis, the layer, of the first bytes of a page that differ; -1 where none do. */
+/* The index on the first axis, the layer, of the first bytes of a page that differ; -1 if none do. */
 static Py_ssize_t first_difference(const char *host, const char *found, const Axis *axes, size_t run) {
     for (Py_ssize_t layer = 0; layer < axes[0].count; layer++)
         for (Py_ssize_t one = 0; one < axes[1].count; one++)
@@ -187,7 +187,7 @@ static Py_ssize_t first_difference(const char *host, const char *found, const Ax
     return -1;
 }
 
-/* Bytes from the first to behind the last of a page, in host memory or in what was read back; -1 for a shape that is none. */
+/* Bytes that a page spans in host memory or in what was read back; -1 for an invalid shape. */
 static Py_ssize_t reach(const Axis *axes, Py_ssize_t run, int in_host) {
     Py_ssize_t total = run, along;
     if (run < 1) return -1;
