@@ -180,7 +180,7 @@ class LookaheadEngine:
             self._backend.take_seen(Tier.REMOTE)
 
     def give_up(self) -> None:
-        """Lookahead failed: SGLang does everything itself. Waits for moves in flight."""
+        """Ends lookahead: SGLang does everything itself. Waits for moves in flight."""
         logger.error("kvtier: not looking ahead any more")
         self.counters.failures += 1
         self.facts.stop()

@@ -209,6 +209,6 @@ class Parts:
 
 
 def parts_of(tree: Tree) -> Parts | None:
-    """Our parts on this cache of SGLang's; None on other caches and where kvtier is off."""
+    """Our parts on this cache; None on another cache, and where nothing restores or looks ahead."""
     parts: Parts | None = getattr(tree, "kvtier", None)
     return parts

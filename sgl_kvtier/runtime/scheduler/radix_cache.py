@@ -1,9 +1,9 @@
 """SGLang's radix cache with restorations and lookahead: the methods in which the tree calls their
 engines.
 
-It is a subclass, because SGLang asks `isinstance(tree_cache, UnifiedRadixCache)`. All our state is
-in `kvtier`. Every override runs on the scheduler's thread, and without `kvtier` it is SGLang's own
-method.
+It is a subclass, because SGLang asks `isinstance(tree_cache, UnifiedRadixCache)`. Our engines are
+reached by `kvtier`. Every override runs on the scheduler's thread, and without `kvtier` it is
+SGLang's own method.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KVTierRadixCache(UnifiedRadixCache):
     """The tree of a server that restores prefixes by computing and loading at the same time."""
 
     kvtier: Parts | None = None
-    """Our parts; None where kvtier is off."""
+    """Our parts; None where restoration and lookahead are off."""
     _taken_over = False
     _in_reduction = False
     _built_for: Any = None

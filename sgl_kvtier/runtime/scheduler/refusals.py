@@ -31,7 +31,7 @@ _WITH_DRAFT_KV = ("EAGLE", "EAGLE3", "STANDALONE")
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason why kvtier is off on a server. `holds` gets the object that its list names."""
+    """Why a server cannot restore or look ahead. `holds` gets the object that its list names."""
 
     what: str
     remedy: str

@@ -63,7 +63,7 @@ def wanted(args: Any) -> KVTierConfig | None:
 
 
 def own_way(args: Any, ctx: Any, policy: PolicyConfig) -> str | None:
-    """The log line of a server on which kvtier is off although its settings ask for it, or None."""
+    """The log line of a server that cannot restore or look ahead as its settings ask, or None."""
     line = features.line("restore")
     kind = anchors_of(ctx)
     if line is None and kind is not None:
@@ -106,7 +106,7 @@ def _told(policy: PolicyConfig, reason: str) -> str:
 
 
 def nothing_to_do(args: Any, policy: PolicyConfig) -> str | None:
-    """Why kvtier has nothing to do on this server although it could, or None."""
+    """Why this server neither restores nor looks ahead although it could, or None."""
     followed = in_force(args, policy)
     if looks_ahead(followed):
         return None
@@ -138,9 +138,9 @@ def _may_look_ahead(args: Any, policy: PolicyConfig) -> bool:
 
 def build(tree: Tree, server_args: Any) -> Parts | str:
     """Constructs the parts for a tree whose host pools and storage backend exist. If no copy can be
-    checked on this device, kvtier stays off, and the log line that says so is returned. Raises
-    SeamError, and ConfigError when the decision log cannot be written, or pages cannot be audited
-    or restored by layers.
+    checked on this device, restoration and lookahead stay off, and the log line that says so is
+    returned. Raises SeamError, and ConfigError when the decision log cannot be written, or pages
+    cannot be audited or restored by layers.
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.runtime_context import get_parallel
