@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.lab.front.layer_parts import cut, pool_of
+from sgl_kvtier.lab.front.wrappers import cut, pool_of
 from sgl_kvtier.lab.layers import forward
 from sgl_kvtier.lab.layers.job import Job, best_cut
 from sgl_kvtier.runtime.backend.host_pages import parts_of

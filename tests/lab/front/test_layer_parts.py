@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from store_pages import aligned, content, key, put, read
 
-from sgl_kvtier.lab.front.layer_parts import LayerParts, cut, pool_of
+from sgl_kvtier.lab.front.wrappers import LayerParts, cut, pool_of
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.types import Lookup

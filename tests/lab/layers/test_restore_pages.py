@@ -11,7 +11,7 @@ import torch
 from device_pools import controller, pools, rows, same, slots, wanted_rows
 from store_pages import key, open_at
 
-from sgl_kvtier.lab.front.layer_parts import LayerParts, pool_of
+from sgl_kvtier.lab.front.wrappers import LayerParts, pool_of
 from sgl_kvtier.lab.layers import forward
 from sgl_kvtier.lab.layers.restore import Layers, Pass
 from sgl_kvtier.runtime.backend.host_pages import parts_of
