@@ -183,14 +183,6 @@ def test_a_share_that_is_not_all_is_not_shown_as_all() -> None:
     assert table.cells()[1][6] == "> 99 % / < 1 %"
 
 
-def test_later_turns_of_an_older_result_are_taken_from_its_samples(compare_result: dict) -> None:
-    (new,) = main_tables(compare_result)
-    for arm in compare_result["arms"].values():
-        del arm["ttft_later_ms"]
-    (old,) = main_tables(compare_result)
-    assert new.cells() == old.cells()
-
-
 def test_without_samples_computed_tokens_are_unknown_and_not_zero() -> None:
     assert set(prompt_parts({"arms": {"kvtier": {}}}, "kvtier").values()) == {None}
 

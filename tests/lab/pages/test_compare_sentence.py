@@ -171,15 +171,6 @@ def test_failed_requests_are_counted_before_the_figures() -> None:
     assert bad
 
 
-def test_a_result_of_an_older_version_has_figures_and_no_winner() -> None:
-    result = compared(None, None)
-    del result["arms"]["kvtier"]["compared_requests"]
-    del result["arms"]["hicache-file"]["compared_requests"]
-    text, _ = sentence(result)
-    assert "1.52 s and 7.31 s" in text and "too few to tell" in text
-    assert text.endswith("all compared answers equal.")
-
-
 def test_without_our_arm_or_another_there_is_nothing_to_compare() -> None:
     result = compared(None)
     del result["arms"]["kvtier"]

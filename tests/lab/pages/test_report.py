@@ -34,25 +34,6 @@ def test_a_result_that_is_drawn_again_has_the_tables_and_the_page_of_its_run(
     assert kept["drawn"]["tables"] in capsys.readouterr().out
 
 
-def test_a_comparison_of_an_older_version_is_drawn_without_what_it_has_not(
-    compare_result: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("summary", "timeline"):
-        del compare_result[name]
-    for arm in compare_result["arms"].values():
-        del arm["compared_requests"]
-    for metrics in compare_result["ratios"].values():
-        del metrics["ttft_later_ms_mean"]
-        del metrics["ttft_ms"]["a"], metrics["ttft_ms"]["b"]
-    source, page = tmp_path / "old.json", tmp_path / "page.html"
-    source.write_text(to_json(compare_result))
-    assert main(["report", str(source), "--html", str(page)]) == 0
-    assert "too few to tell" in capsys.readouterr().out
-    drawn = page.read_text()
-    assert "Time to first token of later turns" in drawn
-    assert "Sessions over time" not in drawn
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

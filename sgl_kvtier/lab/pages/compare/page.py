@@ -9,15 +9,7 @@ from collections.abc import Mapping
 from sgl_kvtier.console.table import Column, Table
 from sgl_kvtier.lab.pages import html
 from sgl_kvtier.lab.pages.compare.figures import figures, has_samples
-from sgl_kvtier.lab.pages.compare.result import (
-    LATER,
-    METRICS,
-    ORACLE,
-    OURS,
-    later_times,
-    paced,
-    plural,
-)
+from sgl_kvtier.lab.pages.compare.result import LATER, METRICS, ORACLE, OURS, paced, plural
 from sgl_kvtier.lab.pages.compare.sentence import sentence
 from sgl_kvtier.lab.pages.compare.tables import detail_tables, main_tables
 from sgl_kvtier.lab.pages.figure import colours
@@ -86,6 +78,5 @@ _COMPARED = (
 
 def _losing(result: dict) -> str:
     """What another arm does better, in the percentiles of every time and the throughput."""
-    arms = {arm: {**one, LATER: later_times(result, arm)} for arm, one in result["arms"].items()}
-    said = worse([{"arms": arms}], lambda _: "", _COMPARED, OURS, bounds=[ORACLE])
+    said = worse([result], lambda _: "", _COMPARED, OURS, bounds=[ORACLE])
     return html.statements_html(said)

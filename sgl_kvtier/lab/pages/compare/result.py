@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sgl_kvtier.lab.pages.stats import summary
-
 SCHEMA = "kvtier.compare/1"
 OURS = "kvtier"
 STOCK = "hicache-file"
@@ -57,9 +55,11 @@ def later(samples: Sequence[dict]) -> list[dict]:
 
 
 def later_times(result: dict, arm: str) -> Mapping[str, Any]:
-    """p50, p90, p99, mean and n of an arm's time to first token of later turns, in ms."""
-    found: Mapping[str, Any] | None = result["arms"][arm].get(LATER)
-    return found or summary(s.get("ttft_ms") for s in later(good_samples(result, arm)))
+    """p50, p90, p99, mean and n of an arm's time to first token of later turns, in ms; {} where it is
+    not known.
+    """
+    found: Mapping[str, Any] = result["arms"][arm].get(LATER) or {}
+    return found
 
 
 def prompt_parts(result: dict, arm: str) -> dict[str, float | None]:

@@ -8,7 +8,6 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_kvtier.console.table import format_share
 from sgl_kvtier.lab.pages.compare.result import (
     BASELINE,
     ORACLE,
@@ -81,16 +80,11 @@ def _lost_pace(result: dict) -> str | None:
 def _unequal(result: dict) -> str | None:
     unequal = []
     for name, arm in result["arms"].items():
-        share, compared = arm.get("equal_tokens_fraction"), arm.get("compared_requests")
+        share, compared = arm.get("equal_tokens_fraction"), arm.get("compared_requests") or 0
         repeats = name == BASELINE and "compared_with" not in result
         if repeats or share is None or share >= 1:
             continue
-        differing = (
-            format_share(1 - share)
-            if compared is None
-            else f"{compared - round(share * compared):,} of {compared:,}"
-        )
-        unequal.append(f"{name} {differing}")
+        unequal.append(f"{name} {compared - round(share * compared):,} of {compared:,}")
     if not unequal:
         return None
     first = reference_of(result)
@@ -191,7 +185,7 @@ def _equality(result: dict) -> str:
     if _unequal(result):
         return ""
     count = sum(arm.get("compared_requests") or 0 for arm in compared)
-    return f"all {count:,} answers equal" if count else "all compared answers equal"
+    return f"all {count:,} answers equal"
 
 
 def _mean(paired: float | None, overall: float | None) -> float:

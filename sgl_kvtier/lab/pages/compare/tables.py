@@ -187,9 +187,7 @@ DETAILS = (
             *(ms(f"{LATER}.{q}", f"TTFT {q}") for q in (*_QUANTILES, "mean")),
             Column(f"{LATER}.n", "Requests"),
         ),
-        lambda result: [
-            {**row, LATER: later_times(result, str(row["arm"]))} for row in arm_rows(result)
-        ],
+        arm_rows,
     ),
     Listing(
         "Time per output token, end to end, throughput",
