@@ -46,8 +46,6 @@ _DASHES = {
     "kvtier": "-",
 }
 _FREE_DASHES = ("-", (0, (4, 1.6)), (0, (5, 1.4, 1, 1.4)), (0, (1, 1.2)))
-_MARKERS = {"recompute": "s", "hicache": "^", "hicache-file": "D", "kvtier-off": "v", "kvtier": "o"}
-_FREE_MARKERS = "<>PX*hpd"
 
 # One hue from dark to light for cached tokens, nearest tier darkest: the order survives grey print
 # and colour blindness.
@@ -77,12 +75,6 @@ def dashes(names: Iterable[str]) -> dict[str, object]:
     """A line style per name, so that lines can be told apart without colours."""
     free = iter(_FREE_DASHES * 16)
     return {name: _DASHES.get(name) or next(free) for name in names}
-
-
-def markers(names: Iterable[str]) -> dict[str, str]:
-    """A marker per name."""
-    free = iter(_FREE_MARKERS * 8)
-    return {name: _MARKERS.get(name) or next(free) for name in names}
 
 
 def new_figure(height_in: float = SIZE_IN[1]) -> tuple[Figure, Axes]:

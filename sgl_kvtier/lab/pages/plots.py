@@ -2,8 +2,8 @@
 timelines.
 
 Missing values (None, NaN) are gaps. Every function returns one <svg> element for a
-page. It raises KVTierError when matplotlib (the extra [bench]) is not installed. Colours, dashes
-and markers go by name and are the same in every plot.
+page. It raises KVTierError when matplotlib (the extra [bench]) is not installed. Colours and dashes
+go by name and are the same in every plot.
 """
 
 from __future__ import annotations
@@ -22,25 +22,11 @@ from sgl_kvtier.lab.pages.figure import (
     dashes,
     new_figure,
     new_panels,
-    plots_available,
     svg_text,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = [
-    "Bar",
-    "Panel",
-    "Series",
-    "cdf",
-    "lines",
-    "panels",
-    "plots_available",
-    "ratios",
-    "stacked_bars",
-    "timeline",
-]
 
 _EMPHASISED = "kvtier"
 

@@ -130,7 +130,7 @@ def grids_page(data: dict[str, Any]) -> str:
     sections = [html.Section("grids", "Tables", "\n".join(tables))]
     if "plot" in data:
         body = html.no_plots_html()
-        if plots.plots_available():
+        if html.plots_available():
             body = html.figure_html(grids_plot(data), data["plot"]["title"])
         sections.insert(0, html.Section("plot", "Plot", body))
     title = data.get("title") or f"Figures of docs/results/{data['page']}"

@@ -12,7 +12,7 @@ import pytest
 
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.extras import how_to_install
-from sgl_kvtier.lab.pages.figure import colours, dashes, markers, plots_available
+from sgl_kvtier.lab.pages.figure import colours, dashes, plots_available
 from sgl_kvtier.lab.pages.plots import Bar, Series, cdf, lines, stacked_bars, timeline
 
 pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
@@ -114,10 +114,9 @@ def test_an_arm_keeps_its_colour_whoever_stands_beside_it() -> None:
         assert colours(["other", arm])[arm] == colours(ARMS)[arm]
 
 
-def test_names_are_told_apart_in_three_ways() -> None:
+def test_names_are_told_apart_by_colour_and_by_dash() -> None:
     names = [*ARMS, "a", "b", "c"]
     assert len(set(colours(names).values())) == len(names)
-    assert len(set(markers(names).values())) == len(names)
     assert len({str(dashes(ARMS)[arm]) for arm in ARMS}) == len(ARMS)
 
 
