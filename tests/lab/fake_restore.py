@@ -13,10 +13,9 @@ from aiohttp import web
 from fake_sglang import FakeServer
 
 from sgl_kvtier.lab.experiment.restore import trial as restore_trial
-from sgl_kvtier.lab.experiment.restore.log import RestoreLog
 from sgl_kvtier.lab.experiment.restore.plan import RestorePlan
 from sgl_kvtier.lab.experiment.restore.run import Grid, Run
-from sgl_kvtier.lab.experiment.restore.trial import ServerCpu, Trials
+from sgl_kvtier.lab.experiment.restore.trial import RestoreLog, ServerCpu, Trials
 from sgl_kvtier.lab.outside.client import Client
 
 PAGE = 16

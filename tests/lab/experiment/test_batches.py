@@ -12,7 +12,6 @@ from fake_restore import measure as measure_with
 
 from sgl_kvtier.lab.experiment.restore.arms import BATCH_ARMS, DEFAULT_BATCH_ARMS
 from sgl_kvtier.lab.experiment.restore.cells import batch_results
-from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME, RestoreLog
 from sgl_kvtier.lab.experiment.restore.plan import (
     RestorePlan,
     decoders_of,
@@ -21,7 +20,7 @@ from sgl_kvtier.lab.experiment.restore.plan import (
     prompts_of,
 )
 from sgl_kvtier.lab.experiment.restore.run import Together
-from sgl_kvtier.lab.experiment.restore.trial import Batch, gaps_within
+from sgl_kvtier.lab.experiment.restore.trial import GRID, PRIME, Batch, RestoreLog, gaps_within
 from sgl_kvtier.lab.outside.client import Completion
 from sgl_kvtier.lab.rules import IN_TURN
 

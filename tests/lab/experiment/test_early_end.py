@@ -20,9 +20,8 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment import comparison, frame
 from sgl_kvtier.lab.experiment.frame import early_end, undisturbed
 from sgl_kvtier.lab.experiment.measures import Round
-from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME, RestoreLog, Scale
 from sgl_kvtier.lab.experiment.restore.server import Target
-from sgl_kvtier.lab.experiment.restore.trial import Trial
+from sgl_kvtier.lab.experiment.restore.trial import GRID, PRIME, RestoreLog, Scale, Trial
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan
 from sgl_kvtier.lab.experiment.scenarios.restore import Restoring
 from sgl_kvtier.lab.outside.client import Completion

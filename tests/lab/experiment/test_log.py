@@ -19,9 +19,8 @@ from sgl_kvtier.lab.experiment.load import Load
 from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.experiment.machine import CpuShare
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, sample_rows
-from sgl_kvtier.lab.experiment.restore.log import PRIME, RestoreLog
 from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions
-from sgl_kvtier.lab.experiment.restore.trial import Trial
+from sgl_kvtier.lab.experiment.restore.trial import PRIME, RestoreLog, Trial
 from sgl_kvtier.lab.experiment.rounds import KeptRound, RoundLog
 from sgl_kvtier.lab.experiment.scenarios import compare, restore
 from sgl_kvtier.lab.outside.client import Cached, Completion, Metrics

@@ -23,17 +23,18 @@ from sgl_kvtier.lab.experiment.restore.cells import (
     results_of,
     summary_of,
 )
-from sgl_kvtier.lab.experiment.restore.log import (
+from sgl_kvtier.lab.experiment.restore.plan import RestorePlan, order
+from sgl_kvtier.lab.experiment.restore.trial import (
     CURVE,
+    DISCARDED,
     FIRST,
     GRID,
     PRIME,
     RESIDENT,
     RestoreLog,
     Scale,
+    Trial,
 )
-from sgl_kvtier.lab.experiment.restore.plan import RestorePlan, order
-from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, Trial
 from sgl_kvtier.lab.outside.client import Client
 
 SMALL = RestorePlan("fake", page=PAGE, chunk=256, lengths=(512,), ratios=(0.5, 1.0), rounds=2)

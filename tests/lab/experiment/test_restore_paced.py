@@ -17,10 +17,9 @@ from fake_restore import measure as measure_with
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.restore.cells import pace_of, results_of
-from sgl_kvtier.lab.experiment.restore.log import GRID, WARM, RestoreLog
 from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions, RestorePlan
 from sgl_kvtier.lab.experiment.restore.server import setup_for
-from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, Trial
+from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, GRID, WARM, RestoreLog, Trial
 from sgl_kvtier.lab.experiment.scenarios import restore
 from sgl_kvtier.lab.paced import pace
 from sgl_kvtier.lab.paced.pace import PaceLog, Reader

@@ -32,8 +32,7 @@ from sgl_kvtier.lab.experiment.arms import (
 from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.experiment.machine import CpuWatch
 from sgl_kvtier.lab.experiment.remote.far import Far
-from sgl_kvtier.lab.experiment.restore.log import Scale
-from sgl_kvtier.lab.experiment.restore.trial import OUTPUT_TOKENS, Trial, grown, outcome
+from sgl_kvtier.lab.experiment.restore.trial import OUTPUT_TOKENS, Scale, Trial, grown, outcome
 from sgl_kvtier.lab.experiment.rounds import START_S, rotated
 from sgl_kvtier.lab.outside.client import Client, Metrics
 from sgl_kvtier.lab.outside.model_shapes import BYTES

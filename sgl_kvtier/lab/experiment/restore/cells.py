@@ -22,19 +22,22 @@ from sgl_kvtier.lab.experiment.restore.arms import (
     SINGLES,
 )
 from sgl_kvtier.lab.experiment.restore.bound import ComputeCurve, optimal, request_seconds
-from sgl_kvtier.lab.experiment.restore.log import (
+from sgl_kvtier.lab.experiment.restore.trial import (
     CURVE,
+    DISCARDED,
     FIRST,
     GRID,
     PAGE,
     PRIME,
     RESIDENT,
     WARM,
+    Attempt,
+    Batch,
     RestoreLog,
     Scale,
+    Trial,
     seconds,
 )
-from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, Attempt, Batch, Trial
 from sgl_kvtier.lab.outside.replay import milliseconds
 from sgl_kvtier.lab.paced import pace
 from sgl_kvtier.lab.pages.stats import pair_ratios, percentile, summary

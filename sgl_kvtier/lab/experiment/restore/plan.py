@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, DEFAULT_RESTORE_ARMS
 from sgl_kvtier.lab.experiment.restore.bound import curve_points
-from sgl_kvtier.lab.experiment.restore.log import CURVE, GRID
-from sgl_kvtier.lab.experiment.restore.trial import Trial
+from sgl_kvtier.lab.experiment.restore.trial import CURVE, GRID, Trial
 from sgl_kvtier.lab.experiment.rounds import backwards
 
 DECODERS = 4

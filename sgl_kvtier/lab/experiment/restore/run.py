@@ -20,17 +20,6 @@ from dataclasses import dataclass
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.restore.arms import BOTH_ENDS, COMPUTE, LOAD, OURS, RESTORE_ARMS
-from sgl_kvtier.lab.experiment.restore.log import (
-    FIRST,
-    GRID,
-    PAGE,
-    PRIME,
-    RESIDENT,
-    WARM,
-    RestoreLog,
-    Scale,
-    seconds,
-)
 from sgl_kvtier.lab.experiment.restore.plan import (
     RestorePlan,
     decoders_of,
@@ -41,7 +30,20 @@ from sgl_kvtier.lab.experiment.restore.plan import (
     prompts_of,
     scale_prompt,
 )
-from sgl_kvtier.lab.experiment.restore.trial import Batch, Trial, Trials
+from sgl_kvtier.lab.experiment.restore.trial import (
+    FIRST,
+    GRID,
+    PAGE,
+    PRIME,
+    RESIDENT,
+    WARM,
+    Batch,
+    RestoreLog,
+    Scale,
+    Trial,
+    Trials,
+    seconds,
+)
 from sgl_kvtier.lab.pages.stats import percentile
 
 SLOW = 3.0

@@ -48,11 +48,10 @@ from sgl_kvtier.lab.experiment.restore.cells import (
     pace_of,
     results_of,
 )
-from sgl_kvtier.lab.experiment.restore.log import RestoreLog
 from sgl_kvtier.lab.experiment.restore.plan import DECODERS, RestoreOptions, RestorePlan
 from sgl_kvtier.lab.experiment.restore.run import SLOW, Grid, Run, Together, steps
 from sgl_kvtier.lab.experiment.restore.server import Target, paced_of, started
-from sgl_kvtier.lab.experiment.restore.trial import SLOWEST, Attempt, ServerCpu, Trials
+from sgl_kvtier.lab.experiment.restore.trial import SLOWEST, Attempt, RestoreLog, ServerCpu, Trials
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, UNWEIGHTED
 from sgl_kvtier.lab.paced import pace
