@@ -14,7 +14,7 @@ import random
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -228,12 +228,15 @@ class Cluster:
         self._servers.stop()
 
 
-@dataclass(frozen=True)
-class RemoteRunOptions:
-    """What is measured. `length` are the tokens of a session's first prompt, `token_bytes` those of
-    the KV cache for each.
+@dataclass
+class RemoteRun:
+    """One run. What it measures is in the log, also when it is interrupted. `length` are the tokens
+    of a session's first prompt, `token_bytes` those of the KV cache for each.
     """
 
+    setup: Setup
+    log: MovedLog
+    folder: Path
     model: str
     length: int
     token_bytes: int
@@ -243,42 +246,24 @@ class RemoteRunOptions:
     sessions: int
     seed: int
     segment_bytes: int
-    until: float | None = None
+    until: float | None
     """No arm begins after this, on the monotonic clock."""
-
-    @property
-    def throttled(self) -> bool:
-        """Whether any speed is set."""
-        return any(cell.gbps != 0 for cell in self.cells)
-
-
-@dataclass
-class RemoteRun:
-    """One run. What it measures is in the log, also when it is interrupted."""
-
-    options: RemoteRunOptions
-    setup: Setup
-    log: MovedLog
-    folder: Path
-    advance: Callable[[], None] = lambda: None
-    describe: Callable[[str], None] = lambda _: None
-    failures: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    failures: dict[str, str]
+    notes: list[str]
+    advance: Callable[[], None]
+    describe: Callable[[str], None]
 
     def run(self) -> None:
         """All rounds. Raises BenchError where no arm could be measured."""
-        options = self.options
-        turns = TURNS * (WARM + options.sessions)
-        for number in range(1, options.rounds + 1):
-            for arm in rotated(options.arms, number):
-                left = [
-                    cell for cell in options.cells if not self.log.has(arm, number, cell, turns)
-                ]
-                for _ in range(len(options.cells) - len(left)):
+        turns = TURNS * (WARM + self.sessions)
+        for number in range(1, self.rounds + 1):
+            for arm in rotated(self.arms, number):
+                left = [cell for cell in self.cells if not self.log.has(arm, number, cell, turns)]
+                for _ in range(len(self.cells) - len(left)):
                     self.advance()
                 if arm in self.failures or not left:
                     continue
-                if options.until is not None and time.monotonic() > options.until:
+                if self.until is not None and time.monotonic() > self.until:
                     self.notes.append(
                         f"Time is up: {arm} of round {number} and what follows is left."
                     )
@@ -288,15 +273,16 @@ class RemoteRun:
                 except (BenchError, StoreError) as error:
                     self.failures[arm] = str(error)
                     self.notes.append(f"{arm} failed: {str(error).splitlines()[0]}")
-        if len(self.failures) == len(options.arms):
+        if len(self.failures) == len(self.arms):
             raise BenchError(
                 "no configuration could be measured.\n" + "\n".join(self.failures.values())
             )
 
     def _round(self, arm: str, number: int, cells: Sequence[Cell]) -> None:
         self.describe(f"round {number}, {arm}: starting")
-        chosen = REMOTE_ARMS[arm]
-        with cluster_of(chosen, self.options) as cluster:
+        chosen, throttled = REMOTE_ARMS[arm], any(cell.gbps != 0 for cell in self.cells)
+        # A fresh master and owner: two arms with one model's name share keys.
+        with Cluster(self.segment_bytes, throttled) if chosen.shares else nullcontext() as cluster:
             master = "" if cluster is None else cluster.master
             folder = self.folder / arm
             with pair(chosen, chosen.setup(self.setup, master), folder) as servers:
@@ -360,7 +346,7 @@ class _Play:
 
     async def scale(self) -> Scale:
         """What computing a prompt takes at B, and the bytes of its prefix."""
-        options, times = self.run.options, []
+        run, times = self.run, []
         for again in range(_CALIBRATIONS):
             ids = self._prompts("scale", again)[0]
             done = await self.clients[1].generate(ids, OUTPUT_TOKENS)
@@ -368,25 +354,25 @@ class _Play:
         middle = percentile(times, 50)
         if middle is None:
             raise BenchError("no prompt could be computed, from which speeds follow")
-        page = self.run.setup.page_size
-        nbytes = options.length // page * page * options.token_bytes
-        return Scale(options.model, options.length, page, nbytes, middle)
+        page = run.setup.page_size
+        nbytes = run.length // page * page * run.token_bytes
+        return Scale(run.model, run.length, page, nbytes, middle)
 
     async def cell(self, cell: Cell, gbps: float) -> None:
         """All turns of a cell's sessions."""
-        options = self.run.options
+        run = self.run
         for client in self.clients:
             await settled(client)
             await client.flush()
-        sessions = range(WARM + options.sessions)
+        sessions = range(WARM + run.sessions)
         drawn = [self._prompts(self.number, cell.name, session) for session in sessions]
         for turn in range(TURNS):
             moved = turn > 0
             self._speed(gbps if moved else 0.0)
             for session in sessions:
                 base = Moved(
-                    options.model,
-                    options.length,
+                    run.model,
+                    run.length,
                     "turn",
                     self.arm,
                     self.number,
@@ -398,7 +384,7 @@ class _Play:
                     server=int(moved or REMOTE_ARMS[self.arm].at_home),
                     moved=moved,
                 )
-                self.run.log.add("turn", await self._turn(base, drawn[session][turn]))
+                run.log.add("turn", await self._turn(base, drawn[session][turn]))
             self._speed(0.0)
             for client, server in zip(self.clients, self.servers, strict=True):
                 await settled(client)
@@ -441,19 +427,7 @@ class _Play:
             self.cluster.speed(gbps / (1.0 if self._paced is None else self._paced.slower))
 
     def _prompts(self, *drawn_by: object) -> Sequence[Sequence[int]]:
-        return prompts((self.run.options.seed, *drawn_by), self.run.options.length)
-
-
-@contextmanager
-def cluster_of(arm: RemoteArm, options: RemoteRunOptions) -> Iterator[Cluster | None]:
-    """A fresh master and owner for an arm that shares pages: two arms with one model's name share
-    keys.
-    """
-    if not arm.shares:
-        yield None
-        return
-    with Cluster(options.segment_bytes, options.throttled) as cluster:
-        yield cluster
+        return prompts((self.run.seed, *drawn_by), self.run.length)
 
 
 @contextmanager

@@ -41,7 +41,6 @@ from sgl_kvtier.lab.experiment.remote.run import (
     Moved,
     MovedLog,
     RemoteRun,
-    RemoteRunOptions,
 )
 from sgl_kvtier.lab.outside.lab_model import write_named
 from sgl_kvtier.lab.outside.model_shapes import kv_bytes
@@ -231,23 +230,27 @@ class Moving:
     def measure(self, log: MovedLog, folder: Path) -> None:
         """All rounds."""
         args = self.args
-        options = RemoteRunOptions(
-            model=self.setup.served_name if self.setup.paced else args.model,
-            length=args.tokens,
-            token_bytes=self.token_bytes(),
-            arms=self.arms,
-            cells=self.cells,
-            rounds=_rounds(args),
-            sessions=self.sessions,
-            seed=args.seed,
-            segment_bytes=self.segment_bytes(),
-            until=deadline_of(args),
-        )
-        total = options.rounds * len(self.arms) * len(self.cells)
-        with progress("measuring", total, "cells") as shown:
-            work = RemoteRun(options, self.setup, log, folder, shown.advance, shown.describe)
-            work.failures, work.notes = self.failures, self.notes
-            work.run()
+        rounds, arms, cells = _rounds(args), self.arms, self.cells
+        with progress("measuring", rounds * len(arms) * len(cells), "cells") as shown:
+            RemoteRun(
+                self.setup,
+                log,
+                folder,
+                model=self.setup.served_name if self.setup.paced else args.model,
+                length=args.tokens,
+                token_bytes=self.token_bytes(),
+                arms=arms,
+                cells=cells,
+                rounds=rounds,
+                sessions=self.sessions,
+                seed=args.seed,
+                segment_bytes=self.segment_bytes(),
+                until=deadline_of(args),
+                failures=self.failures,
+                notes=self.notes,
+                advance=shown.advance,
+                describe=shown.describe,
+            ).run()
 
     @property
     def sessions(self) -> int:
