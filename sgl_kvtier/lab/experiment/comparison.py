@@ -103,10 +103,6 @@ class Comparison:
         """Those of all cells that have a request."""
         return [one for cell in self.cells for one in cell.outcome.rounds if one.samples]
 
-    def is_failed(self) -> bool:
-        """Whether an arm failed in a cell."""
-        return failed(self.cells)
-
     def experiment(
         self,
         args: Options,
@@ -124,7 +120,7 @@ class Comparison:
             results=results,
             tables=tables,
             measured=lambda: bool(self.rounds()),
-            sound=lambda _: not self.is_failed() and not any(map(Cell.lost_pace, self.cells)),
+            sound=lambda _: not failed(self.cells) and not any(map(Cell.lost_pace, self.cells)),
             **(notes | more),
         )
 

@@ -96,7 +96,7 @@ def write_drawn(name: str, *, seed: int = 0, folder: Path | None = None) -> Path
         drawn.save(draft / "model.safetensors", weights, device)
         _finish(draft, shape, seed, "bfloat16")
 
-    return _write_once(target, write)
+    return write_once(target, write)
 
 
 def model_path(name: str, *, seed: int = 0, folder: Path | None = None) -> Path:
@@ -116,10 +116,10 @@ def write_model(name: str, *, seed: int = 0, folder: Path | None = None) -> Path
     no harm. Raises BenchError for an unknown name or a folder that cannot be written.
     """
     target = model_path(name, seed=seed, folder=folder)
-    return _write_once(target, lambda draft: _write_files(draft, SHAPES[name], seed))
+    return write_once(target, lambda draft: _write_files(draft, SHAPES[name], seed))
 
 
-def _write_once(
+def write_once(
     target: Path, write: Callable[[Path], None], mark: str = "kvtier_model.json"
 ) -> Path:
     """Writes a folder beside its place and renames it. `mark`: a file that a whole one has."""
@@ -151,7 +151,7 @@ def write_unweighted(name: str, *, folder: Path | None = None) -> Path:
     """
     shape = UNWEIGHTED[name]
     target = (folder if folder is not None else models_dir()) / f"{name}-{model_digest(shape, 0)}"
-    return _write_once(
+    return write_once(
         target, lambda draft: _write_settings(draft, shape, "bfloat16"), "config.json"
     )
 
@@ -166,7 +166,7 @@ def write_named(name: str, *, seed: int = 0, folder: Path | None = None) -> Path
         return write_unweighted(name, folder=folder)
     if name == smollm2.NAME:
         parent = folder if folder is not None else models_dir()
-        return _write_once(parent / f"{name}-135m-instruct", smollm2.write, "config.json")
+        return write_once(parent / f"{name}-135m-instruct", smollm2.write, "config.json")
     write = write_drawn if name in DRAWN else write_model
     return write(name, seed=seed, folder=folder)
 
@@ -197,22 +197,23 @@ def _write_files(folder: Path, shape: Shape, seed: int) -> None:
 def _finish(folder: Path, shape: Shape, seed: int, dtype: str) -> None:
     _write_settings(folder, shape, dtype)
     # Last: its presence says that the folder is complete.
-    _write_json(
+    write_json(
         folder / "kvtier_model.json",
         {**asdict(shape), "seed": seed, "parameters": shape.parameters},
     )
 
 
 def _write_settings(folder: Path, shape: Shape, dtype: str) -> None:
-    _write_json(folder / "config.json", _config(shape, dtype))
-    _write_json(
+    write_json(folder / "config.json", _config(shape, dtype))
+    write_json(
         folder / "generation_config.json", {"eos_token_id": BYTES, "pad_token_id": BYTES + 3}
     )
-    _write_json(folder / "tokenizer.json", _tokenizer())
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(shape))
+    write_json(folder / "tokenizer.json", _tokenizer())
+    write_json(folder / "tokenizer_config.json", _tokenizer_config(shape))
 
 
-def _write_json(path: Path, data: dict[str, Any]) -> None:
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """A file of a model's folder."""
     path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab import profile
-from sgl_kvtier.lab.outside.lab_model import models_dir, write_model
+from sgl_kvtier.lab.outside.lab_model import models_dir, write_json, write_model, write_once
 from sgl_kvtier.lab.outside.model_shapes import VOCABULARY
 from sgl_kvtier.types import PACED
 
@@ -307,26 +306,16 @@ def _own_words(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
 
 def _write_model(kind: str, layers: int) -> Path:
     name = f"paced-{kind}" if layers == LAYERS else f"paced-{kind}-{layers}-layers"
-    target = models_dir() / f"{name}-{_WRITER}"
-    if (target / "kvtier_model.json").exists():
-        return target
-    small = write_model("tiny-llama")  # for its tokenizer
-    try:
-        draft = Path(tempfile.mkdtemp(prefix=f".paced-{kind}-", dir=target.parent))
+
+    def write(draft: Path) -> None:
+        small = write_model("tiny-llama")  # for its tokenizer
         for file in ("tokenizer.json", "generation_config.json"):
             shutil.copy(small / file, draft)
         tokenizer = json.loads((small / "tokenizer_config.json").read_text(encoding="utf-8"))
         tokenizer["model_max_length"] = MOST_CONTEXT
+        write_json(draft / "tokenizer_config.json", tokenizer)
         config = {**_BASE, **_KINDS[kind][0], "num_hidden_layers": layers}
-        for file, data in (
-            ("tokenizer_config.json", tokenizer),
-            ("config.json", config),
-            ("kvtier_model.json", {"name": name, "paced": True}),
-        ):
-            (draft / file).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        draft.chmod(0o755)
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
-    except OSError as error:
-        raise BenchError(f"cannot write the model {target}: {error.strerror}") from error
-    return target
+        write_json(draft / "config.json", config)
+        write_json(draft / "kvtier_model.json", {"name": name, "paced": True})
+
+    return write_once(models_dir() / f"{name}-{_WRITER}", write)

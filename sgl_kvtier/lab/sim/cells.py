@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
 from sgl_kvtier.console import Column, Table
@@ -70,14 +71,10 @@ class Agreement(NamedTuple):
 
 def agreement(cells: Sequence[Cell]) -> Agreement:
     """That of the cells which are neither fitted nor unprinted."""
-    off = sorted(
-        abs(cell.deviation) for cell in cells if cell.deviation is not None and not cell.fitted
-    )
+    off = [abs(cell.deviation) for cell in cells if cell.deviation is not None and not cell.fitted]
     if not off:
         return Agreement(0, None, None)
-    middle = len(off) // 2
-    median = off[middle] if len(off) % 2 else (off[middle - 1] + off[middle]) / 2
-    return Agreement(len(off), median, sum(value <= 0.15 for value in off) / len(off))
+    return Agreement(len(off), median(off), sum(value <= 0.15 for value in off) / len(off))
 
 
 def agreement_by_reading(cells: Sequence[Cell]) -> dict[str, Agreement]:
