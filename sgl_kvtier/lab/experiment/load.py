@@ -70,10 +70,10 @@ class Load:
         """
         return sum(row["longest_tokens"] for row in self.rows)
 
-    def describe(self, per: str) -> str:
-        """The replayed sessions as text for people; `per` says how much of it `requests` are."""
+    def describe(self) -> str:
+        """The replayed sessions as text for people."""
         return (
-            f"{self.description}\n{self.requests} requests a {per}, prompts up to {self.longest_tokens:,} tokens, "
+            f"{self.description}\n{self.requests} requests a round and configuration, prompts up to {self.longest_tokens:,} tokens, "
             f"all contexts together {self.context_tokens:,}"
         )
 

@@ -31,6 +31,7 @@ from sgl_kvtier.launch import refuse_taken_port
 from sgl_kvtier.page_hash import compile_page_hash
 
 HOST = "127.0.0.1"
+_LOOK_S = 0.5
 TERMINATE_S = 10.0
 """How long a server has to end after SIGTERM before its processes are killed."""
 
@@ -61,21 +62,12 @@ class Launch:
 class Server:
     """One SGLang server process group. Use from one thread; `stop` may be called twice."""
 
-    def __init__(
-        self,
-        name: str,
-        launch: Launch,
-        folder: Path,
-        *,
-        port: int | None = None,
-        module: str = "sglang.launch_server",
-    ) -> None:
+    def __init__(self, name: str, launch: Launch, folder: Path, *, port: int | None = None) -> None:
         self.name = name
         self.folder = folder
         self.port = free_port() if port is None else port
         self.log_path = folder / "server.log"
         self._launch = launch
-        self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
 
@@ -93,7 +85,7 @@ class Server:
     def command(self) -> list[str]:
         """The whole command line, as it is started."""
         place = ["--host", HOST, "--port", str(self.port)]
-        return [sys.executable, "-m", self._module, *self._launch.arguments, *place]
+        return [sys.executable, "-m", "sglang.launch_server", *self._launch.arguments, *place]
 
     def start(self) -> None:
         """Starts the process and returns at once. SGLang's page hash is compiled first, where it
@@ -121,9 +113,8 @@ class Server:
         self._started_s = time.monotonic()
         _RUNNING[id(self)] = self
 
-    def wait_until_healthy(self, timeout_s: float = 300.0, look_s: float = 0.5) -> float:
-        """Blocks until /health says 200 and returns the seconds since the start, looking every
-        `look_s`.
+    def wait_until_healthy(self, timeout_s: float = 300.0) -> float:
+        """Blocks until /health says 200 and returns the seconds since the start.
 
         Raises BenchError with the log's last lines when the process ends or the time is over; it is
         stopped then.
@@ -133,7 +124,7 @@ class Server:
             self.raise_if_ended("while starting")
             if self._healthy():
                 return time.monotonic() - self._started_s
-            time.sleep(look_s)
+            time.sleep(_LOOK_S)
         log = self.last_lines()
         self.stop()
         raise BenchError(f"{self.name}: the server was not ready after {timeout_s:.0f} s. {log}")

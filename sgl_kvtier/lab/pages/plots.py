@@ -140,14 +140,12 @@ def panels(rows: Sequence[Panel], title: str, x_label: str, *, steps: bool = Fal
     return svg_text(figure, f"{title}: {', '.join(names)}")
 
 
-def cdf(
-    samples: Mapping[str, Sequence[float | None]], title: str, x_label: str, *, log_x: bool = True
-) -> str:
+def cdf(samples: Mapping[str, Sequence[float | None]], title: str, x_label: str) -> str:
     """Cumulative distributions: the share of samples at or below x, one stepped curve per name."""
     figure, axes = new_figure()
     colour, dash = colours(samples), dashes(samples)
     for name, values in samples.items():
-        present = sorted(v for v in _floats(values) if math.isfinite(v) and (v > 0 or not log_x))
+        present = sorted(v for v in _floats(values) if math.isfinite(v) and v > 0)
         if not present:
             continue
         kept = _thinned(len(present))
@@ -163,7 +161,7 @@ def cdf(
         )
     axes.set_ylim(0, 101)
     _label(axes, x_label, "share of requests (%)")
-    _scale(axes, log_x=log_x, log_y=False)
+    _scale(axes, log_x=True, log_y=False)
     add_heading(figure, axes, _safe(title))
     return svg_text(figure, f"{title}: {', '.join(samples)}")
 

@@ -61,16 +61,10 @@ class RecomputeOnly:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StockSettings:
-    """Stock HiCache's constants, as SGLang 0.5.23 has them, with `--hicache-storage-prefetch-policy
-    timeout`. Tokens, pages, seconds.
-    """
-
-    threshold_tokens: int = 256
-    batch_pages: int = 128
-    timeout_base_s: float = 1.0
-    timeout_per_1024_tokens_s: float = 0.25
+# SGLang 0.5.23's constants, with `--hicache-storage-prefetch-policy timeout`.
+_THRESHOLD_TOKENS = 256
+_BATCH_PAGES = 128
+_TIMEOUT_BASE_S, _TIMEOUT_PER_1024_TOKENS_S = 1.0, 0.25
 
 
 @dataclass(slots=True)
@@ -98,9 +92,10 @@ class StockHiCache:
     has one thread for it.
     """
 
-    def __init__(self, engine: EngineShape, settings: StockSettings | None = None) -> None:
+    def __init__(self, engine: EngineShape, threshold_tokens: int = _THRESHOLD_TOKENS) -> None:
+        """`threshold_tokens`: of shorter prefixes nothing is fetched."""
         self._engine = engine
-        self.settings = settings or StockSettings()
+        self._threshold_tokens = threshold_tokens
         self._keys: dict[str, tuple[PageKey, ...]] = {}
         self._offers: list[RestoreOffered] = []
         self.operations: dict[str, Operation] = {}
@@ -141,7 +136,7 @@ class StockHiCache:
 
     def _begin(self, offer: RestoreOffered, now: float) -> RestoreStart:
         first = next((span.start for span, tier in offer.sources if tier > Tier.HOST), offer.pages)
-        if (offer.pages - first) * self._engine.page_tokens < self.settings.threshold_tokens:
+        if (offer.pages - first) * self._engine.page_tokens < self._threshold_tokens:
             return RestoreStart(offer.rid, Mode.COMPUTE, "below the prefetch threshold")
         assert self._keys.get(offer.rid), (
             f"{offer.rid}: stock HiCache moves pages by name; give the request keys"
@@ -150,7 +145,7 @@ class StockHiCache:
             (Span(low, high), tier)
             for span, tier in _stored(offer, first)
             for low, high in itertools.pairwise(
-                (*range(span.start, span.stop, self.settings.batch_pages), span.stop)
+                (*range(span.start, span.stop, _BATCH_PAGES), span.stop)
             )
         ]
         pages = offer.pages - offer.resident
@@ -177,9 +172,7 @@ class StockHiCache:
     def ended(self, operation: Operation, now: float) -> bool:
         """Whether its prefetch is over: complete, or given up now that the request could run."""
         tokens = operation.pages * self._engine.page_tokens
-        patience_s = (
-            self.settings.timeout_base_s + self.settings.timeout_per_1024_tokens_s * tokens / 1024
-        )
+        patience_s = _TIMEOUT_BASE_S + _TIMEOUT_PER_1024_TOKENS_S * tokens / 1024
         if now - operation.since >= patience_s:
             operation.batches.clear()
         return not operation.batches and not operation.moving
@@ -261,7 +254,7 @@ class ReadsInTurn(StockHiCache):
     """
 
     def __init__(self, planner: Consulted, shape: EngineShape, spec: ServerSpec) -> None:
-        super().__init__(shape, StockSettings())
+        super().__init__(shape)
         self._planner = planner
         self._device_pages = spec.device_pages
         self._host_pages = spec.host_pages

@@ -28,6 +28,8 @@ CHARS_PER_TOKEN = 4
 """
 
 Ids = NDArray[np.int32]
+_FIRST_ID = 16
+"""The least id of `ByteEncoder`."""
 
 # SplitMix64's constants (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
 # 2014).
@@ -44,10 +46,9 @@ class Encoder(ABC):
     divisor = 1
     """Factor by which token counts are scaled down; 1 = not at all."""
 
-    def __init__(self, vocab_size: int, first_id: int, seed: int) -> None:
+    def __init__(self, vocab_size: int, first_id: int) -> None:
         self.vocab_size = vocab_size
         self._first_id = first_id
-        self._seed = seed
 
     def encode(self, message: Message) -> Ids:
         """The message's token ids: at least one, all in the model's vocabulary."""
@@ -55,9 +56,7 @@ class Encoder(ABC):
             return np.asarray(message.token_ids, np.int32)
         if message.blocks is None:
             return self._text_ids(message.role, message.text or "")
-        return block_token_ids(
-            message.blocks, self._first_id, self.vocab_size, self.divisor, self._seed
-        )
+        return block_token_ids(message.blocks, self._first_id, self.vocab_size, self.divisor)
 
     @abstractmethod
     def _text_ids(self, role: str, text: str) -> Ids:
@@ -65,24 +64,19 @@ class Encoder(ABC):
 
 
 class ByteEncoder(Encoder):
-    """The encoder for small models without a real tokenizer: ids are hashes in [first_id,
-    vocab_size), at a reduced scale.
+    """The encoder for small models without a real tokenizer: ids are hashes in [16, vocab_size), at
+    a reduced scale.
     """
 
-    def __init__(
-        self, vocab_size: int, divisor: int = 1, *, first_id: int = 16, seed: int = 0
-    ) -> None:
+    def __init__(self, vocab_size: int, divisor: int = 1) -> None:
         if divisor < 1:
             raise ConfigError(f"divisor = {divisor}: must be a whole number of at least 1")
-        if first_id < 0 or vocab_size - first_id < 64:
-            raise ConfigError(
-                f"vocab_size = {vocab_size}: must leave 64 ids or more from first_id = {first_id} "
-                "on"
-            )
-        super().__init__(vocab_size, first_id, seed)
+        if vocab_size < _FIRST_ID + 64:
+            raise ConfigError(f"vocab_size = {vocab_size}: must be at least {_FIRST_ID + 64}")
+        super().__init__(vocab_size, _FIRST_ID)
         self.divisor = divisor
         self._window = CHARS_PER_TOKEN * divisor
-        self._text_seed = np.uint64(_digest(f"kvtier text {seed}"))
+        self._text_seed = np.uint64(_digest("kvtier text 0"))
         steps = np.arange(1, self._window + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
         self._weights = _mix(steps) | np.uint64(1)
 
@@ -104,7 +98,7 @@ class TokenizerEncoder(Encoder):
     template, since templates rewrite earlier messages. Blocks become ids drawn from the vocabulary.
     """
 
-    def __init__(self, path: str | Path, *, first_id: int = 256, seed: int = 0) -> None:
+    def __init__(self, path: str | Path) -> None:
         try:
             # Heavy door: a compiled package that only replays with a real model need.
             from tokenizers import Tokenizer
@@ -123,7 +117,7 @@ class TokenizerEncoder(Encoder):
         except Exception as error:  # the package raises bare Exception on a file it cannot read
             raise ConfigError(f"{file} is not a tokenizer.json: {error}") from error
         size = int(self._tokenizer.get_vocab_size())
-        super().__init__(size, min(first_id, size // 2), seed)
+        super().__init__(size, min(256, size // 2))
 
     def _text_ids(self, role: str, text: str) -> Ids:
         text = text.encode("utf-8", "replace").decode()
@@ -202,8 +196,8 @@ def output_tokens(call: Call, encoder: Encoder, most: int | None = None) -> int:
     return max(1, wanted if most is None else min(wanted, most))
 
 
-def block_token_ids(blocks: Blocks, first_id: int, vocab_size: int, divisor: int, seed: int) -> Ids:
-    """Made-up ids for blocks: a hash of (seed, scope, block id, place in the block), in [first_id,
+def block_token_ids(blocks: Blocks, first_id: int, vocab_size: int, divisor: int) -> Ids:
+    """Made-up ids for blocks: a hash of (scope, block id, place in the block), in [first_id,
     vocab_size).
 
     A cut last block has the beginning of its whole self. At least one token in all.
@@ -211,7 +205,7 @@ def block_token_ids(blocks: Blocks, first_id: int, vocab_size: int, divisor: int
     per_block = max(1, round(blocks.block_tokens / divisor))
     cut = len(blocks) * blocks.block_tokens - blocks.tokens
     last = max(1, round((blocks.block_tokens - cut) * per_block / blocks.block_tokens))
-    scope = np.uint64(_digest(f"kvtier blocks {seed} {blocks.scope}"))
+    scope = np.uint64(_digest(f"kvtier blocks 0 {blocks.scope}"))
     keys = _mix(blocks.ids().astype(np.uint64) * np.uint64(_GOLDEN) + scope)
     places = np.arange(1, per_block + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     hashes = _mix((keys[:, None] + places[None, :]).reshape(-1))

@@ -170,9 +170,9 @@ def text_of(record: dict[str, Any], key: str, default: str | None = None) -> str
     return value
 
 
-def count_of(record: dict[str, Any], key: str, most: int = MOST_TOKENS) -> int:
-    """A whole number from 0 to `most`. Raises BadRecord."""
-    return whole(record.get(key), repr(key), most)
+def count_of(record: dict[str, Any], key: str) -> int:
+    """A whole number from 0 to `MOST_TOKENS`. Raises BadRecord."""
+    return whole(record.get(key), repr(key), MOST_TOKENS)
 
 
 def seconds_of(record: dict[str, Any], key: str) -> float | None:

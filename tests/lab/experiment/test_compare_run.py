@@ -496,12 +496,12 @@ def test_a_result_in_a_folder_is_named_by_the_device_and_the_time(
     parser = ArgumentParser()
     scenario.add_arguments(parser)
     into = ["--device", device, "--json", "results/", "--html", "results/"]
-    args = scenario.name_outputs(scenario.CompareOptions.of(parser.parse_args(into)), "compare")
+    args = scenario.name_outputs(scenario.CompareOptions.of(parser.parse_args(into)))
     assert args.json is not None
     assert re.fullmatch(rf"{pattern}\.json", args.json)
     assert args.html == args.json.removesuffix("json") + "html"
     into = ["--device", device, "--json", "-"]
-    args = scenario.name_outputs(scenario.CompareOptions.of(parser.parse_args(into)), "compare")
+    args = scenario.name_outputs(scenario.CompareOptions.of(parser.parse_args(into)))
     assert (args.json, args.html) == ("-", None)
 
 

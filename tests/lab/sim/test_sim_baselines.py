@@ -7,7 +7,7 @@ from scenes import COST, MODEL, PAGE, Scripted, keys, machine, serve
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.lab.sim.baselines import StockHiCache, StockSettings
+from sgl_kvtier.lab.sim.baselines import StockHiCache
 from sgl_kvtier.lab.sim.hardware import Hardware, planner_profile
 from sgl_kvtier.lab.sim.oracle import Oracle
 from sgl_kvtier.lab.sim.policies import POLICIES, Setting, policy
@@ -80,7 +80,7 @@ def test_stock_leaves_a_prefix_below_its_threshold_on_storage() -> None:
     spec = ServerSpec(
         page_tokens=PAGE, step_tokens=32, device_pages=12, host_pages=12, fetches=True
     )
-    planner = StockHiCache(SHAPE, StockSettings(threshold_tokens=100_000))
+    planner = StockHiCache(SHAPE, 100_000)
     result = simulate(planner, machine(), MODEL, _sessions(), server=spec, cost=COST)
     assert result.links[Link.STORAGE_TO_HOST].nbytes == 0
 
@@ -88,7 +88,7 @@ def test_stock_leaves_a_prefix_below_its_threshold_on_storage() -> None:
 def test_stock_needs_pages_with_names() -> None:
     request = SimRequest("r", 0.0, 129, cached=((Span(0, 8), Tier.STORAGE),))
     with pytest.raises(AssertionError, match="give the request keys"):
-        serve(StockHiCache(SHAPE, StockSettings(threshold_tokens=0)), [request], fetches=True)
+        serve(StockHiCache(SHAPE, 0), [request], fetches=True)
 
 
 def test_the_oracle_is_not_slower_than_the_planner_it_tells_what_comes() -> None:

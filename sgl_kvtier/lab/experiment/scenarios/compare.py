@@ -295,7 +295,7 @@ def run(given: argparse.Namespace) -> int:
     """Compares and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises
     KVTierError.
     """
-    args = name_outputs(choose_device(CompareOptions.of(given)), "compare")
+    args = name_outputs(choose_device(CompareOptions.of(given)))
     check(args)
     if args.harness != "own":
         args = _for_harness(args)
@@ -357,9 +357,7 @@ def run(given: argparse.Namespace) -> int:
         log = RoundLog.open(args.log, about(args, setup, chosen, shared))
         compared = Comparison(cells, log)
         loads = f"{axis} {', '.join(f'{value:g}' for value in values)}; " if values[1:] else ""
-        announce(
-            chosen, "round and configuration", cells[0].plan, f"{loads}{rounds} rounds of each"
-        )
+        announce(chosen, cells[0].plan, f"{loads}{rounds} rounds of each")
         common = standing(setup, chosen, replaying)
         if args.ablation or len(values) > 1:
             kind = ABLATION if args.ablation else SWEEP
@@ -438,11 +436,11 @@ def standing(setup: Setup, chosen: Load, replaying: ReplayOptions) -> list[str]:
     return [*paced, *chosen.notes, *replay_notes(replaying), *STANDING]
 
 
-def announce(chosen: Load, per: str, plan: Plan, what: str) -> None:
+def announce(chosen: Load, plan: Plan, what: str) -> None:
     """Says what will be measured."""
     setup = plan.setup
     print(
-        f"{chosen.describe(per)}; device pool {setup.device_tokens:,} tokens, host pool {setup.host_tokens:,}\n"
+        f"{chosen.describe()}; device pool {setup.device_tokens:,} tokens, host pool {setup.host_tokens:,}\n"
         f"configurations: {', '.join(plan.arms)}; {what}; logs in {plan.folder}",
         file=sys.stderr,
     )
@@ -713,12 +711,12 @@ def choose_device(args: CompareOptions) -> CompareOptions:
     return replace(args, device=device, dilation=dilation, model=args.model or "lab-mha")
 
 
-def name_outputs(args: CompareOptions, command: str) -> CompareOptions:
-    """With names of the result and the page where --json or --html say a folder: by the command, the
-    device if it is a paced one, and the time.
+def name_outputs(args: CompareOptions) -> CompareOptions:
+    """With names of the result and the page where --json or --html say a folder: by the device
+    if it is a paced one, and the time.
     """
     kind = "paced-" if is_paced(args.device or "") else ""
-    name = f"{command}-{kind}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    name = f"compare-{kind}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
 
     def named(target: str | None, ending: str) -> str | None:
         folder = target is not None and target.endswith("/")

@@ -333,6 +333,9 @@ def remote_results(
     """The arms in words, and the cells."""
     reference = answers(log)
     rows = [_cell(log, cell, gbps, arms, reference) for cell, gbps in cells]
+    figures = [arm for row in rows for arm in row["arms"].values()]
+    equal = [arm["equal_tokens_fraction"] for arm in figures]
+    shares = [share for share in equal if share is not None]
     return {
         "arms": {arm: REMOTE_ARMS[arm].about for arm in arms},
         "scale": [
@@ -341,8 +344,8 @@ def remote_results(
         ],
         "cells": rows,
         "summary": {
-            "equal_tokens_fraction": _least(rows, "equal_tokens_fraction"),
-            "errors": sum(arm["errors"] for row in rows for arm in row["arms"].values()),
+            "equal_tokens_fraction": min(shares, default=None),
+            "errors": sum(arm["errors"] for arm in figures),
         },
         "turns": [_row(one, reference) for one in log.turns],
     }
@@ -421,11 +424,6 @@ def _vs_better(figures: Mapping[str, Mapping[str, Any]]) -> float | None:
     others = [figures[arm]["ttft_ms"]["p50"] for arm in (BASELINE, MOONCAKE) if arm in figures]
     known = [one for one in others if one is not None]
     return min(known) / ours if ours and known else None
-
-
-def _least(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    known = [arm[key] for row in rows for arm in row["arms"].values() if arm[key] is not None]
-    return min(known, default=None)
 
 
 def _row(one: Moved, reference: Mapping[tuple[Any, ...], tuple[int, ...]]) -> dict[str, Any]:

@@ -42,12 +42,12 @@ class Damage:
 class Bench:
     """A store of one segment whose file is also edited from outside."""
 
-    def __init__(self, root: str, seed: int, io: str) -> None:
+    def __init__(self, root: str, seed: int) -> None:
         self._chance = chance(seed, "damage")
         # The page cache, because the file is edited through it; io_uring all the same, where
         # threads would do for it.
         self._store: DiskStore = open_at(
-            root, capacity_bytes=64 << 20, segment_bytes=4 << 20, direct_io="off", io=io
+            root, capacity_bytes=64 << 20, segment_bytes=4 << 20, direct_io="off", io="io_uring"
         )
         self._memory = memoryview(mmap.mmap(-1, PAGES * 2 * BLOCK))
         self._round = 0
@@ -188,12 +188,11 @@ def torture_bytes(
     corruptions: int,
     clean_reads: int,
     step: Callable[[int], None] = lambda _: None,
-    io: str = "io_uring",
 ) -> Damage:
     """Damages and reads until both counts are reached. `step` is called with the operations
     done.
     """
-    bench = Bench(root, seed, io)
+    bench = Bench(root, seed)
     try:
         while bench.result.corruptions < corruptions:
             before = bench.result.corruptions
