@@ -1,7 +1,8 @@
 """Options that several commands share, and the objects they are parsed to.
 
-This module decides the device, page and chunk of a server for all commands (`shape_of`,
-`setup_of`). `arms.prepare` makes the server's command line.
+`Options` has what commands share, each command's own class adds what only it has. This module
+decides the device, page and chunk of a server for all commands (`shape_of`, `setup_of`).
+`arms.prepare` makes the server's command line.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,6 @@ from sgl_kvtier.arguments import above_nought, any_device, count, not_negative, 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import Setup
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions
-from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.outside import smollm2
 from sgl_kvtier.lab.outside.lab_model import NAMES, write_named
 from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, serving_dtype
@@ -29,6 +29,63 @@ from sgl_kvtier.lab.workload.catalogue import FOLDER_HELP
 from sgl_kvtier.lab.workload.source import BLOCK_TOKENS
 from sgl_kvtier.launch import detect_device, host_of
 from sgl_kvtier.outside import shown
+
+_T = TypeVar("_T", bound="Options")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was given, by the names of the options; None where the command decides. A command that
+    does not offer an option has the default here.
+    """
+
+    # of a run
+    quick: bool = False
+    rounds: int | None = None
+    json: str | None = None
+    html: str | None = None
+    log: Path | None = None
+    minutes: float | None = None
+    seed: int = 0
+    # of servers that are started, or the one that is there
+    url: str | None = None
+    device: str | None = None
+    dilation: float | None = None
+    model: str | None = None
+    dtype: str | None = None
+    threads: int | None = None
+    tp: int | None = None
+    page_size: int | None = None
+    chunk: int | None = None
+    storage_size: int | None = None
+    server_arg: Sequence[str] = ()
+    folder: Path | None = None
+    # of sessions
+    trace: str | None = None
+    traces_dir: Path | None = None
+    skip: int = 0
+    sessions: int | None = None
+    turns: int | None = None
+    divisor: int | None = None
+    max_prompt_tokens: int | None = None
+    min_prompt_tokens: int | None = None
+    block_tokens: int | None = None
+    max_output_tokens: int | None = None
+    # of how they are replayed
+    concurrency: int | None = None
+    rate: float | None = None
+    route: str = "generate"
+    feedback: str = "recorded"
+    pause: float | None = None
+    gap_scale: float | None = None
+    gap_cap: float | None = None
+
+    @classmethod
+    def of(cls: type[_T], args: argparse.Namespace) -> _T:
+        """Those that a parser found."""
+        given = vars(args)
+        return cls(**{one.name: given[one.name] for one in fields(cls) if one.name in given})
+
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from sgl_kvtier.console import Table
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.argtypes import Options
 from sgl_kvtier.lab.experiment.frame import Experiment
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, left_out, sample_rows
-from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, RoundLog, Rounds, Work, servers_up
 from sgl_kvtier.lab.paced.launching import Paced
 

@@ -28,7 +28,7 @@ from sgl_kvtier.console import (
 from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.extras import how_to_install
-from sgl_kvtier.lab.experiment.options import Options
+from sgl_kvtier.lab.experiment.argtypes import Options
 from sgl_kvtier.lab.outside import peers
 from sgl_kvtier.lab.outside.server import end_on_signals
 from sgl_kvtier.launch import missing_packages, paced_device

@@ -10,9 +10,8 @@ import pytest
 
 from sgl_kvtier import cli
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.argtypes import load_options, replay_options
+from sgl_kvtier.lab.experiment.argtypes import Options, load_options, replay_options
 from sgl_kvtier.lab.experiment.frame import check
-from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.scenarios import compare, replay
 from sgl_kvtier.lab.experiment.scenarios.compare import CompareOptions
 from sgl_kvtier.lab.outside.replay import ReplayOptions

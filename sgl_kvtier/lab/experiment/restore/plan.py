@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sgl_kvtier.lab.experiment.options import Options
+from sgl_kvtier.lab.experiment.argtypes import Options
 from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, DEFAULT_RESTORE_ARMS
 from sgl_kvtier.lab.experiment.restore.bound import curve_points
 from sgl_kvtier.lab.experiment.restore.trial import CURVE, GRID, Trial

@@ -26,6 +26,7 @@ from sgl_kvtier.lab.experiment.ablation import (
 from sgl_kvtier.lab.experiment.argtypes import (
     RUN,
     SERVER,
+    Options,
     Shape,
     add_load_arguments,
     add_options,
@@ -89,7 +90,6 @@ from sgl_kvtier.lab.experiment.measures import (
     sustained,
     within_bound,
 )
-from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog, rotated, same_place
 from sgl_kvtier.lab.experiment.sglang_client import ChatReplaying, SGLangReplaying
 from sgl_kvtier.lab.experiment.timeline import timelines, watch_first

@@ -17,6 +17,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
     LAB_MODEL,
     RUN,
     SERVER,
+    Options,
     add_options,
     deadline_of,
     each_once,
@@ -30,7 +31,6 @@ from sgl_kvtier.lab.experiment.arms import BASELINE, MOONCAKE, Setup, check_name
 from sgl_kvtier.lab.experiment.comparison import device_of, paced_notes
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.machine import made_with
-from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.remote.run import (
     NEW_TOKENS,
     REMOTE,

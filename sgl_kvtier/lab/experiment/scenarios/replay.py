@@ -14,6 +14,7 @@ from sgl_kvtier.console import Column, Table, format_bytes, progress
 from sgl_kvtier.errors import BenchError, KVTierError
 from sgl_kvtier.lab.experiment.argtypes import (
     RUN,
+    Options,
     add_load_arguments,
     add_options,
     add_replay_arguments,
@@ -25,7 +26,6 @@ from sgl_kvtier.lab.experiment.frame import Experiment, check
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.lab.experiment.machine import CpuWatch
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, sample_rows
-from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.rounds import settled_metrics
 from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions, SampleLog, replay

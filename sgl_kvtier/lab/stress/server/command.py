@@ -21,6 +21,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
     LAB_MODEL,
     RUN,
     SERVER,
+    Options,
     add_load_arguments,
     add_options,
     load_options,
@@ -31,7 +32,6 @@ from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup, model_argument
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.lab.experiment.machine import made_with
-from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.outside.lab_model import write_named
 from sgl_kvtier.lab.paced.launching import Paced, is_paced, parse

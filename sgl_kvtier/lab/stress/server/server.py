@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.argtypes import refuse_other, setup_of, shape_of
+from sgl_kvtier.lab.experiment.argtypes import Options, refuse_other, setup_of, shape_of
 from sgl_kvtier.lab.experiment.arms import WITHOUT_LOOKAHEAD, Setup, prepare
 from sgl_kvtier.lab.experiment.load import Load
-from sgl_kvtier.lab.experiment.options import Options
 from sgl_kvtier.lab.experiment.restore.server import STRICT
 from sgl_kvtier.lab.outside.model_shapes import check_heads
 from sgl_kvtier.lab.outside.server import Launch, Server, Usage, free_port
