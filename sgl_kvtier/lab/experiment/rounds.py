@@ -113,7 +113,8 @@ class Plan:
     folder: Path
     rounds: int = 3
     together: bool | None = None
-    order: Callable[[Sequence[str], int], list[str]] = rotated
+    begins_at: int = 0
+    """Place of the arm that is the first one of the first round."""
     request_timeout_s: float = 300.0
     first_round: int = 1
     client: type[Client] = Client
@@ -126,7 +127,7 @@ class Plan:
 
     def arms_of(self, number: int) -> list[str]:
         """The arms of round `number`, from 1, in their order."""
-        arms = self.order(self.arms, number)
+        arms = rotated(self.arms, number + self.begins_at)
         return arms if number == 1 else [arm for arm in arms if arm not in self.once]
 
 

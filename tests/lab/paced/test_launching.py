@@ -87,17 +87,14 @@ def test_a_disk_that_is_no_rate_is_refused(disk):
         launching.parse(f"paced:h100-llama8b@{disk}")
 
 
-def test_every_arm_of_a_comparison_runs_on_the_same_paced_device(tmp_path):
-    setup = Setup(
-        model_path="/m",
-        served_name="m",
-        device="paced:h100-llama8b",
-        page_size=64,
-        chunk_tokens=8192,
-        device_tokens=40960,
-        storage_bytes=1 << 30,
-        dilation=2.0,
+def setup_of(dilation):
+    return Setup(
+        *("/m", "m", "paced:h100-llama8b", 64, 8192), device_tokens=40960, dilation=dilation
     )
+
+
+def test_every_arm_of_a_comparison_runs_on_the_same_paced_device(tmp_path):
+    setup = setup_of(2.0)
     launches = {arm: prepare(arm, setup, tmp_path / arm) for arm in ("hicache-file", "kvtier")}
     told = [json.loads(one.env["KVTIER_PACED"]) for one in launches.values()]
     assert {**told[0], "log": ""} == {**told[1], "log": ""}
@@ -107,16 +104,7 @@ def test_every_arm_of_a_comparison_runs_on_the_same_paced_device(tmp_path):
 
 
 def test_the_stock_arms_time_outs_are_dilated_too(tmp_path):
-    setup = Setup(
-        model_path="/m",
-        served_name="m",
-        device="paced:h100-llama8b",
-        page_size=64,
-        chunk_tokens=8192,
-        device_tokens=40960,
-        dilation=3.0,
-    )
-    prepare("hicache-file", setup, tmp_path)
+    prepare("hicache-file", setup_of(3.0), tmp_path)
     settings = json.loads((tmp_path / "storage.json").read_text())
     assert settings["prefetch_timeout_base"] == 3.0
 

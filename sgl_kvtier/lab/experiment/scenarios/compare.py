@@ -90,7 +90,7 @@ from sgl_kvtier.lab.experiment.measures import (
     sustained,
     within_bound,
 )
-from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog, rotated, same_place
+from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog, same_place
 from sgl_kvtier.lab.experiment.sglang_client import ChatReplaying, SGLangReplaying
 from sgl_kvtier.lab.experiment.timeline import timelines, watch_first
 from sgl_kvtier.lab.outside import smollm2
@@ -325,7 +325,7 @@ def run(given: argparse.Namespace) -> int:
             if where:
                 plan = replace(
                     plan,
-                    order=partial(_begin_further_on, place),
+                    begins_at=place,
                     first_round=place * rounds + 1,
                     place=partial(same_place, where),
                 )
@@ -422,10 +422,6 @@ def _enough_sessions(args: CompareOptions, usual: int, most: int) -> int:
             f"--sessions {args.sessions}: --concurrency {most} needs at least {most} sessions"
         )
     return max(usual, most)
-
-
-def _begin_further_on(places: int, arms: Sequence[str], number: int) -> list[str]:
-    return rotated(arms, number + places)
 
 
 def standing(setup: Setup, chosen: Load, replaying: ReplayOptions) -> list[str]:
