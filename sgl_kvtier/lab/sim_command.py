@@ -24,7 +24,6 @@ from sgl_kvtier.console import (
     write_text,
 )
 from sgl_kvtier.errors import ConfigError, KVTierError
-from sgl_kvtier.lab.pages.compare.tables import declined_table
 from sgl_kvtier.lab.pages.stats import percentile
 from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.cells import (
@@ -35,7 +34,6 @@ from sgl_kvtier.lab.sim.cells import (
     as_rows,
     cells_table,
 )
-from sgl_kvtier.lab.sim.declined import Hindsight, by_reason
 from sgl_kvtier.lab.sim.experiment import (
     DRAWS,
     Load,
@@ -324,10 +322,9 @@ def _in_words(measured: Agreement) -> str:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    hindsight = Hindsight()
     try:
         with args.log.open(encoding="utf-8") as log:
-            replayed = replay(whole_lines(log), watch=hindsight.see)
+            replayed = replay(whole_lines(log))
     except OSError as error:
         raise KVTierError(f"cannot read {args.log}: {error.strerror}") from error
     if replayed.difference is not None:
@@ -346,8 +343,6 @@ def _replay(args: argparse.Namespace) -> int:
         print(f"The planner failed {replayed.failures} times, as it did when the log was written.")
     if replayed.questions:
         print(f"It was asked {replayed.questions} times between steps, and gave the same answers.")
-    if hindsight.found:
-        print_table(declined_table(by_reason(hindsight.found)))
     return 0
 
 

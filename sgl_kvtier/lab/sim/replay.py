@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TextIO, TypeVar, cast
+from typing import TextIO, TypeVar, cast
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy.decision_log import (
@@ -137,17 +137,12 @@ class Replayed:
     """Seconds of the thread's CPU time that each step took the planner here."""
 
 
-def replay(
-    lines: Iterable[str],
-    make: Callable[[Header], Planner] | None = None,
-    watch: Callable[[Any, Record], None] | None = None,
-) -> Replayed:
+def replay(lines: Iterable[str], make: Callable[[Header], Planner] | None = None) -> Replayed:
     """Feeds a log to a new planner and compares plan by plan, up to the first difference.
 
     `make` builds the planner (None: the one kvtier.json would give for the logged settings).
-    `watch` is told the planner and each record that it is about to be given. A log that breaks off
-    in the middle of a step is read up to there. Raises TraceError on a damaged log and on one with
-    a hole.
+    A log that breaks off in the middle of a step is read up to there. Raises TraceError on a
+    damaged log and on one with a hole.
     """
     run: _Run | None = None
     reader = Reader()
@@ -165,10 +160,7 @@ def replay(
                     f"line 1: no planner can be made as it says: {error!r:.200}"
                 ) from error
             continue
-        record = reader.decode(line)
-        if watch is not None:
-            watch(run.planner, record)
-        difference = run.take(number, record)
+        difference = run.take(number, reader.decode(line))
         if difference is not None:
             return run.replayed(difference)
     if run is None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from sgl_kvtier.cli import main
+from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, run_policy
 from sgl_kvtier.lab.sim.policies import AHEAD
+from sgl_kvtier.lab.sim.replay import MOST_LINE, whole_lines
 
 LOAD = [
     *("--trace=generated:swe-mini", "--sessions=2", "--max-prompt-tokens=6000"),
@@ -150,3 +152,20 @@ def test_wrong_arguments_are_told_in_one_line(
 ) -> None:
     assert main(["sim", *arguments]) == 1
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("x" * (MOST_LINE + 1), "line 1 .* longer than 64 MiB"),
+        (b"a\n\xff\n", "line . .* not UTF-8"),
+    ],
+    ids=[0, 1],
+)
+def test_lines_that_cannot_be_read_are_named(
+    tmp_path: Path, content: str | bytes, says: str
+) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with path.open(encoding="utf-8") as file, pytest.raises(TraceError, match=says):
+        list(whole_lines(file))

@@ -268,20 +268,3 @@ RATIOS = Listing(
         "Below 1 the first configuration is faster. Taken round by round, so that what slows a whole round cancels out."
     ],
 )
-
-
-def declined_table(reasons: Mapping[str, Mapping]) -> Table:
-    """Per reason: offers that were left to SGLang's own way, and whether that was right in
-    hindsight.
-    """
-    columns = (
-        *(Column("reason", "Why"), Column("offers", "Offers"), Column("requests", "Requests")),
-        share("right_fraction", "Right"),
-        *(ms("promised_ms", "Restoring, predicted", 0), ms("took_ms", "Took", 0)),
-    )
-    rows = [{"reason": reason, **found} for reason, found in reasons.items()]
-    note = (
-        "Right: the prompt was computed no later than restoring was predicted to. Where there was no room, or SGLang had "
-        "to wait for host memory, so had a restoration: there it says what room would have been worth."
-    )
-    return Table("Offers left to SGLang, in hindsight", columns, rows, notes=(note,))
