@@ -253,15 +253,18 @@ class LFU:
     Counts do not age.
     """
 
+    first, last = 1, 65535
+    """Shelves of a page that comes in, and of pages used most."""
+
     def entered(self, group: int) -> int:
-        """The shelf of a page used once."""
+        """The first shelf."""
         del group
-        return 1
+        return self.first
 
     def used(self, shelf: int, group: int) -> int:
         """One use more."""
         del group
-        return min(shelf + 1, 65535)
+        return min(shelf + 1, self.last)
 
     def regrouped(self, shelf: int, group: int) -> int:
         """The same shelf."""
@@ -274,31 +277,13 @@ class LFU:
         return ((shelf, math.inf) for shelf in sorted(shelves))
 
 
-class QuickDemotion:
+class QuickDemotion(LFU):
     """LRU with quick demotion (arXiv 2609.28870): pages that one request has used go before those
     that later ones used as well. A request uses what it computes when it ends, and what it finds
     when it starts too.
     """
 
-    def entered(self, group: int) -> int:
-        """The shelf of a page that no request has used."""
-        del group
-        return 0
-
-    def used(self, shelf: int, group: int) -> int:
-        """The next shelf, up to that of pages used again."""
-        del group
-        return min(shelf + 1, 2)
-
-    def regrouped(self, shelf: int, group: int) -> int:
-        """The same shelf."""
-        del group
-        return shelf
-
-    def order(self, shelves: KeysView[int], owners: Owners) -> Iterable[tuple[int, float]]:
-        """Pages used once first."""
-        del owners
-        return [(shelf, math.inf) for shelf in (0, 1, 2) if shelf in shelves]
+    first, last = 0, 2
 
 
 class KeptWhileExpected:
