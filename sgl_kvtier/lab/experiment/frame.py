@@ -30,7 +30,7 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.lab.experiment.argtypes import Options
 from sgl_kvtier.lab.outside import peers
-from sgl_kvtier.lab.outside.server import end_on_signals
+from sgl_kvtier.lab.outside.server import end_on_signals, signals_handled
 from sgl_kvtier.launch import missing_packages, paced_device
 
 
@@ -175,15 +175,6 @@ def early_end(interrupted: bool, failure: BenchError | None) -> list[str]:
     return [f"Ended by a failure: {what}. Figures are from what had been measured."]
 
 
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed() -> contextlib.AbstractContextManager[None]:
     """Ctrl-C, SIGTERM and SIGHUP do nothing inside: the results of many minutes are being written."""
-    before = {
-        number: signal.signal(number, signal.SIG_IGN)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return signals_handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

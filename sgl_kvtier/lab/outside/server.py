@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -286,14 +286,19 @@ def end_on_signals() -> Iterator[None]:
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
+    with signals_handled(interrupt, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextmanager
+def signals_handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Inside the block these signals have another handler."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, one in before.items():
+            signal.signal(number, one)
 
 
 def free_port() -> int:
