@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.console import Column, Progress, Table, progress
+from sgl_kvtier.console import Column, Table, progress
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import OURS, Setup
 from sgl_kvtier.lab.stress.server.chaos import Chaos
@@ -217,46 +217,35 @@ def play(
     """Plays the scenes, each on a server as it needs it; their outcomes are added to `played` one
     by one. Behind each server its store is checked. Raises BenchError when a server does not start.
     """
+
+    async def on_one_server(group: Sequence[str], place: Path) -> None:
+        first = SCENES[group[0]]
+        own = OwnClock(place) if first.own_clock else None
+        ratio = setup.host_ratio if first.host_ratio is None else first.host_ratio
+        policy: dict[str, Any] = AHEAD if options.ahead else {}
+        sections = {"policy": policy, "lab": {"throttle": {"read_gbps": GBPS}}}
+        env, its = own.env if own else None, replace(setup, host_ratio=ratio)
+        server = FuzzServer(OURS, its, place, log, sections, env, first.signals)
+        try:
+            shown.describe(f"{group[0]}: the server starts")
+            server.start()
+            stage = Stage(options, scale, server, sessions, log, own)
+            await stage.open()
+            for name in group:
+                shown.describe(f"{name}, {len(log.findings)} findings")
+                played.append(await stage.play(name, SCENES[name].scene))
+                shown.advance()
+        finally:
+            server.stop()
+
     with progress("scenes", len(names), "scenes") as shown:
         for _needs, group in itertools.groupby(names, key=lambda name: SCENES[name].needs):
             place = folder / f"played-{len(played)}"
             shutil.rmtree(place / "storage", ignore_errors=True)
-            asyncio.run(
-                _play_group(list(group), options, scale, setup, sessions, log, place, played, shown)
-            )
+            asyncio.run(on_one_server(list(group), place))
             checked = check_store(place / "storage", log)
             for one in played[-1:]:
                 one["store"] = checked
-
-
-async def _play_group(
-    names: Sequence[str],
-    options: FuzzOptions,
-    scale: float,
-    setup: Setup,
-    sessions: Sequence[Sequence[Asked]],
-    log: FuzzLog,
-    place: Path,
-    played: list[dict[str, Any]],
-    shown: Progress,
-) -> None:
-    first = SCENES[names[0]]
-    own = OwnClock(place) if first.own_clock else None
-    setup = setup if first.host_ratio is None else replace(setup, host_ratio=first.host_ratio)
-    policy: dict[str, Any] = AHEAD if options.ahead else {}
-    sections = {"policy": policy, "lab": {"throttle": {"read_gbps": GBPS}}}
-    server = FuzzServer(OURS, setup, place, log, sections, own.env if own else None, first.signals)
-    try:
-        shown.describe(f"{names[0]}: the server starts")
-        server.start()
-        stage = Stage(options, scale, server, sessions, log, own)
-        await stage.open()
-        for name in names:
-            shown.describe(f"{name}, {len(log.findings)} findings")
-            played.append(await stage.play(name, SCENES[name].scene))
-            shown.advance()
-    finally:
-        server.stop()
 
 
 def scenes_table(played: Sequence[Mapping[str, Any]]) -> Table:
