@@ -34,6 +34,7 @@ from sgl_kvtier.lab.experiment.rounds import Replaying
 from sgl_kvtier.lab.outside.client import BadAnswer, Client, Completion
 from sgl_kvtier.lab.outside.openai import Completed, OpenAIClient
 from sgl_kvtier.lab.outside.replay import ReplayOptions, Sample, SampleLog, arrivals
+from sgl_kvtier.lab.workload.catalogue import cache_folder
 from sgl_kvtier.lab.workload.encoder import PromptTokens, output_tokens
 from sgl_kvtier.lab.workload.session import Context
 
@@ -53,8 +54,8 @@ def aiperf_program(caches: Path | None = None) -> Path:
     """Where aiperf's program is, or would be installed. pip writes it after everything it needs, so
     an interrupted installation has none.
     """
-    base = caches or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return base / "kvtier" / "harness" / f"aiperf-{AIPERF}" / "bin" / "aiperf"
+    base = cache_folder("harness") if caches is None else caches / "kvtier" / "harness"
+    return base / f"aiperf-{AIPERF}" / "bin" / "aiperf"
 
 
 def aiperf_command(caches: Path | None = None) -> Path:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from sgl_kvtier.lab.outside.model_shapes import (
     stream_of,
     weights_of,
 )
+from sgl_kvtier.lab.workload.catalogue import cache_folder
 
 WRITER_VERSION = 1
 """Part of every model's digest: a change of weights or files makes a new folder instead of a stale
@@ -51,11 +51,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def models_dir() -> Path:
-    """The folder lab models are kept in: `$XDG_CACHE_HOME/kvtier/models`, by default under
-    `~/.cache`.
-    """
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvtier" / "models"
+    """The folder lab models are kept in."""
+    return cache_folder("models")
 
 
 def drawn_dir(nbytes: int) -> Path:

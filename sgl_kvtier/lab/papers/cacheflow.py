@@ -41,7 +41,7 @@ from sgl_kvtier.lab.sim.requests import ByLayers, SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import simulate
 from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.lab.workload.catalogue import default_folder, trace_files
-from sgl_kvtier.lab.workload.encoder import ByteEncoder, PromptTokens
+from sgl_kvtier.lab.workload.encoder import PromptTokens, wide_encoder
 from sgl_kvtier.lab.workload.session import Context
 from sgl_kvtier.lab.workload.source import load_sessions
 from sgl_kvtier.policy.learned.cost import PrefillCost
@@ -568,7 +568,7 @@ def lengths(workload: str) -> tuple[tuple[int, int], ...]:
             f"file into {default_folder()} (docs/manual/workloads.md says where it is published). "
             "No other sessions take its place, since the cells would differ"
         )
-    encoder = ByteEncoder((1 << 31) - 1)
+    encoder = wide_encoder()
     calls = []
     for session in load_sessions(_TRACE, limit=_SESSIONS, encoder=encoder).sessions:
         tokens = PromptTokens(encoder)

@@ -10,12 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sgl_kvtier.lab.sim.requests import SimRequest
-from sgl_kvtier.lab.workload.encoder import ByteEncoder, Encoder, Ids, PromptTokens, output_tokens
+from sgl_kvtier.lab.workload.encoder import Encoder, Ids, PromptTokens, output_tokens, wide_encoder
 from sgl_kvtier.lab.workload.session import Context, Session
 from sgl_kvtier.types import PageKey
-
-_WIDE_VOCABULARY = (1 << 31) - 1
-"""Ids are hashes; among this many, different texts do not look alike by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +55,6 @@ def from_sessions(
             for one in requests
         ]
     return requests
-
-
-def wide_encoder() -> ByteEncoder:
-    """An encoder to tokens of four characters. It has enough ids that pages are equal only where
-    the text is.
-    """
-    return ByteEncoder(_WIDE_VOCABULARY)
 
 
 def _of_session(

@@ -13,7 +13,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.console import Column, Table, format_bytes
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab.pages.stats import summary
-from sgl_kvtier.lab.sim.arrivals import Pace, from_sessions, wide_encoder
+from sgl_kvtier.lab.sim.arrivals import Pace, from_sessions
 from sgl_kvtier.lab.sim.baselines import Served
 from sgl_kvtier.lab.sim.hardware import (
     Hardware,
@@ -29,6 +29,7 @@ from sgl_kvtier.lab.sim.replay import Recording
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import engine_shape, simulate
 from sgl_kvtier.lab.sim.server import ServerSpec
+from sgl_kvtier.lab.workload.encoder import wide_encoder
 from sgl_kvtier.lab.workload.source import load_sessions
 from sgl_kvtier.policy.decision_log import Header
 from sgl_kvtier.policy.messages import Consulted, Mode, Planner

@@ -51,12 +51,18 @@ VARIABLE = "KVTIER_TRACES"
 FOLDER_HELP = f"folder with traces (default ${VARIABLE}, or ~/.cache/kvtier/traces)"
 
 
+def cache_folder(name: str) -> Path:
+    """A folder of ours for what can be had again: `$XDG_CACHE_HOME/kvtier/NAME`, by default below
+    `~/.cache`.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "kvtier" / name
+
+
 def default_folder() -> Path:
     """Where traces are looked for unless a folder is given. It need not be there."""
     named = os.environ.get(VARIABLE)
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvtier" / "traces"
+    return Path(named) if named else cache_folder("traces")
 
 
 def trace_files(folder: Path | None = None) -> dict[str, Path]:

@@ -31,7 +31,7 @@ from sgl_kvtier.lab.workload.catalogue import (
     trace_files,
 )
 from sgl_kvtier.lab.workload.describe import describe
-from sgl_kvtier.lab.workload.encoder import ByteEncoder, Encoder
+from sgl_kvtier.lab.workload.encoder import Encoder, wide_encoder
 from sgl_kvtier.lab.workload.formats import is_trace
 from sgl_kvtier.lab.workload.generate import presets
 from sgl_kvtier.lab.workload.source import BLOCK_TOKENS, GENERATED, LoadResult, load_sessions
@@ -41,8 +41,6 @@ SCHEMA_LIST = "kvtier.trace.list/1"
 
 _BAD_LINES_SHOWN = 10
 _GENERATED_SESSIONS = 20
-_WIDE_VOCABULARY = (1 << 31) - 1
-"""Ids are hashes; among this many, different texts do not look alike by chance."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +132,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _describe(args: argparse.Namespace) -> int:
-    encoder = ByteEncoder(_WIDE_VOCABULARY, args.divisor)
+    encoder = wide_encoder(args.divisor)
     loaded = _load(args, encoder)
     stats = describe(loaded.sessions, encoder)
     _report_bad_lines(loaded)
@@ -171,7 +169,7 @@ def _describe(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     check_target(args.out)
-    encoder = ByteEncoder(_WIDE_VOCABULARY)
+    encoder = wide_encoder()
     loaded = _load(args, encoder)
     document = to_document(loaded.sessions, encoder)
     _report_bad_lines(loaded)

@@ -90,6 +90,13 @@ class ByteEncoder(Encoder):
         return _into_range(_mix(hashes), self._first_id, self.vocab_size)
 
 
+def wide_encoder(divisor: int = 1) -> ByteEncoder:
+    """An encoder to tokens of four characters, times `divisor`. Ids are hashes, and it has enough
+    of them that different texts do not look alike by chance.
+    """
+    return ByteEncoder((1 << 31) - 1, divisor)
+
+
 class TokenizerEncoder(Encoder):
     """A real model's tokenizer.json. Each message is encoded on its own, so prompts that share
     messages share ids.

@@ -24,6 +24,7 @@ from typing import Any
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.workload.lines import (
+    MOST_SECONDS,
     MOST_TOKENS,
     BadRecord,
     count_of,
@@ -51,7 +52,6 @@ from sgl_kvtier.types import Span
 MOONCAKE_BLOCK = 512
 BAILIAN_BLOCK = 16
 _LENGTH_BLOCK = 512
-_MOST_SECONDS = 1e9
 _MOST_NAME = 1000
 _MOST_SAID = 200
 _MOST_AGENTS = 16
@@ -342,7 +342,7 @@ class CsvReader(Reader):
             start_s = (at - (self._first or at)).total_seconds()
         except (ValueError, TypeError) as error:  # TypeError: with a time zone, and without
             raise BadRecord(f"no TIMESTAMP of an Azure trace: {str(error)[:_MOST_SAID]}") from error
-        if not is_number(start_s, -_MOST_SECONDS, _MOST_SECONDS):
+        if not is_number(start_s, -MOST_SECONDS, MOST_SECONDS):
             raise BadRecord(f"{start_s:g} s after the first row")
         made = self._of_row(line, start_s, tokens, output)
         if start_s < self._last_s:

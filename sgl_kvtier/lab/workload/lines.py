@@ -41,7 +41,7 @@ _FOREIGN = {
     b"\xfe\xff": "a text of UTF-16: write it as UTF-8",
 }
 """What files that are no text begin with, and what to do with them."""
-_MOST_SECONDS = 1e9
+MOST_SECONDS = 1e9
 """Thirty years, in which no session waits."""
 
 
@@ -180,9 +180,9 @@ def seconds_of(record: dict[str, Any], key: str) -> float | None:
     value = record.get(key)
     if value is None:
         return None
-    if not is_number(value, 0, _MOST_SECONDS):
+    if not is_number(value, 0, MOST_SECONDS):
         raise BadRecord(
-            f"{key!r} must be a number of seconds from 0 to {_MOST_SECONDS:g}, not {shown(value)}"
+            f"{key!r} must be a number of seconds from 0 to {MOST_SECONDS:g}, not {shown(value)}"
         )
     return float(value)
 
@@ -192,7 +192,7 @@ def milliseconds_of(record: dict[str, Any], key: str) -> float | None:
     value = record.get(key)
     if value is None:
         return None
-    if not is_number(value, 0, _MOST_SECONDS * 1000):
+    if not is_number(value, 0, MOST_SECONDS * 1000):
         raise BadRecord(f"{key!r} must be a number of milliseconds from 0 on, not {shown(value)}")
     return float(value) / 1000
 
