@@ -151,12 +151,6 @@ class Planner:
         """The results of lookahead so far, for reports. Any thread."""
         return self._ahead.tally()
 
-    def promised_s(self, question: LeftToEngine) -> float:
-        """Predicted seconds until the prompt of this candidate would be computed if it were
-        restored, for reports. Changes nothing.
-        """
-        return self._restore.promised_s(question)
-
     def known(self, rid: str) -> dict[str, str]:
         """The planner's record of a request as text, for debugging: `queue` and `restoration` from
         `restore/`, `lookahead` from `ahead/`, each if there is one. Changes nothing.

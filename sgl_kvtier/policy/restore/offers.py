@@ -98,15 +98,6 @@ class Offers:
         why = why_declined(self._state.rules, ways, self._state.config)
         return why if reads or why != "loading is faster" else "computing is faster"
 
-    def promised_s(self, offer: RestoreOffered, view: StepView) -> float:
-        """Seconds until this request's prompt would be computed if its restoration began now, by
-        the same prediction as `left_to_engine`. Changes nothing.
-        """
-        item = self._item(offer)
-        forecast = self._outlook.forecast_in_queue(view, offer.rid)
-        self._copy_first(item, forecast)
-        return forecast.both(item).seconds + self._outlook.suffix_s(item)
-
     def _engine_learns(self, offer: RestoreOffered) -> bool:
         """Whether the engine, by loading this prefix, would measure a cost or a link that is not
         known. A read over several links at once measures none of them.

@@ -101,10 +101,6 @@ class RestorePlanner:
         """Why the engine should load this prefix itself, or None. Changes nothing."""
         return self._offers.left_to_engine(question.offer, question.view)
 
-    def promised_s(self, question: LeftToEngine) -> float:
-        """Predicted seconds of a restoration instead, including the rest of the prompt."""
-        return self._offers.promised_s(question.offer, question.view)
-
     def known(self, rid: str) -> dict[str, str]:
         """The records of a request as text: `queue` and `restoration`, each if there is one."""
         item = self._state.items.get(rid)
