@@ -151,23 +151,6 @@ def test_the_published_rows_of_the_proof_follow_from_their_raw_result() -> None:
         assert row["answers equal"] == sum(one["equal"] for one in samples) == len(samples)
 
 
-def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result() -> None:
-    result = read_result(RAW / "emulated-h100-returning.json.gz")
-    grid = json.loads((DATA / "emulated-h100.json").read_text())["grids"]["returning"]
-    rows = [dict(zip(grid["columns"], row, strict=True)) for row in grid["rows"]]
-    published = {row["Arm"].partition(",")[0]: row for row in rows if row["Rounds"] == 4}
-    assert set(published) == set(result["arms"])
-    for arm, row in published.items():
-        samples = [one for one in result["samples"] if one["arm"] == arm]
-        assert row["requests"] == row["answers equal"] == sum(one["equal"] for one in samples)
-        assert row["mean TTFT, ms"] == pytest.approx(
-            fmean(one["ttft_ms"] for one in samples), abs=0.06
-        )
-        stored = sum(one["cached"]["storage"] for one in samples)
-        prompts = sum(one["prompt_tokens"] for one in samples)
-        assert row["from storage (%)"] == round(100 * stored / prompts)
-
-
 @pytest.mark.parametrize(
     ("grid", "raw"),
     [
@@ -181,13 +164,11 @@ def test_the_published_rows_of_returning_sessions_follow_from_their_raw_result()
         ("returning, device memory of an H100, stall_worth", "emulated-h100-returning-393k-worth"),
         ("ablation, returning", "emulated-h100-ablation-returning"),
         ("ablation, returning, SSD of 3 GB/s", "emulated-h100-ablation-ssd-3"),
-        ("returning, SSD of 3 GB/s", "emulated-h100-returning-ssd-3"),
-        ("returning, other rates", "emulated-h100-returning-rates"),
+        ("ablation, returning, other rates", "emulated-h100-ablation-rates"),
         ("returning, other backends", "emulated-h100-other-backends"),
         ("returning, other backends, five sessions", "emulated-h100-other-backends-short"),
         ("returning, recomputed", "emulated-h100-returning-recompute"),
         ("restart", "emulated-h100-restart"),
-        ("ablation", "emulated-h100-ablation-short"),
         ("ablation, ordered at once", "emulated-h100-ablation-short-2"),
         ("ablation, other bounds on being overtaken", "emulated-h100-overtaking"),
         ("ablation, waiting for sessions", "emulated-h100-holding"),
