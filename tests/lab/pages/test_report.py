@@ -156,7 +156,6 @@ def test_the_published_rows_of_the_proof_follow_from_their_raw_result() -> None:
     [
         ("returning, SSD of 1.5 GB/s", "emulated-h100-returning-ssd-1.5"),
         ("returning, device memory of an H100", "emulated-h100-returning-393k"),
-        ("returning, Llama 3.3 70B", "emulated-h100-returning-70b"),
         ("returning, one long session at a time", "emulated-h100-returning-long"),
         ("returning, DeepSeek V3", "emulated-h100-returning-mla"),
         ("returning, SSD of 12 GB/s", "emulated-h100-returning-ssd-12"),
@@ -165,6 +164,7 @@ def test_the_published_rows_of_the_proof_follow_from_their_raw_result() -> None:
         ("ablation, returning", "emulated-h100-ablation-returning"),
         ("ablation, returning, SSD of 3 GB/s", "emulated-h100-ablation-ssd-3"),
         ("ablation, returning, other rates", "emulated-h100-ablation-rates"),
+        ("ablation, returning, Llama 3.3 70B", "emulated-h100-ablation-70b"),
         ("returning, other backends", "emulated-h100-other-backends"),
         ("returning, other backends, five sessions", "emulated-h100-other-backends-short"),
         ("returning, recomputed", "emulated-h100-returning-recompute"),
