@@ -164,6 +164,7 @@ def test_the_published_rows_of_the_proof_follow_from_their_raw_result() -> None:
         ("ablation, returning", "emulated-h100-ablation-returning"),
         ("ablation, returning, SSD of 3 GB/s", "emulated-h100-ablation-ssd-3"),
         ("ablation, returning, other rates", "emulated-h100-ablation-rates"),
+        ("ablation, returning, short sessions", "emulated-h100-ablation-returning-short"),
         ("ablation, returning, Llama 3.3 70B", "emulated-h100-ablation-70b"),
         ("returning, other backends", "emulated-h100-other-backends"),
         ("returning, other backends, five sessions", "emulated-h100-other-backends-short"),
