@@ -260,9 +260,15 @@ def check_dtype(setup: Setup) -> None:
 
 
 _OF_THE_MODEL = (
-    *("--model-path", "--mamba-radix-cache-strategy", "--attention-backend"),
-    *("--prefill-attention-backend", "--decode-attention-backend", "--sampling-backend"),
-    *("--kv-cache-dtype", "--cuda-graph-backend-decode", "--cuda-graph-backend-prefill"),
+    "--model-path",
+    "--mamba-radix-cache-strategy",
+    "--attention-backend",
+    "--prefill-attention-backend",
+    "--decode-attention-backend",
+    "--sampling-backend",
+    "--kv-cache-dtype",
+    "--cuda-graph-backend-decode",
+    "--cuda-graph-backend-prefill",
 )
 
 

@@ -194,8 +194,15 @@ def outcome(name: str, result: SimResult) -> dict[str, Any]:
 _RESTORED = (Mode.BOTH.value, Mode.LOAD.value)
 
 _SUMMED = (
-    *("ttft_s.mean", "ttft_s.p50", "ttft_s.p99", "ttft_s.most", "computed_tokens", "loaded_tokens"),
-    *("moved_up_bytes", "wasted_up_bytes", "restored"),
+    "ttft_s.mean",
+    "ttft_s.p50",
+    "ttft_s.p99",
+    "ttft_s.most",
+    "computed_tokens",
+    "loaded_tokens",
+    "moved_up_bytes",
+    "wasted_up_bytes",
+    "restored",
 )
 
 

@@ -10,7 +10,7 @@ or given up.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import simpy
@@ -275,7 +275,20 @@ class Transfers:
 
     def _cut(self, link: Link, transfer: Transfer, span: Span) -> None:
         rest = [Span(transfer.span.start, span.start), Span(span.stop, transfer.span.stop)]
-        parts = [replace(transfer, span=part) for part in reversed(rest) if part]
+        parts = [
+            Transfer(
+                link,
+                transfer.rid,
+                part,
+                transfer.begin,
+                transfer.done,
+                transfer.lost,
+                transfer.due_s,
+                transfer.page_bytes,
+            )
+            for part in reversed(rest)
+            if part
+        ]
         at = self._queued[link].index(transfer)
         self._queued[link][at : at + 1] = parts
         for part in parts:

@@ -39,12 +39,28 @@ NO_LENGTH = (
 _TOOLS = "tools"
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _WITHOUT_TEXT = (
-    "role", "content", "tool_calls", "function_call", "tool_call_id", "name", "id", "of",
-)  # fmt: skip
-_ANSWERING = ("gpt", "chatgpt", "bing", "bard", "model", "assistant", "function_call")
+    "role",
+    "content",
+    "tool_calls",
+    "function_call",
+    "tool_call_id",
+    "name",
+    "id",
+    "of",
+)
 _SPEAKERS = {
-    **{"human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool"},
-    **dict.fromkeys(_ANSWERING, "assistant"),
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
 }
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 _BOUNDS = ("max_completion_tokens", "max_tokens")

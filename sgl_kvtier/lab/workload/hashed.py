@@ -58,8 +58,13 @@ _MOST_AGENTS = 16
 """Most levels of sub-agents: recorded ones have one."""
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURST_COLUMNS = (
-    "Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type",
-)  # fmt: skip
+    "Timestamp",
+    "Model",
+    "Request tokens",
+    "Response tokens",
+    "Total tokens",
+    "Log Type",
+)
 BURST_SESSION_COLUMNS = (BURST_COLUMNS[0], "Session ID", "Elapsed time", *BURST_COLUMNS[1:])
 NO_HASHES = "requests without hash_ids, which share no prefix"
 

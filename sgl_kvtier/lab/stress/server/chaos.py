@@ -17,8 +17,17 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.stress.trouble import chance
 
 KINDS = (
-    *("errors", "corrupt", "stall", "holes", "abort", "disconnect", "flush", "kill", "switch"),
-    *("hint", "priority"),
+    "errors",
+    "corrupt",
+    "stall",
+    "holes",
+    "abort",
+    "disconnect",
+    "flush",
+    "kill",
+    "switch",
+    "hint",
+    "priority",
 )
 """Kinds of accidents, in order. Failed reads and writes; flipped bits; reads that come after their
 deadline; stored pages that are gone. Requests ended over HTTP, or by hanging up; caches emptied;

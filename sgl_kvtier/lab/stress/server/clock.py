@@ -104,8 +104,19 @@ def _compile(library: Path) -> None:
         raise BenchError(
             "a clock of the server's own needs a C compiler: install gcc, or name other scenes"
         )
-    command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(library)]
-    command += ["-x", "c", "-", "-ldl", "-lpthread"]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O2",
+        "-o",
+        str(library),
+        "-x",
+        "c",
+        "-",
+        "-ldl",
+        "-lpthread",
+    ]
     done = subprocess.run(command, input=_SOURCE, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BenchError(

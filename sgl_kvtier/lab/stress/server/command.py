@@ -61,8 +61,14 @@ _PACED_GBPS = 128.0
 Gbit/s.
 """
 _SHOWN = (
-    *("requests", "completed", "restored", "restored_from_storage", "aborted", "disconnected"),
-    *("under_a_kill", "compared"),
+    "requests",
+    "completed",
+    "restored",
+    "restored_from_storage",
+    "aborted",
+    "disconnected",
+    "under_a_kill",
+    "compared",
 )
 
 

@@ -27,7 +27,12 @@ LOST = 0.2
 _CALM_S, _STOPPED_S, _GONE_S = (1.0, 8.0), (3.0, 15.0), (0.5, 6.0)
 """Seconds from and to: between two accidents, of a stop, and until another one is started."""
 _COUNTED = (
-    *("pages_read", "pages_sent", "pages_refused", "pages_missed", "pages_corrupt", "reads_failed"),
+    "pages_read",
+    "pages_sent",
+    "pages_refused",
+    "pages_missed",
+    "pages_corrupt",
+    "reads_failed",
     "reads_late",
 )
 

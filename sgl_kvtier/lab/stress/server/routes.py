@@ -74,13 +74,34 @@ def hint_requests() -> list[Request]:
 def state_requests() -> list[Request]:
     """Settings that there are not, or not so."""
     values = [
-        *("1e999", "-1e999", "NaN", "-1", '"3"', "null", "true", "[]", "{}", "1e308", "0.5"),
+        "1e999",
+        "-1e999",
+        "NaN",
+        "-1",
+        '"3"',
+        "null",
+        "true",
+        "[]",
+        "{}",
+        "1e308",
         "1" + "0" * 400,
+        "0.5",
     ]
     names = [
-        *("policy.restore", "policy.load_deadline_s", "policy.load_tokens", "policy.prefetch"),
-        *("rules.share", "rules.", "throttle.read_gbps", "lookahead.check", "requests.log"),
-        *("policy.", "", "policy.restore.x", "store.path", "lab.faults.stall_ms"),
+        "policy.restore",
+        "policy.load_deadline_s",
+        "policy.load_tokens",
+        "policy.prefetch",
+        "rules.share",
+        "rules.",
+        "throttle.read_gbps",
+        "lookahead.check",
+        "requests.log",
+        "policy.",
+        "",
+        "policy.restore.x",
+        "store.path",
+        "lab.faults.stall_ms",
     ]
     bodies = [
         f'{{"server_args":{{"kvtier.{name}":{value}}}}}' for name in names for value in values

@@ -42,9 +42,23 @@ _NO_PAGE = (5, 6, 7)
 
 _AHEAD = ("wasted_bytes", "victims", "host_victims", "drift", "failures")
 _ENDS = (
-    *("met", "computed", "aborted", "flushed", "grown", "gave room", "in the way", "starved"),
-    *("unaligned", "window lost", "state lost", "failed", "by layers", "differs", "planner failed"),
-    *("mismatch", "unanswered"),
+    "met",
+    "computed",
+    "aborted",
+    "flushed",
+    "grown",
+    "gave room",
+    "in the way",
+    "starved",
+    "unaligned",
+    "window lost",
+    "state lost",
+    "failed",
+    "by layers",
+    "differs",
+    "planner failed",
+    "mismatch",
+    "unanswered",
 )
 """How a restoration can end (docs/manual/operate.md)."""
 

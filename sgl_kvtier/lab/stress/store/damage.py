@@ -21,8 +21,15 @@ PAGES = 64
 NBYTES = 4096 + 512
 SLOT = BLOCK + 2 * BLOCK
 KINDS = (
-    *("flipped bit", "header field", "zeroed sector", "torn at 512 B", "torn at 4 KiB", "swapped"),
-    *("stale", "misdirected", "truncated"),
+    "flipped bit",
+    "header field",
+    "zeroed sector",
+    "torn at 512 B",
+    "torn at 4 KiB",
+    "swapped",
+    "stale",
+    "misdirected",
+    "truncated",
 )
 
 

@@ -236,7 +236,15 @@ POINTS = (
     *(
         (call, moment)
         for call in (
-            *("open", "pwritev", "allocate", "rename", "unlink", "sync", "list", "size", "lock"),
+            "open",
+            "pwritev",
+            "allocate",
+            "rename",
+            "unlink",
+            "sync",
+            "list",
+            "size",
+            "lock",
             "preadv",
         )
         for moment in ("before", "after")
