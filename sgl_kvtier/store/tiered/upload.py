@@ -93,9 +93,8 @@ class Uploader:
         """Names that are not to be sent yet, with their bytes, least recently used first."""
         self._said_large = False
         self._taken: list[Name] = []
-        """The names that the thread sends now; empty if it shall stop."""
+        """The names that the thread is sending; empty if it has none or shall stop."""
         self._busy = False
-        self._wanted = True
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvtier-upload", daemon=True)
@@ -135,24 +134,24 @@ class Uploader:
             if keys is None:
                 self._once.clear()
                 self._waiting.clear()
-                self._taken, self._wanted = [], False
-            gone = {(key, pool): None for key in keys or ()}
+                self._taken = []
+            gone = {(key, pool) for key in keys or ()}
             for name in gone:
                 self._once.pop(name, None)
                 self._waiting.pop(name, None)
             left = [one for one in self._taken if (one.key, one.pool) not in gone]
             if len(left) < len(self._taken):
+                self._taken = []
                 for key, of, nbytes in reversed(left):
                     self._waiting[key, of] = nbytes
                     self._waiting.move_to_end((key, of), last=False)
-                self._taken, self._wanted = [], False
             self._changed.notify_all()
 
     def stop(self) -> None:
         """Empties the queue and sends no more. Does not block."""
         with self._changed:
             self._closing = True
-            self._taken, self._wanted = [], False
+            self._taken = []
             self._waiting.clear()
             self._changed.notify_all()
 
@@ -204,7 +203,7 @@ class Uploader:
                 self._changed.wait_for(lambda: bool(self._waiting) or self._closing)
                 if self._closing:
                     return
-                self._busy = self._wanted = True
+                self._busy = True
                 names = self._taken = self._next()
             try:
                 self._send_missing(names)
@@ -257,7 +256,7 @@ class Uploader:
         there = self._remote.lookup(keys, pool)
         self.there += there.count(Lookup.HIT)
         missing = [n for n, answer in zip(names, there, strict=True) if answer is not Lookup.HIT]
-        while missing and self._wanted:
+        while missing and self._is_wanted():
             count, nbytes = 1, missing[0].nbytes
             while count < len(missing) and nbytes + missing[count].nbytes <= _SENT_BYTES:
                 nbytes += missing[count].nbytes
@@ -276,7 +275,7 @@ class Uploader:
             start += name.nbytes
         job = self._local.read(pages, priority=Urgency.LAST)
         while not job.wait(PAUSE_S):
-            if not self._wanted:
+            if not self._is_wanted():
                 job.cancel()
         read = [
             PageWrite(page.key, page.into, page.pool)
@@ -284,7 +283,7 @@ class Uploader:
             if outcome is ReadOutcome.OK
         ]
         self.dropped += len(pages) - len(read)
-        if not read or not self._wanted:
+        if not read or not self._is_wanted():
             return
         outcomes = self._remote.put(read, self._is_wanted)
         self.sent += outcomes.count(PutOutcome.STORED)
@@ -295,7 +294,8 @@ class Uploader:
             self._pause(PAUSE_S)
 
     def _is_wanted(self) -> bool:
-        return self._wanted
+        """Whether the names that were taken are still to be sent."""
+        return bool(self._taken)
 
     def _yield(self, busy: Callable[[], bool], most: int) -> None:
         for _ in range(most):
@@ -305,4 +305,4 @@ class Uploader:
     def _pause(self, seconds: float) -> bool:
         """Waits; False if these names are not to be sent any more."""
         with self._changed:
-            return not self._changed.wait_for(lambda: not self._wanted, seconds)
+            return not self._changed.wait_for(lambda: not self._is_wanted(), seconds)
