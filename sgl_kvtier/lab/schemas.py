@@ -282,7 +282,8 @@ prompt_tokens: integer; tokens of all prompts
 computed_fraction: number or null; fraction of them that no cache served
 tokens_per_s: number or null; output tokens per second of wall time
 ssd_read_gb_per_mtok, ssd_written_gb_per_mtok: number or null; gigabytes read from and written to
-    storage per million prompt tokens
+    storage per million prompt tokens; with another store than kvtier's SGLang's count of tokens,
+    which has as written also those that storage had already
 restorations: number or null; restorations started
 pace: pace; how well the device kept pace
 rounds: list of rounds; the rounds one by one

@@ -241,7 +241,7 @@ def policies_table(outcomes: Sequence[Mapping[str, Any]], title: str) -> Table:
         Column("finished_s", "end", "s", 1),
         Column("computed_tokens", "computed tokens", decimals=0),
         Column("loaded_tokens", "loaded tokens", decimals=0),
-        Column("moved_up_bytes", "moved up", format=format_bytes),
+        Column("moved_up_bytes", "to faster tiers", format=format_bytes),
         Column("wasted_up_bytes", "of it wasted", format=format_bytes),
     ]
     return Table(title, columns, outcomes, _NOTES)
@@ -265,7 +265,7 @@ def draws_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
         Column("ttft_s p99", "TTFT p99", "s", 2),
         Column("computed_tokens", "computed tokens", decimals=0),
         Column("restored", "restored", decimals=0),
-        Column("moved_up_bytes", "moved up", format=format_bytes),
+        Column("moved_up_bytes", "to faster tiers", format=format_bytes),
     ]
     draws = rows[0]["n"] if rows else 0
     note = f"Each number is the median of {draws} draws; the range is that of their means."
