@@ -76,8 +76,12 @@ class Ways(Protocol):
         """Seconds until it is there with its first pages computed and the others loaded."""
 
     @property
-    def stalls_s(self) -> float:
-        """Seconds for which computing those first pages stops decoding; 0 if nothing decodes."""
+    def compute_stalls_s(self) -> float:
+        """Seconds for which computing all of it stops each decoding request, added up over them."""
+
+    @property
+    def both_stalls_s(self) -> float:
+        """The same for computing the first pages alone."""
 
 
 class Waiting(Protocol):
@@ -161,13 +165,10 @@ class Rules:
     """It must also save at least this many seconds, the cost of splitting itself."""
     queue_charge: float = 1.0
     """Extra weight of a second of compute per waiting request: it delays them, loading does not."""
-    decode_charge: float = 0.0
-    """Extra weight of a second of compute per decoding request, which stops for a whole chunk. 0,
-    since `policy.max_stall_ms` bounds the gaps (docs/results/restore.md compares both).
-    """
-    stall_worth: float = 0.35
-    """While other requests decode, computing and loading together has to save at least this share
-    of the seconds for which it stops them, compared with loading everything.
+    stall_weight: float = 0.35
+    """The weight of a second for which one decoding request stops, against a second of time to
+    first token: how a prefix is restored is chosen by the sum of both. With 0 a restoration slows
+    running requests down by more than its own request gains (docs/results/restore.md).
     """
     overtaking: float = 2.0
     """How long shorter requests can overtake a waiting request, as a multiple of the predicted work
@@ -253,14 +254,15 @@ class Rules:
     # --- restoring: decisions ---------------------------------------------------------------------
 
     def mode(self, ways: Ways) -> tuple[Mode, str]:
-        """How to restore a prefix if `policy.restore` is auto, and why, in a few words. Computing
-        it is no restoration and has no fixed overhead.
+        """How to restore a prefix if `policy.restore` is auto, and why, in a few words: the way
+        that costs least (`cost_s`). Computing it is no restoration and has no fixed overhead.
         """
         if not ways.known:
             return Mode.BOTH, "not measured yet"  # the meeting page adapts to what is measured
-        compute_s, load_s = ways.compute_s - ways.own_s, ways.load_s
-        stalls_s = ways.stalls_s if load_s <= compute_s else 0.0
-        if self.split_wins(ways.both_s, min(compute_s, load_s), stalls_s):
+        load_s = ways.load_s
+        compute_s = self.cost_s(ways.compute_s - ways.own_s, ways.compute_stalls_s)
+        both_s = self.cost_s(ways.both_s, ways.both_stalls_s)
+        if self.split_wins(both_s, min(compute_s, load_s)):
             return Mode.BOTH, "split is faster"
         if load_s <= compute_s:
             return Mode.LOAD, "loading is faster"
@@ -273,33 +275,38 @@ class Rules:
         SGLang copies pages from host memory in the step that admits the request, and before that it
         reads stored pages into host memory. If all pages are to be loaded anyway, SGLang therefore
         needs no device slots before the request's turn and no step to attach pages. Restoring has
-        to be faster than loading by more than its fixed overhead. For pages in host memory,
-        computing everything is no alternative. If the device is crowded, loading into it would only
-        evict pages that are about to be used.
+        to gain more than its fixed overhead and more than requests that decode lose. For pages in
+        host memory, computing everything is no alternative. If the device is crowded, loading into
+        it would only evict pages that are about to be used.
 
         A prefix that is loaded over a network, which other servers use too, stays a candidate,
         since SGLang would not switch to computing if the network became slow. On a crowded device
         it does so only if computing is faster.
         """
-        if ways.crowded and not (ways.shared and ways.known and ways.compute_s < ways.load_s):
+        if ways.crowded and not (ways.shared and ways.known):
             return "no room"
         if not ways.known:
             return "host memory" if ways.in_host else "not measured yet" if ways.learns else None
-        if ways.shared:
-            return None
         load_s = ways.load_s
-        if not ways.in_host and ways.compute_s < load_s:
+        computes = self.cost_s(ways.compute_s, ways.compute_stalls_s) < load_s
+        if ways.crowded and not computes:
+            return "no room"
+        if ways.shared or (computes and not ways.in_host):
             return None
-        if self.split_wins(ways.both_s, load_s - ways.own_s, ways.stalls_s):
+        both_s = self.cost_s(ways.both_s, ways.both_stalls_s)
+        if self.split_wins(both_s, load_s - ways.own_s):
             return None
         return "host memory" if ways.in_host else "loading is faster"
 
-    def split_wins(self, both_s: float, single_s: float, stalls_s: float = 0.0) -> bool:
-        """Whether computing and loading together saves enough compared with one of them alone.
-        `stalls_s`: additional seconds for which decoding requests would stop.
+    def split_wins(self, both_s: float, single_s: float) -> bool:
+        """Whether computing and loading together saves enough compared with one of them alone."""
+        return both_s <= single_s - max(self.split_margin * single_s, self.split_gain_s)
+
+    def cost_s(self, ttft_s: float, stalls_s: float) -> float:
+        """What rules compare: seconds until a prefix is there, and the seconds for which decoding
+        requests stop meanwhile, added up over them and weighted.
         """
-        least_s = max(self.split_margin * single_s, self.split_gain_s, self.stall_worth * stalls_s)
-        return both_s <= single_s - least_s
+        return ttft_s + self.stall_weight * stalls_s
 
     def load_order(self, waiting: Sequence[Waiting]) -> Sequence[Waiting]:
         """The order in which links load for requests, given in the order in which these run. A

@@ -15,7 +15,8 @@ class Slow:
     """Two ways that are as long as each other, known, on a device with room."""
 
     known, learns, in_host, crowded, shared = True, False, False, True, False
-    compute_s, load_s, both_s, own_s, stalls_s = 1.0, 1.0, 0.5, 0.0, 0.0
+    compute_s, load_s, both_s, own_s = 1.0, 1.0, 0.5, 0.0
+    compute_stalls_s = both_stalls_s = 0.0
 
 
 class One:

@@ -14,17 +14,13 @@ from sgl_kvtier.lab.sim.experiment import Load, Machine, run_policy
 from sgl_kvtier.lab.sim.policies import AHEAD
 
 MACHINE = Machine(
-    device_bytes=1 << 30,
-    host_bytes=1 << 29,
-    storage_bytes=3 << 29,
-    step_tokens=512,
-    storage_gbps=16,
+    device_bytes=1 << 30, host_bytes=1 << 29, storage_bytes=3 << 29, step_tokens=512, storage_gbps=8
 )
 LOAD = Load(
     "generated:swe-mini",
     5,
-    seed=7,
-    pace=Pace(mean_start_s=1.0, most_gap_s=2.0),
+    seed=1,
+    pace=Pace(mean_start_s=1.0, most_gap_s=2.0, most_output_tokens=32),
     most_prompt_tokens=5000,
 )
 

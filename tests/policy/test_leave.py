@@ -117,17 +117,33 @@ def why(one: Planner, view: StepView, pages: int = 256) -> str | None:
     [
         (6, 0, {}, None),
         (6, 1, {}, "loading is faster"),  # it saves a sixth of what it computes
-        (6, 1, {"stall_worth": 0.0}, None),
+        (6, 1, {"stall_weight": 0.0}, None),
         (2, 1, {}, None),  # and here half
-        (1, 8, {}, None),  # it saves as much as it computes
-        (1 / 4, 8, {}, None),  # computing alone would take more from them
+        (2, 2, {}, "loading is faster"),  # but takes it from two
+        (1, 2, {}, None),
+        (1, 8, {}, "loading is faster"),
+        (1, 8, {"stall_weight": 0.0}, None),
+        (1 / 2, 2, {}, None),  # computing alone is faster than loading alone
+        (1 / 2, 8, {}, "loading is faster"),  # and takes more from eight that decode
+        (1 / 8, 8, {}, None),
+        (1 / 8, 800, {}, None),  # no more than eight are counted
     ],
 )
-def test_beside_requests_that_decode_a_front_saves_enough_of_what_it_takes_from_them(
+def test_what_a_restoration_computes_counts_against_each_request_that_decodes(
     ratio, decoding, settings, said
 ):
     one = planner(storage=rate(4096, ratio), **settings)
     assert why(one, replace(VIEW, decoding=decoding)) == said
+
+
+@pytest.mark.parametrize(("decoding", "mode"), [(0, Mode.BOTH), (8, Mode.LOAD)])
+def test_what_is_only_loaded_is_computed_too_once_fewer_decode(decoding, mode):
+    one = planner(storage=rate(4096, 1), restore="fastest")
+    one.observe(offer(storage=256))
+    (start,) = one.step(replace(VIEW, decoding=8)).starts
+    assert start.mode is Mode.LOAD
+    computes = one.step(replace(VIEW, decoding=decoding)).computes
+    assert any(one.rid == "a" for one in computes) is (mode is Mode.BOTH)
 
 
 @pytest.mark.parametrize(("decoding", "mode"), [(0, Mode.BOTH), (1, Mode.LOAD)])

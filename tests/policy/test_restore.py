@@ -155,9 +155,9 @@ def test_balanced_chunks_beat_whole_chunks_where_few_chunks_fit():
     assert ours.seconds < cake.seconds
 
 
-def loaded_with(waiting: tuple[str, ...], decoding: int = 0, **rules: object) -> list[int]:
+def loaded_with(waiting: tuple[str, ...], **rules: object) -> list[int]:
     """The pages asked for at once, with these requests in the queue, of which the first restores
-    256 pages, beside some that decode.
+    256 pages.
     """
     rate = balance(4096)
     planner = make_planner(
@@ -167,7 +167,7 @@ def loaded_with(waiting: tuple[str, ...], decoding: int = 0, **rules: object) ->
         Rules(load_horizon_s=60.0, **rules),
     )
     planner.observe(RestoreOffered("a", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
-    plan = planner.step(StepView(0.0, waiting, None, prefill_tokens=512, decoding=decoding))
+    plan = planner.step(StepView(0.0, waiting, None, prefill_tokens=512))
     return [page for load in plan.loads for page in range(load.span.start, load.span.stop)]
 
 
@@ -176,15 +176,6 @@ def test_the_more_wait_behind_a_restoration_the_more_of_it_is_loaded():
     assert 0 < alone < one < many < 256
     assert len(loaded_with(("a", *"bcdefghijklm"), queue_charge=0.0)) == alone
     assert len(loaded_with(("a", *"bcdefghi"))) == many
-
-
-def test_requests_that_decode_are_charged_where_rules_ask_for_it():
-    alone, one, many = (
-        len(loaded_with(("a",), decoding, decode_charge=1.0)) for decoding in (0, 1, 12)
-    )
-    assert 0 < alone < one < many < 256
-    assert len(loaded_with(("a",), 8, decode_charge=1.0)) == many
-    assert len(loaded_with(("a",), 12)) == alone
 
 
 # Restoring while the bandwidth changes, against the best fixed split in hindsight (as Cake,

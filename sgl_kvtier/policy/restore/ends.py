@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from sgl_kvtier.policy.messages import Cancel, Compute, Load, Mode, StepView
-from sgl_kvtier.policy.restore.forecast import Forecast, Outlook, Queueing, chunk_tokens
+from sgl_kvtier.policy.restore.forecast import Forecast, Outlook, Queueing, Ways, chunk_tokens
 from sgl_kvtier.policy.restore.meeting import Meeting, Split
 from sgl_kvtier.policy.restore.restorations import LINK_OF, Restoration, Restorations, in_run_order
 from sgl_kvtier.policy.rules import Rules
@@ -145,8 +145,9 @@ class Chunks:
         state = self._state
         if item.mode is Mode.LOAD and state.config.restore != "load":
             forecast = self._outlook.forecast(view, self._outlook.compute_at_s(view, item))
-            least_s = forecast.load_only(item) * (1 - state.rules.split_margin)
-            if forecast.both(item).seconds <= least_s:
+            ways = Ways(forecast, item, known=True, decoding=view.decoding)
+            both_s = state.rules.cost_s(ways.both_s, ways.both_stalls_s)
+            if both_s <= ways.load_s * (1 - state.rules.split_margin):
                 item.mode = Mode.BOTH
         return item.mode is Mode.BOTH
 

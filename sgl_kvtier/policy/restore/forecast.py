@@ -24,7 +24,7 @@ from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span, Tier
 
 _MOST_CHARGED: Final = 8
-"""Compute is weighted for at most this many waiting requests, and as many decoding ones."""
+"""Delays are counted for at most this many waiting requests, and as many decoding ones."""
 
 
 class Forecast:
@@ -104,6 +104,10 @@ class Forecast:
         split = best_split(self._speeds, self._compute_at_s + copied_s, left, front)
         return split._replace(seconds=max(split.seconds, copied_s))
 
+    def prefill_seconds(self, item: Restoration) -> float:
+        """Seconds of computing all open pages, without waiting."""
+        return self.compute_only(item) - self._compute_at_s
+
     def front_seconds(self, item: Restoration) -> float:
         """Seconds of computing up to the best meeting page, without waiting."""
         tokens = self.both(item).compute_tokens
@@ -150,7 +154,7 @@ class Ways:
         self._learns = learns
         self._crowded = crowded
         self._own_s = own_s
-        self._decoding = decoding
+        self._decoding = min(decoding, _MOST_CHARGED)
 
     @property
     def known(self) -> bool:
@@ -190,8 +194,12 @@ class Ways:
         return self._forecast.both(self._item).seconds
 
     @property
-    def stalls_s(self) -> float:
-        return self._forecast.front_seconds(self._item) if self._decoding else 0.0
+    def compute_stalls_s(self) -> float:
+        return self._decoding and self._decoding * self._forecast.prefill_seconds(self._item)
+
+    @property
+    def both_stalls_s(self) -> float:
+        return self._decoding and self._decoding * self._forecast.front_seconds(self._item)
 
 
 class Queueing:
@@ -344,11 +352,9 @@ class Outlook:
         return self._held if self._holder == item.rid else None
 
     def charge(self, view: StepView) -> float:
-        """The weight of a second of compute, which delays all that wait or decode; loads do not."""
-        rules = self._state.rules
+        """The weight of a second of compute, which delays all that wait; loads do not."""
         waiting = min(max(0, len(view.waiting) - 1), _MOST_CHARGED)
-        decoding = min(view.decoding, _MOST_CHARGED)
-        return 1 + rules.queue_charge * waiting + rules.decode_charge * decoding
+        return 1 + self._state.rules.queue_charge * waiting
 
     def _look(self, view: StepView) -> Speeds:
         state, engine = self._state, self._state.engine

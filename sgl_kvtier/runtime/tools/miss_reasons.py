@@ -57,7 +57,9 @@ DECLINED: Final = {
     ),
     "host memory": Reason("it is in host memory, and computing part of it saves no time", ""),
     "loading is faster": Reason(
-        "all of it would be loaded: SGLang prefetches it into host memory", ""
+        "all of it would be loaded, which takes least time or stops no request that generates "
+        "tokens: SGLang prefetches it into host memory",
+        "",
     ),
     "computing is faster": Reason(
         "its first pages are not stored, and loading the later ones saves no time", ""
