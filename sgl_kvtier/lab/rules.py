@@ -7,6 +7,7 @@ for servers that are started with them to measure what a rule is worth.
     Cake, CacheFlow, TierKV         as published; the first two say what of it they leave out
     LongestFirst, ShortestFirst     kvtier's, with another order of requests to load for
     ByArrival                       kvtier's, requests computed in the order they came
+    Eager                           kvtier's, for whom only the time to first token counts
     NeverRestores, NeverHolds       every prefix left to the engine; and none waits for sessions
     ByLayers                        lower layers of a whole prefix computed, upper ones loaded
     SmallestHeld, LeastBudget       orders of the queue: Bidaw's, and Cascade's
@@ -113,6 +114,14 @@ class LeastBudget(Unbounded):
         """The budget, on a scale above 0."""
         del request
         return math.exp(min(self.bound_s - waited_s - work_s, 600.0))
+
+
+class Eager(Rules):
+    """kvtier's, for whom only the time to first token of the restored request counts, whatever
+    running requests lose.
+    """
+
+    stall_weight = 0.0
 
 
 class NeverRestores(Rules):

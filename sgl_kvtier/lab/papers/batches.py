@@ -3,7 +3,8 @@
 All rules run with the papers' chunks of 512 tokens and with 8,192, and with the queue in the order
 drawn and in the order of length, so that none has an order that another lacks. The papers' rules
 load as their loaders do, one load after the other. They do not bound how long requests that decode
-stand still; ours does.
+stand still; ours does. All restore every prefix from both ends: ours by default leaves some to
+loading, for the sake of those that decode.
 
 Steps take what a paced H100 takes with Llama-3.1-8B. The link loads the mix of prefixes as fast as
 the device computes it in chunks of that size. All prefixes of a batch are asked for at one instant,
@@ -114,7 +115,7 @@ class Bench:
             for place, length in enumerate(prefixes)
         ]
         rules, stall_ms = RULES[rule]
-        config = PolicyConfig(restore="auto", prefetch="off", max_stall_ms=stall_ms)
+        config = PolicyConfig(restore="both", prefetch="off", max_stall_ms=stall_ms)
         shape = engine_shape(self._spec, self._model)
         learned = planner_profile(self._hardware, self._cost, shape)
         planner = make_planner(config, shape, learned, rules())

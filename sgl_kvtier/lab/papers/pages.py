@@ -19,7 +19,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.console import Column, Table, progress, to_markdown, write_text
 from sgl_kvtier.console.table import Row
 from sgl_kvtier.errors import TraceError
-from sgl_kvtier.lab.papers import batches, cacheflow, cake, tierkv
+from sgl_kvtier.lab.papers import batches, beside, cacheflow, cake, tierkv
 from sgl_kvtier.lab.rules import (
     KeptWhileExpected,
     LeastBudget,
@@ -154,9 +154,22 @@ def scene_markdown(name: str) -> str:
     return to_markdown(replace(draws_table(over_draws(outcomes), ""), notes=()))
 
 
+def beside_markdown() -> str:
+    """The table of what restoring takes from requests that run."""
+    rows = []
+    with progress("beside", len(beside.PER_SECOND) * len(beside.RULES), "rows") as bar:
+        for chats_per_s in beside.PER_SECOND:
+            for name, rules in beside.RULES.items():
+                row = beside.measure(chats_per_s, rules)
+                rows.append({"chats_per_s": chats_per_s, "rules": name, **row})
+                bar.advance()
+    return to_markdown(beside.table(rows))
+
+
 def write_traces(folder: Path) -> None:
     """Rewrites simulator.md in this folder."""
     page = folder / "simulator.md"
+    write_text(put(page.read_text("utf-8"), "beside", beside_markdown()), str(page))
     for name in SCENES:
         table = scene_markdown(name)
         write_text(put(page.read_text("utf-8"), name, table), str(page))
