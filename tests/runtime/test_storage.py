@@ -314,6 +314,37 @@ def test_an_update_of_weights_that_fails_half_way_ends_the_use_of_stored_pages(
     assert backend.batch_exists(keys("a")) == 0 and identity._runtime_weights is not None
 
 
+@pytest.mark.parametrize(
+    "name, message, kept, saves, gone",
+    [
+        ("release_memory_occupation", {"tags": None}, False, True, True),
+        ("release_memory_occupation", {"tags": ["weights"]}, False, True, True),
+        ("release_memory_occupation", {"tags": ["kv_cache"]}, False, True, False),
+        ("release_memory_occupation", {"tags": None}, True, True, False),
+        ("release_memory_occupation", {"tags": None}, False, False, False),
+        ("check_weights", {"action": "reset_tensors"}, False, True, True),
+        ("check_weights", {"action": "checksum"}, False, True, False),
+    ],
+)
+def test_weights_that_are_lost_or_random_end_the_use_of_stored_pages(
+    make, monkeypatch, name, message, kept, saves, gone
+):
+    monkeypatch.setattr(identity, "_runtime_weights", None)
+    backend = make(host_pool())
+    backend.batch_set_v1(keys("a"), slots([0]))
+    tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=backend))
+    args = SimpleNamespace(enable_weights_cpu_backup=kept)
+    updater = SimpleNamespace(
+        scheduler=SimpleNamespace(tree_cache=tree, server_args=args),
+        memory_saver_adapter=SimpleNamespace(enabled=saves),
+    )
+    (hook,) = (hook for hook in HOOKS if hook.target.endswith("." + name))
+    assert hook.kind == "after"
+    hook.load()(None, updater, SimpleNamespace(**message))
+    assert (backend.batch_exists(keys("a")) == 0) is gone
+    assert (identity._runtime_weights is not None) is gone
+
+
 def test_attached_again_after_new_weights_it_starts_empty(make, monkeypatch):
     backend = make(host_pool())
     backend.batch_set_v1(keys("a"), slots([0]))

@@ -15,6 +15,9 @@ from sgl_kvtier.runtime.sglang.tree_nodes import whose
 
 logger = logging.getLogger(__name__)
 
+_WEIGHTS = "weights"
+"""SGLang's tag of the device memory that holds them."""
+
 
 def create_backend(
     original: Callable[..., Any],
@@ -129,6 +132,27 @@ def leave_weights_in_doubt(
     try:
         return original(updater, *args, **kwargs)
     finally:
+        _leave(updater)
+
+
+def leave_lost_weights(result: Any, updater: Any, message: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook after device memory was given back. Without a copy in host memory
+    (--enable-weights-cpu-backup) the weights in it are lost: until others are loaded, the memory
+    that comes back holds any numbers.
+    """
+    del result, args, kwargs
+    tags = getattr(message, "tags", None) or (_WEIGHTS,)
+    kept = getattr(updater.scheduler.server_args, "enable_weights_cpu_backup", False)
+    if updater.memory_saver_adapter.enabled and _WEIGHTS in tags and not kept:
+        _leave(updater)
+
+
+def leave_random_weights(
+    result: Any, updater: Any, message: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Hook after a check of weights, which may have replaced them by random ones."""
+    del result, args, kwargs
+    if getattr(message, "action", None) == "reset_tensors":
         _leave(updater)
 
 

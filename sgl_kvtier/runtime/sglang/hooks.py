@@ -175,6 +175,20 @@ _IN_SCHEDULERS = (
         "an update that fails half-way leaves neither the old weights nor the new ones",
     ),
     (
+        "weights",
+        _UPDATER + "release_memory_occupation",
+        "after",
+        "backend.hooks:leave_lost_weights",
+        "weights whose memory was given back without a copy are lost",
+    ),
+    (
+        "weights",
+        _UPDATER + "check_weights",
+        "after",
+        "backend.hooks:leave_random_weights",
+        "a check may have replaced the weights by random ones",
+    ),
+    (
         "restore",
         _ROOT + "mem_cache.registry.create_unified_radix_cache",
         "around",
