@@ -71,6 +71,7 @@ class Scene:
         )
         self.controller.storage_backend = self.store
         self.pinned: list[Any] = []
+        self.reqs: dict[str, Any] = {}
         rows = torch.zeros(3, 4096, dtype=torch.int32)
         rows[1, : PAGES * PAGE] = slots(ROW, PAGE)
         rows = rows.to(self.device.device)
@@ -100,9 +101,10 @@ class Scene:
     def restoration(self, rid: str = "r", host_pages: int = 0) -> Restoration:
         """One of all six pages, the first `host_pages` of them in host memory."""
         parts = ((Span(0, host_pages), Tier.HOST), (Span(host_pages, PAGES), Tier.STORAGE))
+        self.reqs[rid] = SimpleNamespace(rid=rid, best_match_node=8)
         return Restoration(
             rid,
-            SimpleNamespace(rid=rid, best_match_node=8),
+            self.reqs[rid],
             PAGES * PAGE + 1,
             0,
             PAGES,
@@ -122,7 +124,8 @@ class Scene:
 
     def run(self, rid: str, start: int, stop: int, row: int = 1) -> None:
         """A prefill of these tokens of a request in this row, which has ended."""
-        self.attach.launched(self.attach.launching(batch_of(rid, start, stop, row)), None)
+        req = self.reqs.get(rid) or SimpleNamespace(rid=rid)
+        self.attach.launched(self.attach.launching(batch_of(req, start, stop, row)), None)
 
     def finish(self, rid: str = "r", row: int = 1) -> None:
         """The rest of its prompt."""
@@ -142,7 +145,7 @@ class Scene:
         return (getattr(self.device, "v_buffer", None) or self.device.kv_buffer)[number]
 
 
-def batch_of(rid: str, start: int, stop: int, row: int = 1) -> Any:
+def batch_of(req: Any, start: int, stop: int, row: int = 1) -> Any:
     """A batch that computes tokens [start, stop) of a request in this row."""
-    req = SimpleNamespace(rid=rid, kv=SimpleNamespace(req_pool_idx=row))
+    req.kv = SimpleNamespace(req_pool_idx=row)
     return SimpleNamespace(reqs=[req], prefix_lens=[start], extend_lens=[stop - start])

@@ -227,6 +227,16 @@ def test_noise_within_the_bound_is_equal(scene: Scene) -> None:
     assert not scene.settle() and scene.proof.attaches == {"equal": 1}
 
 
+def test_another_request_of_the_same_id_is_not_taken_for_it(scene: Scene) -> None:
+    scene.attached()
+    own, scene.reqs["r"] = scene.reqs["r"], SimpleNamespace(rid="r")
+    scene.finish(row=2)
+    assert not scene.attach.polls() and scene.proof.attaches == {}
+    scene.reqs["r"] = own
+    scene.finish()
+    assert not scene.settle() and scene.proof.attaches == {"equal": 1}
+
+
 # --- which restorations -------------------------------------------------------------------------------
 
 

@@ -84,7 +84,7 @@ def test_a_page_that_is_spliced_at_admission_is_not_credited_a_second_time(monke
     r = SimpleNamespace(resident=0, front=0, owner=dict.fromkeys(range(4)))
     splice = Compute("r", Span(0, 3), None)
     engine = SimpleNamespace(
-        restoration=lambda rid: r, computes={"r": splice}, trusted=lambda r, span: True
+        restoration_of=lambda req: r, computes={"r": splice}, trusted=lambda r, span: True
     )
     adder, seen = adder_with(engine), []
 
@@ -121,7 +121,7 @@ def test_what_sglang_had_read_of_a_spliced_prefix_is_counted_as_storages():
 def test_the_next_chunk_of_any_request_is_what_there_is_room_for(monkeypatch):
     given: list[int] = []
     engine = SimpleNamespace(
-        restoration=lambda rid: None, holds_memory=True, give_room=given.append
+        restoration_of=lambda req: None, holds_memory=True, give_room=given.append
     )
     limits: list[int | None] = []
 
@@ -138,7 +138,7 @@ def test_the_next_chunk_of_any_request_is_what_there_is_room_for(monkeypatch):
 
 
 PLAIN = SimpleNamespace(
-    restoration=lambda rid: None, holds_memory=False, give_room=lambda tokens: None
+    restoration_of=lambda req: None, holds_memory=False, give_room=lambda tokens: None
 )
 """An engine that restores nothing."""
 
@@ -310,7 +310,7 @@ def in_row(front: int, splice: Span) -> tuple[KVTierPrefillAdder, Any, list[Any]
 
     r = SimpleNamespace(front=front, closed=False, owner={}, spliced={})
     engine = SimpleNamespace(
-        restoration=lambda rid: r,
+        restoration_of=lambda req: r,
         computes={"r": Compute("r", splice, None)},
         trusted=lambda r, span: True,
         abandon=lambda r, how: setattr(r, "closed", how),
@@ -366,7 +366,7 @@ def writing_back(free: int, transfers: int = 0) -> tuple[KVTierPrefillAdder, Roo
     room = Room(free, transfers)
     given: list[int] = []
     engine = SimpleNamespace(
-        restoration=lambda rid: None,
+        restoration_of=lambda req: None,
         holds_memory=False,
         give_room=given.append,
         context=SimpleNamespace(room=room, anchors=None, device=SimpleNamespace(tokens=4096)),
@@ -412,7 +412,7 @@ def test_a_front_that_would_begin_without_its_state_is_offered_again(monkeypatch
     r = SimpleNamespace(resident=2, front=2, owner={})
     again: list[Any] = []
     engine = SimpleNamespace(
-        restoration=lambda rid: r,
+        restoration_of=lambda req: r,
         computes={"r": Compute("r", Span(2, 2), None)},
         offer_again=again.append,
         context=SimpleNamespace(room=Room(None)),

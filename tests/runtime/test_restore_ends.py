@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,6 +40,12 @@ from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 PAGE, PAGES = 16, 64
+
+
+class Handle(NamedTuple):
+    """SGLang's name of a request in the cache: equal for two requests with one id."""
+
+    rid: str
 
 
 class Pool:
@@ -220,6 +226,23 @@ def test_hits_of_another_backend_are_left_to_it():
     operation = SimpleNamespace(handle=handle, hash_value=["00" * 32] * 8, storage_start=0)
     assert not engine.offers.hit(operation, 8 * PAGE)
     assert engine.counters.declined == {"another backend": 1}
+
+
+def test_another_request_of_the_same_id_gets_none_of_the_pages():
+    engine, r, mover = engine_with()
+    load(engine, Span(0, 8))
+    mover.wait_news(0.0)
+    settle(engine, 1.0)
+    other, r.req = (SimpleNamespace(rid="r", cache_request_handle=Handle("r")) for _ in range(2))
+    queue = [other, r.req]
+    engine.context.scheduler = SimpleNamespace(waiting_queue=queue)  # type: ignore[assignment]
+    assert engine.context.waiting(r.req.cache_request_handle) is r.req
+    assert engine.restoration_of(other) is None and engine.restoration_of(r.req) is r
+    engine.admitted(r, engine.splice(r, Span(0, 8)), 8 * PAGE)
+    assert engine.take_prefix(other) is None
+    prefix = engine.take_prefix(r.req)
+    assert prefix is not None and len(prefix) == 8 * PAGE
+    assert engine.take_prefix(r.req) is None
 
 
 def test_room_for_a_waiting_request_is_given_only_by_those_behind_it():

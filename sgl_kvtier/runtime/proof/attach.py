@@ -39,6 +39,7 @@ from sgl_kvtier.runtime.backend.loaded_pools import loaded_pools
 from sgl_kvtier.runtime.proof.record import Difference, Proof, State
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.host_tier import Pin
+from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.runtime.step.polls import DIFFERS, LANDED, LOST, Poll
 from sgl_kvtier.runtime.step.restoration import Restoration
@@ -105,7 +106,7 @@ class _Stored:
 class _Check:
     """One restoration that is checked."""
 
-    rid: str
+    req: Req
     last: _Stored
     """The page that was left out."""
     loaded: int = 0
@@ -160,7 +161,7 @@ class AttachProof:
             return
         if len(self._waiting) + len(self._open) >= self._most or r.rid in self._waiting:
             return
-        check = _Check(r.rid, self._stored(r, last))
+        check = _Check(r.req, self._stored(r, last))
         if len(r.host_slots):
             check.pin = self._context.host.pin(r.req.best_match_node)
         self._waiting[r.rid] = check
@@ -231,7 +232,7 @@ class AttachProof:
         lengths = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=False)
         for req, prefix, length in lengths:
             check = self._waiting.get(req.rid)
-            if check is None:
+            if check is None or check.req is not req:
                 continue
             stop = (check.last.page + 1) * self._context.page
             if not prefix < stop <= prefix + length:
@@ -259,7 +260,7 @@ class AttachProof:
                 if slots is not None:
                     self._copy_aside(check, page, slots, stream)
             except Exception:  # for example out of device memory
-                logger.exception("kvtier: %s: a computed page was not copied aside", check.rid)
+                logger.exception("kvtier: %s: a computed page was not copied aside", check.req.rid)
             if page == check.last.page:
                 self._submit(check)
 
@@ -278,7 +279,7 @@ class AttachProof:
 
     def _submit(self, check: _Check) -> None:
         """The last page is being computed, on every rank in the same step."""
-        del self._waiting[check.rid]
+        del self._waiting[check.req.rid]
         check.poll = Poll(self._context.next_number(), 1)
         self._open.append(check)
         if check.last.page in check.rows:
@@ -345,7 +346,7 @@ class _Comparing:
             try:
                 state = self._state(check)
             except Exception:
-                logger.exception("kvtier: %s: a computed page was not compared", check.rid)
+                logger.exception("kvtier: %s: a computed page was not compared", check.req.rid)
             check.rows.clear()
             if check.poll is not None:
                 check.poll.mark(0, state, time.monotonic())
@@ -381,7 +382,7 @@ class _Comparing:
             )
         logger.debug(
             "kvtier: %s: page %d computed after loaded ones is %.3g from the stored one, the one "
-            "before them %s", check.rid, check.last.page, float(last.max()),
+            "before them %s", check.req.rid, check.last.page, float(last.max()),
             "was not computed" if front is None else f"{float(front.max()):.3g}",
         )  # fmt: skip
         if found is None:

@@ -164,12 +164,17 @@ class RestoreEngine:
         # under any prefetch policy.
         return False if storage_ops.answer_is_due(self.context.tree, handle) else None
 
-    def take_prefix(self, rid: str) -> torch.Tensor | None:
+    def restoration_of(self, req: Req) -> Restoration | None:
+        """This request's restoration, and not that of another request with the same id."""
+        r = self.restoration(req.rid)
+        return None if r is None or r.req is not req else r
+
+    def take_prefix(self, req: Req) -> torch.Tensor | None:
         """Returns the slots attached at this request's admission, and forgets them."""
-        found = self.context.requests.get(rid)
-        if found is None:
+        found = self.context.requests.get(req.rid)
+        if found is None or found.prefix is None or found.prefix[0] is not req:
             return None
-        prefix, found.prefix = found.prefix, None
+        (_, prefix), found.prefix = found.prefix, None
         return prefix
 
     def forget(self, rid: str) -> None:
@@ -439,7 +444,7 @@ class RestoreEngine:
         """
         r.admitted = True
         if prefix is not None:
-            self.context.requests.record(r.rid).prefix = prefix
+            self.context.requests.record(r.rid).prefix = r.req, prefix
         self._unlock(r)
         self.advance(r, end)
 

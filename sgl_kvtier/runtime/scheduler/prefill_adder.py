@@ -40,7 +40,7 @@ class KVTierPrefillAdder(PrefillAdder):
         returned without being added, it waits.
         """
         engine = self.tree_cache.kvtier.engine
-        r = engine.restoration(req.rid)
+        r = engine.restoration_of(req)
         if r is None:
             return self._add_beside_others(req)
         compute = engine.computes.get(req.rid)
@@ -206,7 +206,7 @@ class KVTierPrefillAdder(PrefillAdder):
         granted chunk.
         """
         engine = self.tree_cache.kvtier.engine
-        anchored, r = engine.context.anchors, engine.restoration(req.rid)
+        anchored, r = engine.context.anchors, engine.restoration_of(req)
         if anchored is not None:
             anchored.drop_old_copy(req)
         if r is None:

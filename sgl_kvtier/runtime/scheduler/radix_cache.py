@@ -177,7 +177,7 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     def prefix_device_indices(self, req: Req) -> torch.Tensor:
         """A new request's prefix: the tree's slots, then those attached at its admission."""
-        spliced = None if self.kvtier is None else self.kvtier.engine.take_prefix(req.rid)
+        spliced = None if self.kvtier is None else self.kvtier.engine.take_prefix(req)
         if spliced is None:
             return super().prefix_device_indices(req)
         path = self.tree_core.collect_full_device_indices(

@@ -17,8 +17,10 @@ def waiting(scheduler: Scheduler | None) -> Sequence[Req]:
 
 
 def waiting_of(scheduler: Scheduler | None, handle: Handle) -> Req | None:
-    """The waiting request with this cache handle, or None."""
-    return next((req for req in waiting(scheduler) if req.cache_request_handle == handle), None)
+    """The waiting request that has this cache handle, or None. Two requests with one id, which
+    SGLang accepts from several tokenizer processes, have equal handles.
+    """
+    return next((req for req in waiting(scheduler) if req.cache_request_handle is handle), None)
 
 
 def in_slot(scheduler: Scheduler) -> Req | None:

@@ -143,9 +143,9 @@ class Tracked:
     """From its offer to the planner until all its pages are attached or computed.
     `RestoreEngine`.
     """
-    prefix: torch.Tensor | None = None
-    """Device slots attached at admission, in tokens, until SGLang builds its row.
-    `RestoreEngine`.
+    prefix: tuple[Req, torch.Tensor] | None = None
+    """The request, and device slots attached at its admission, in tokens, until SGLang builds its
+    row. `RestoreEngine`.
     """
     announced: Announced | None = None
     """`LookaheadEngine`. A retracted request keeps it: it will run again as the same request."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ class Jump:
         r.front = FRONT
         self.release = self.rig.hold()
         self.forward("the chunk before the jump", FRONT * PAGE, writes=own.tolist())
-        self.req: Any = SimpleNamespace(
+        self.r.req = self.req = SimpleNamespace(
             rid=r.rid, prefix_len=FRONT * PAGE, kv=SimpleNamespace(req_pool_idx=0), retracted_stain=False,
             cached_tokens_host=0, cached_tokens_storage=0, full_untruncated_fill_ids=[0] * (r.pages + 1) * PAGE,
             extend_end=(r.pages + 1) * PAGE, sampling_params=SimpleNamespace(max_new_tokens=1),
