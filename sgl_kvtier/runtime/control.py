@@ -79,8 +79,8 @@ def policy_handler(name: str) -> Handler:
         notes = _notes(scheduler)
         if notes is not None:
             changed = change_policy(notes.config, name, value)
-            if name == "restore" and changed.restore != "off" and notes.is_refuted:
-                raise ValueError("restoring was not right on this device, and stays off")
+            if name == "restore" and changed.restore != "off" and notes.stays_off:
+                raise ValueError(notes.stays_off)
             notes.configure(changed)
         elif change_policy(PolicyConfig(), name, value).restore != "off" or name != "restore":
             raise ValueError(

@@ -91,6 +91,19 @@ def test_what_was_refuted_is_not_turned_on_again() -> None:
     assert not scheduler.engine.offers.is_on
 
 
+def test_what_was_not_checked_at_the_start_is_not_turned_on() -> None:
+    scheduler = lab(PolicyConfig(restore="off", prefetch="on"))
+    scheduler.notes.is_unproven = True
+    for value in (0, 1, 2, 3):
+        with pytest.raises(ValueError, match="restart the server"):
+            HANDLERS["policy.restore"](scheduler, value)
+        assert not scheduler.engine.offers.is_on
+    HANDLERS["policy.load_tokens"](scheduler, 64)
+    HANDLERS["policy.restore"](scheduler, 4)
+    assert scheduler.notes.config.load_tokens == 64
+    assert not scheduler.engine.offers.is_on
+
+
 def test_what_the_engine_itself_acts_on_is_in_force_from_the_start() -> None:
     scheduler = lab(PolicyConfig(restore="off", min_restore_tokens=512))
     assert not scheduler.engine.offers.is_on

@@ -125,6 +125,15 @@ def test_a_server_that_falls_back_can_be_told_off_and_says_why_not_on() -> None:
     assert status == 409 and "SGLang's own way since it started" in told["reason"]
 
 
+def test_a_server_whose_copies_were_not_checked_says_to_restart() -> None:
+    scheduler = lab(PolicyConfig(restore="off", prefetch="on"))
+    scheduler.notes.is_unproven = True
+    status, told = post([scheduler], restore="fastest")
+    assert status == 409 and "restart the server" in told["reason"]
+    assert not scheduler.engine.offers.is_on and scheduler.notes.config.restore == "off"
+    assert post([scheduler], restore="off", load_tokens=64)[0] == 200
+
+
 def test_a_defect_is_a_refusal_and_not_the_end_of_the_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -95,8 +95,8 @@ def _take(notes: Any, values: Mapping[str, Any], change: bool) -> str:
         # Also if restoration was refuted meanwhile: it stays off.
         notes.configure(config)
         logger.info("kvtier: settings are now %s", shown(dict(values)))
-    elif "restore" in values and config.restore != "off" and notes.is_refuted:
-        return "restoring was not right on this device, and stays off: see the server's log"
+    elif "restore" in values and config.restore != "off":
+        return str(notes.stays_off)
     return ""
 
 

@@ -28,6 +28,10 @@ class RestoreNotes:
     ) -> None:
         self.config = config
         self.metrics: Source | None = None
+        self.is_unproven = False
+        """Whether the server started without restoration on a device whose copies are checked at
+        the start only.
+        """
         self._engine = engine
         self._planner = planner
         self._agreement = agreement
@@ -36,7 +40,7 @@ class RestoreNotes:
 
     def configure(self, config: PolicyConfig) -> None:
         """Applies other settings from the next request on. Restorations in progress keep their
-        mode. If restored pages were found to be wrong, restoration stays off.
+        mode. Restoration stays off where `stays_off` says why.
         """
         self.config = config
         self._apply(config)
@@ -44,13 +48,25 @@ class RestoreNotes:
 
     def _apply(self, config: PolicyConfig) -> None:
         """Applies the settings that the runtime uses itself, at the start and after a change."""
-        self._engine.offers.is_on = config.restore != "off" and not self.is_refuted
+        self._engine.offers.is_on = config.restore != "off" and not self.stays_off
         self._engine.offers.min_tokens = config.min_restore_tokens
 
     @property
     def is_refuted(self) -> bool:
         """Whether restored pages were found to be wrong on this device."""
         return self._engine.proof.state is State.REFUTED
+
+    @property
+    def stays_off(self) -> str:
+        """Why restoration cannot be turned on; empty if it can."""
+        if self.is_refuted:
+            return "restoring was not right on this device, and stays off: see the server's log"
+        if self.is_unproven:
+            return (
+                "restoring was off when this server started, so its copies were not checked on "
+                "this device. Change policy.restore in kvtier.json and restart the server"
+            )
+        return ""
 
     def tune(self, name: str, value: float) -> None:
         """Changes a number of the planner's rules from the next request on. Raises ValueError if

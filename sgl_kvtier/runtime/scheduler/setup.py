@@ -211,6 +211,7 @@ def build(tree: Tree, server_args: Any) -> Parts | str:
         look_ahead=look,
     )
     parts.planned = planner.known
+    parts.notes.is_unproven = policy.restore == "off" and policy.proof != "off" and not at_once
     parts.engine.proof = proof
     if checks is not None:
         parts.engine.second_look = checks[1]
