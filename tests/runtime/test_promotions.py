@@ -164,6 +164,30 @@ def test_copies_to_the_device_have_ended_when_nobody_heeds_their_counter_any_mor
     assert waited == [1] and moves.consumer == -1
 
 
+def test_a_server_with_nothing_to_do_is_idle_for_a_flush_although_it_prefetches() -> None:
+    """SGLang ends a server that is to give back its memory and is not idle."""
+    moves, _, _ = made()
+    tree = tree_with(moves, SimpleNamespace(promotions=moves), SimpleNamespace(alone=True))
+    queue: list[Any] = ["copies"]
+    moves._context.tree.cache_controller.ack_load_queue = queue
+
+    def loading_check(finish_count: int) -> None:
+        del queue[:finish_count]
+
+    moves._context.tree.loading_check = loading_check  # type: ignore[method-assign]
+    event = SimpleNamespace(query=lambda: not queue)
+    moves._copying = _Copying(3, SimpleNamespace(finish_event=event), 9.0, 0.0, Poll(1, 1))
+    scheduler = SimpleNamespace(tree_cache=tree, _engine_paused=False)
+
+    def asked(scheduler: Any, **how: Any) -> bool:
+        return not queue
+
+    assert not restore_hooks.is_fully_idle(asked, scheduler) and queue
+    assert restore_hooks.is_fully_idle(asked, scheduler, ignore_waiting=False) and not queue
+    busy = restore_hooks.is_fully_idle(lambda *_, **how: False, scheduler, ignore_waiting=False)
+    assert not busy, "requests run"
+
+
 @pytest.mark.parametrize("released", [True, False])
 def test_nothing_is_moved_into_memory_that_was_released(released: bool) -> None:
     moves, _, _ = made()

@@ -30,6 +30,8 @@ from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.kept_pages import KeptPages
+from sgl_kvtier.runtime.scheduler.hooks import is_fully_idle
+from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
@@ -602,6 +604,26 @@ def test_the_trees_host_pages_stay_pinned_while_a_load_reads_them():
         one.poll.mark(offset, LANDED, 1.0)
     settle(engine, 2.0)
     assert unpinned == [pin]
+
+
+@pytest.mark.parametrize(
+    ("paused", "how", "ends"),
+    [(False, {}, False), (False, {"ignore_waiting": False}, True), (True, {}, True)],
+)
+def test_a_load_of_an_aborted_request_is_ended_before_the_pools_are_emptied(paused, how, ends):
+    engine, r, _ = engine_with()
+    load(engine, Span(4, 8))
+    engine.abandon(r, "aborted")
+    parts = object.__new__(Parts)
+    parts.engine, parts.context, parts.agreement = (
+        engine,
+        engine.context,
+        SimpleNamespace(alone=True),
+    )  # type: ignore[assignment]
+    parts.tick = SimpleNamespace(ahead=None)  # type: ignore[assignment]
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(kvtier=parts), _engine_paused=paused)
+    assert is_fully_idle(lambda scheduler, **how: True, scheduler, **how) is ends
+    assert bool(engine.loads) is not ends and bool(engine.context.slots.tokens) is not ends
 
 
 def test_the_tree_pages_of_an_admitted_request_are_not_protected_any_more():

@@ -291,6 +291,13 @@ class Promotions:
             own = anchor_slots // self._anchors.page_slots * self._anchors.page_bytes
         return pages * self._page_bytes + own
 
+    def end_copies(self) -> bool:
+        """Blocks until copies have ended, and makes SGLang note it; whether there were any."""
+        if self._copying is None:
+            return False
+        self._device.end_copies()
+        return True
+
     # --- reads from storage -----------------------------------------------------------------------
 
     def _fetch(self, move: Move, path: Path, deadline_s: float) -> None:

@@ -171,13 +171,18 @@ def is_fully_idle(
     original: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> bool:
     """Hook around SGLang's check: a server is not idle while we have transfers or slots in its
-    pools. A paused server runs no step that could end them, so they are ended here, for a flush.
+    pools. They are ended here on a paused server, which runs no step that could end them, and where
+    SGLang is about to empty its pools or to give back their memory: it asks so only of a server
+    that has nothing to do, and ends it if it is not idle.
     """
     idle = original(scheduler, *args, **kwargs)
     parts = parts_of(scheduler.tree_cache)
-    if not idle or parts is None or kwargs.get("for_health_check") or (args and args[0]):
+    if parts is None or kwargs.get("for_health_check") or (args and args[0]):
         return idle
-    return parts.is_idle(scheduler._engine_paused)
+    empties = "ignore_waiting" in kwargs
+    if empties and not idle and parts.end_copies():
+        idle = original(scheduler, *args, **kwargs)
+    return idle and parts.is_idle(scheduler._engine_paused or empties)
 
 
 def count_private(

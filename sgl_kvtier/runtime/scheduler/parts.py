@@ -152,12 +152,18 @@ class Parts:
         self.engine.reset()
         self.tell_ahead(lambda ahead: ahead.reset())
 
-    def is_idle(self, paused: bool) -> bool:
-        """Whether we have no transfers or slots in SGLang's pools. A paused server takes no steps
-        that could end them, so they are ended here.
+    def end_copies(self) -> bool:
+        """Blocks until lookahead's copies to the device have ended; whether there were any. On all
+        ranks in the same step.
+        """
+        return self.ahead is not None and self.ahead.promotions.end_copies()
+
+    def is_idle(self, ends: bool) -> bool:
+        """Whether we have no transfers or slots in SGLang's pools. With `ends` they are ended
+        first.
         """
         ahead = self.ahead
-        if paused:
+        if ends:
             if self.engine.holds_memory:
                 self.engine.reset()
             if ahead is not None and ahead.promotions.hangs:

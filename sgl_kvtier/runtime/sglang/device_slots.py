@@ -85,6 +85,10 @@ class DeviceSlots:
         """Allocates slots for the path to this node and queues its copies; whether it could."""
         return bool(self._tree.load_back(node))
 
+    def end_copies(self) -> None:
+        """Blocks until all copies that SGLang has begun are done, and unlocks their pages."""
+        self._tree.loading_check(finish_count=len(self._tree.cache_controller.ack_load_queue))
+
     def begin_copies(self) -> tuple[int, Any] | None:
         """Starts the queued copies. Returns the number of their layer counter and SGLang's record
         of them; None if nothing was queued.

@@ -154,6 +154,9 @@ class Tree(Protocol):
     def has_free_load_back_slot(self) -> bool:
         """Whether copies may be queued."""
 
+    def loading_check(self, finish_count: int | None = None) -> None:
+        """Unlocks what the first so many copies to the device have brought; waits for them."""
+
     def check_hicache_events(self) -> None:
         """Processes transfers that have ended."""
 
