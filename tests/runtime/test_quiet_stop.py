@@ -4,8 +4,10 @@ other.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+from contextlib import nullcontext
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from sgl_kvtier.runtime.backend import quiet_stop
+from sgl_kvtier.runtime.sglang.hooks import HOOKS
 
 
 def controller(ranks: int) -> Any:
@@ -61,3 +64,63 @@ def test_what_never_comes_to_rest_is_not_waited_for_for_ever(monkeypatch: pytest
     with quiet_stop.busy(one, "reading"):
         assert not quiet_stop.wait(one)
     assert quiet_stop.wait(one)
+
+
+def test_side_pools_are_waited_for_like_the_pages(monkeypatch: pytest.MonkeyPatch):
+    """SGLang's class for side pools reads their states after the pages, and reduces twice: the
+    second time after its base class has marked the end of the first.
+    """
+    pytest.importorskip("sglang")
+    from sglang.srt.managers.cache_controller import HiCacheController, PrefetchAck
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    for kind in (HiCacheController, HybridCacheController):
+        for step in ("_page_transfer", "_reduce_prefetch_ack"):
+            target = f"{kind.__module__}.{kind.__name__}.{step}"
+            for row in HOOKS:
+                if row.target == target:
+                    hook = row.load()
+                    monkeypatch.setattr(kind, step, _around(hook, vars(kind)[step]))
+    both = HybridCacheController.__new__(HybridCacheController)
+    vars(both).update(vars(controller(2)), page_size=16, enable_storage=True)
+    at_work: list[bool] = []
+
+    def observed(*_: Any, **__: Any) -> dict[str, list[bool]]:
+        at_work.append(not quiet_stop._rests(both))
+        return {}
+
+    state = PoolTransfer(name=PoolName.MAMBA, keys=["a"])
+    operation: Any = SimpleNamespace(
+        request_id="r",
+        prefix_keys=None,
+        hash_value=[],
+        pool_transfers=[state],
+        sidecar_hash_values=["a"],
+        sidecar_hit_pages=1,
+        is_terminated=lambda: False,
+    )
+    both.mem_pool_host = SimpleNamespace(layout_lease=nullcontext)
+    both.storage_backend = SimpleNamespace(batch_get_v2=observed)
+    monkeypatch.setattr(both, "_sync_trailing_keys", lambda *_: None, raising=False)
+    monkeypatch.setattr(
+        both, "_resolve_sidecar_nonkv_derived_pool_transfers", lambda *_: None, raising=False
+    )
+    both._page_transfer(operation)
+    assert at_work == [True]
+    ack = both.prefetch_sync_queue.get()
+    assert quiet_stop._rests(both)
+
+    monkeypatch.setattr(both, "_all_reduce", observed, raising=False)
+    both._reduce_prefetch_ack(ack)
+    both._reduce_prefetch_ack(PrefetchAck(rid="r", operation=operation, completed_tokens=16))
+    assert at_work == [True] * 3
+    assert quiet_stop._rests(both)
+
+
+def _around(hook: Any, original: Any) -> Any:
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    return step

@@ -73,6 +73,14 @@ def note_reduction(original: Callable[..., Any], controller: Any, *args: Any, **
         return original(controller, *args, **kwargs)
 
 
+def note_transfer(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around the read of a prefix with its side pools, whose states are read after the KV
+    pages: the ranks agree on these too.
+    """
+    with quiet_stop.busy(controller, "reading"):
+        return original(controller, *args, **kwargs)
+
+
 def read_ahead(
     original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any
 ) -> Any:

@@ -27,13 +27,16 @@ _BUSY = "_kvtier_busy"
 
 @contextmanager
 def busy(controller: Any, what: str) -> Iterator[None]:
-    """Marks one of the controller's storage threads as working. Each `what` is one thread."""
+    """Marks one of the controller's storage threads as working. Each `what` is one thread. May be
+    nested: a step of SGLang's class for side pools contains the same step of its base class.
+    """
     doing: dict[str, bool] = vars(controller).setdefault(_BUSY, {})
+    before = doing.get(what, False)
     doing[what] = True
     try:
         yield
     finally:
-        doing[what] = False
+        doing[what] = before
 
 
 def wait(controller: Any) -> bool:

@@ -52,6 +52,7 @@ class Hook:
 
 _ROOT = "sglang.srt."
 _CONTROLLER = _ROOT + "managers.cache_controller.HiCacheController."
+_HYBRID = _ROOT + "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
 _SCHEDULER = _ROOT + "managers.scheduler.Scheduler."
 _PARTS = _ROOT + "managers.scheduler_components."
 _UPDATER = _PARTS + "weight_updater.SchedulerWeightUpdaterManager."
@@ -119,6 +120,20 @@ _IN_SCHEDULERS = (
         "notes that a reduction of the ranks is in flight",
     ),
     (
+        "zero-copy",
+        _HYBRID + "_reduce_prefetch_ack",
+        "around",
+        "backend.hooks:note_reduction",
+        "the same with side pools, which add a reduction",
+    ),
+    (
+        "zero-copy",
+        _HYBRID + "_page_transfer",
+        "around",
+        "backend.hooks:note_transfer",
+        "notes that states of side pools are read after the KV pages",
+    ),
+    (
         "tenants",
         _ROOT + "mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup_storage",
         "around",
@@ -127,7 +142,7 @@ _IN_SCHEDULERS = (
     ),
     (
         "tenants",
-        _ROOT + "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._page_backup",
+        _HYBRID + "_page_backup",
         "around",
         "backend.hooks:write_for_tenant",
         "they are written as that tenant's",
