@@ -77,13 +77,42 @@ def test_a_prompt_behind_a_flush_goes_on_with_no_session_before_it():
 
 def test_a_prompt_that_was_asked_before_is_known_to_be_in_the_tree_as_far_as_it_is():
     hands = made()
-    before: Any = None
-    hands._requests.record("r").announced = known = Announced(before, KEYS, "7", 12)
     req: Any = SimpleNamespace(
         rid="r", kv=SimpleNamespace(cache_protected_len=2 * PAGE), last_node=5
     )
+    hands._requests.record("r").announced = known = Announced(req, KEYS, "7", 12)
     hands.checkpointed(req, 2 * PAGE)
     assert (known.kept, known.node) == (2 * PAGE, 5)
+
+
+def test_a_request_with_anothers_id_does_not_get_its_page_names():
+    """Several tokenizer processes may send one id twice. Names of one prompt's pages beside the
+    tokens of another would later bring its pages from storage into the tree under these tokens.
+    """
+    hands = made()
+    hands.context.names = names = PageNames(PAGE, pairs=False)
+    hands.sessions = SessionNames()
+    hands.facts = SimpleNamespace(placed=lambda keys, tier: None)  # type: ignore[assignment]
+
+    def ended(tokens: array[int], salt: str) -> Any:
+        return SimpleNamespace(
+            rid="r", kv=SimpleNamespace(cache_protected_len=3 * PAGE), last_node=5,
+            full_untruncated_fill_ids=tokens, origin_input_ids=tokens, extra_key=None,
+            cache_salt=salt, finished=lambda: True, finished_reason=None,
+        )  # fmt: skip
+
+    first = ended(array("q", range(3 * PAGE + 1)), "one tenant")
+    other = ended(array("q", range(100, 3 * PAGE + 101)), "another tenant")
+    keys = names.keys_of(first.origin_input_ids, first)
+    hands._requests.record("r").announced = known = Announced(first, keys, "7", 3 * PAGE + 1)
+    for req in (other, first):
+        hands.checkpointed(req, 0)
+        hands.released(req)
+        if req is other:
+            assert hands._requests.announced("r") is known and known.kept == 0
+            assert not hands._idle and not hands.context.facts
+    kept = hands._idle["7"]
+    assert names.keys_of(kept.tokens, kept) == kept.keys == keys
 
 
 @pytest.mark.parametrize("pairs", [False, True])

@@ -101,7 +101,7 @@ class LookaheadEngine:
     def checkpointed(self, req: Req, before: int) -> None:
         """A request's tokens [before, cache_protected_len) were inserted into the tree."""
         after = int(req.kv.cache_protected_len)
-        known = self._requests.announced(req.rid)
+        known = self._known(req)
         if known is None:
             return
         page = self.context.page
@@ -116,7 +116,7 @@ class LookaheadEngine:
 
     def released(self, req: Req) -> None:
         """A request gives up its row. A retracted one will run again under the same record."""
-        known = self._requests.announced(req.rid)
+        known = self._known(req)
         if known is None or not req.finished():
             return
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -319,6 +319,13 @@ class LookaheadEngine:
     def _announced(self) -> Iterator[Announced]:
         """All requests that the planner was told of."""
         return (record.announced for record in self._requests if record.announced is not None)
+
+    def _known(self, req: Req) -> Announced | None:
+        """What the planner was told of this request; nothing of one that shares another's id, whose
+        pages have other names.
+        """
+        known = self._requests.announced(req.rid)
+        return None if known is None or known.req is not req else known
 
     def _tell(self, fact: Fact) -> None:
         self.context.facts.append(fact)
