@@ -183,7 +183,7 @@ _RESTORE = (
     ),
     Metric(
         "restore_reductions",
-        "collectives over the ranks; none while nothing is restored, nor with lookahead",
+        "collectives over the ranks; few while nothing is restored, none with lookahead",
     ),
     Metric("restore_planner_failures", "times the planner raised; its requests were computed"),
     Metric("restore_untimed_chunks", "prefill chunks whose time was not learned"),

@@ -30,8 +30,10 @@ from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.kept_pages import KeptPages
+from sgl_kvtier.runtime.scheduler import tick as ticks
 from sgl_kvtier.runtime.scheduler.hooks import is_fully_idle
 from sgl_kvtier.runtime.scheduler.parts import Parts
+from sgl_kvtier.runtime.scheduler.queue import Queue
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
@@ -311,6 +313,42 @@ def test_the_chunk_by_which_the_last_restoration_ends_is_told_on_several_ranks_t
     assert not tick.note_chunk(Chunk("another", Span(0, 64), 0, 2.0))
     tick.run(SimpleNamespace())
     assert len(told) == 2 and ranks.reductions == 1
+
+
+def test_several_ranks_that_restore_nothing_still_bound_how_long_a_request_is_overtaken(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    tick, r, _, ranks = tick_of_two_ranks()
+    tick.engine.abandon(r, "aborted")
+    context, clock = tick.context, [100.0]
+    context.alone, context.tree.pp_size = False, 1  # type: ignore[misc]
+    monkeypatch.setattr(ticks, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    planner = make_planner(PolicyConfig(), EngineShape(PAGE, 1 << 10, 8 * PAGE))
+    queue, waiting = Queue(planner, context.requests), [waits("long", 4000)]
+    passes, scheduler = 0, SimpleNamespace(waiting_queue=waiting)
+    while passes < 1000:
+        passes += 1
+        clock[0] += 0.1
+        waiting.append(waits(f"short {passes}", 100))
+        tick.run(scheduler)  # type: ignore[arg-type]
+        queue.sort(waiting, context.moment())
+        if waiting.pop(0).rid == "long":
+            break
+    work_s = 4000 / 4000 + 4000 / (8 * PAGE) * 0.01  # by the cost that is guessed at first
+    assert work_s < 0.1 * passes < 2 * work_s + 16 * 0.1 + 0.2
+    assert 1 < ranks.reductions <= 2 + passes / 16
+    reductions = ranks.reductions
+    for _ in range(100):
+        del waiting[1:]
+        tick.run(scheduler)  # type: ignore[arg-type]
+    assert ranks.reductions == reductions  # one waits for none
+
+
+def waits(rid: str, prompt: int) -> Any:
+    return SimpleNamespace(
+        rid=rid, origin_input_ids=range(prompt), full_untruncated_fill_ids=(), prefix_len=0,
+        host_hit_length=0,
+    )  # fmt: skip
 
 
 def test_the_end_of_the_last_restoration_is_told_on_several_ranks_too():

@@ -1,5 +1,5 @@
-"""Values that all ranks agree on: one reduction per scheduler tick, only while a request is being
-restored.
+"""Values that all ranks agree on: one reduction per scheduler tick while a request is being
+restored. Otherwise one in 16 ticks, and only while requests wait for each other.
 
 For page states the minimum counts (`OPEN` < lost < `LANDED`); for times, those of the first rank.
 All ranks pass vectors of the same length, because their polls follow from the same plans.

@@ -31,7 +31,7 @@ from sgl_kvtier.runtime.proof.record import State
 from sgl_kvtier.runtime.ranks.agreement import Agreement, SharedReduction
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler.view import Views
-from sgl_kvtier.runtime.sglang import step
+from sgl_kvtier.runtime.sglang import step, tree_ranks
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Scheduler
 from sgl_kvtier.runtime.step.chunk_clock import Chunk, ChunkClock
@@ -46,6 +46,10 @@ _LATER = 0.0
 """Placeholder for the time in facts, until this step's time is agreed on."""
 _SWEEP = 256
 """Ticks between two searches for requests that left without a call."""
+_UNTIMED = 16
+"""Most ticks without an agreed time while requests wait for each other. The planner measures by it
+for how long one is overtaken.
+"""
 _STARVED_S = 5.0
 """Longest time, in seconds, that a request that only loads may wait without a load in flight."""
 
@@ -70,6 +74,8 @@ class RestoreTick:
         self.agreement = agreement
         self.steps = 0
         self._ticks = 0
+        self._untimed = _UNTIMED
+        """Ticks since the ranks agreed on the time."""
         self._idle = 0
         self.turns = turns
         self.views = views
@@ -129,7 +135,9 @@ class RestoreTick:
             self.shared.report_polls()
 
     def run(self, scheduler: Scheduler) -> None:
-        """Runs one step. While nothing is restored, nothing is reduced over the ranks."""
+        """Runs one step. While nothing is restored, nothing is reduced over the ranks, except the
+        time now and then while requests wait for each other.
+        """
         self.context.scheduler = scheduler
         self.engine.computes = {}
         if self.engine.layers is not None:
@@ -156,6 +164,8 @@ class RestoreTick:
 
     def _run(self, scheduler: Scheduler) -> None:
         engine = self.engine
+        self._ticks += 1
+        self._untimed += 1
         if self.agreement.alone and engine.proof.difference is not None:
             # With several ranks, all learn of it in one step, with the next page that ends here.
             self._refute()
@@ -165,7 +175,6 @@ class RestoreTick:
         if self.ahead is not None:
             self.begin_tick()
             self.ahead.look(scheduler)
-        self._ticks += 1
         if self._ticks % _SWEEP == 0:
             self.context.requests.sweep(step.all_requests(scheduler), self._vanished)
         self.turns.look(scheduler)
@@ -178,6 +187,7 @@ class RestoreTick:
             not engine.busy
             and not self.context.facts
             and (self.ahead is None or not self.ahead.due(scheduler))
+            and not self._needs_time(scheduler)
         ):
             return
         self.context.slots.free()
@@ -187,9 +197,22 @@ class RestoreTick:
             and not self.context.facts
             and not self.agreement.alone
             and not self.shares_reduction
+            and not self._needs_time(scheduler)
         ):
             return
         self._step(scheduler)
+
+    def _needs_time(self, scheduler: Scheduler) -> bool:
+        """Whether several ranks have to agree on the time although nothing is restored: their clock
+        would stand still, and a request could be overtaken for ever. The same on all ranks.
+        """
+        return (
+            not self.agreement.alone
+            and not self.shares_reduction
+            and self._untimed >= _UNTIMED
+            and len(step.waiting(scheduler)) > 1
+            and tree_ranks.stages(self.context.tree) == 1
+        )
 
     def _vanished(self, rid: str) -> None:
         """A request has left the scheduler without a call."""
@@ -333,6 +356,7 @@ class RestoreTick:
     def _observe(self, now: float) -> float:
         """Agrees on what happened, reports it to the planner, and returns the agreed time."""
         engine = self.engine
+        self._untimed = 0
         facts, self.context.facts = self.context.facts, []
         engine.ending = False
         polls, own = engine.polls(), [t for fact in facts for t in _own_times(fact)]
