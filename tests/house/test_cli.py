@@ -139,6 +139,11 @@ def test_help_and_metrics_are_those_that_are_written_down():
         [sys.executable, script, "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    # A Python without packages has not the help of every command.
+    done = subprocess.run(
+        [sys.executable, "-S", script, "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "a package is missing here" in done.stderr
 
 
 def test_the_command_starts_without_importing_torch():
