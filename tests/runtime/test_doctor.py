@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import tempfile
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from sgl_kvtier import cli, extras
+from sgl_kvtier.launch import tier_flags
 from sgl_kvtier.remote.child.memory import set_faults
 from sgl_kvtier.runtime.proof import memory
 from sgl_kvtier.runtime.proof.start import StartDiffers, StartResult
@@ -189,7 +191,7 @@ def test_features_that_are_there_are_one_row(capsys):
 def test_a_machine_that_is_ready_is_told_how_to_start_a_server(tmp_path, capsys):
     last = shown(capsys, "--store", str(tmp_path))[-3:]
     assert last[0] == f"ready: kvtier serve MODEL --store {tmp_path}"
-    assert "--hicache-storage-backend kvtier" in last[2]
+    assert shlex.split(last[2]) == tier_flags(f'{{"store": {{"path": "{tmp_path}"}}}}')
 
 
 @pytest.mark.parametrize("columns", [None, "80", "60"])

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import resource
 import shlex
@@ -27,6 +28,7 @@ from sgl_kvtier.config import (
     PolicyConfig,
     RemoteConfig,
     describe_config,
+    full_path,
     parse_config,
 )
 from sgl_kvtier.console import (
@@ -285,7 +287,8 @@ def _shortened(findings: Sequence[Finding]) -> list[Finding]:
 def _launch_line(config: str | None, store: str | None) -> str:
     place = ["--config", config] if config else ["--store", store or "FOLDER"]
     serve = shlex.join(["kvtier", "serve", "MODEL", *place])
-    flags = shlex.join(tier_flags(f"@{config or 'kvtier.json'}"))
+    settings = json.dumps({"store": {"path": full_path(store) if store else "FOLDER"}})
+    flags = shlex.join(tier_flags(f"@{config}" if config else settings))
     return f"ready: {serve}\nor add to your own launch line:\n{flags}"
 
 
