@@ -140,6 +140,12 @@ def missing_packages(names: Sequence[str] = ("sglang",)) -> list[str]:
     return [name for name in names if find_spec(name) is None]
 
 
+def refuse_missing_model(model: str) -> None:
+    """Raises BenchError if `model` can only be a path, and nothing is there."""
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).exists():
+        raise BenchError(f"{model}: no such folder. Give a model's folder, or ORGANIZATION/NAME")
+
+
 def refuse_taken_port(port: int, host: str = HOST) -> None:
     """Raises BenchError if a server cannot listen on `port` of `host`, an address or a name. The
     message names the process that listens there, if it is visible.

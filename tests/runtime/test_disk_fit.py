@@ -208,8 +208,19 @@ def test_disks_of_other_speeds_are_compared_without_one(
     by_speed = {(row["read_gb_per_s"], row["tokens"]): row["load_s"] for row in rows}
     assert len(rows) == 2 * len(disk_fit.LENGTHS)
     assert by_speed[1.5, 8192] == pytest.approx(8192 * 131072 / 1.5e9)
-    assert main(["doctor", "--gpu", "h100", "--read", "3"]) == 1
-    assert "--read is about a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--gpu", "h100", "--read", "3"], ["--gpu", "h100"]])
+def test_a_gpu_or_a_speed_without_a_model_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *words]) == 1
+    assert "--gpu and --read are about a model" in capsys.readouterr().err
+
+
+def test_a_models_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "/models/none", "--gpu", "h100", "--read", "3"]) == 1
+    assert "doctor: /models/none: no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

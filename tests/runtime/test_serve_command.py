@@ -172,3 +172,12 @@ def test_the_port_has_to_be_free_on_the_host_that_the_server_listens_on(
         assert f"port {taken} of 127.0.0.2 cannot be used" in capsys.readouterr().err
         assert cli.main([*words, "--", "--host", "0.0.0.0"]) == 1
     assert len(started) == 1
+
+
+def test_a_models_folder_that_is_not_there_starts_no_server(
+    started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["serve", "/models/none", "--device", "cuda"]
+    assert cli.main(words) == 1 and started == []
+    assert "serve: /models/none: no such folder" in capsys.readouterr().err
+    assert cli.main([*words, "--print"]) == 0, "the command may be for another machine"

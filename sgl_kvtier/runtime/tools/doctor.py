@@ -44,7 +44,7 @@ from sgl_kvtier.console import (
 from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import KVTierError, StoreError
 from sgl_kvtier.extras import how_to_compile, how_to_install
-from sgl_kvtier.launch import tier_flags
+from sgl_kvtier.launch import refuse_missing_model, tier_flags
 from sgl_kvtier.outside import brief
 from sgl_kvtier.page_hash import compile_page_hash
 from sgl_kvtier.policy.pages.eviction import eviction_of
@@ -100,10 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB/S[,GB/S]",
         help="with MODEL: for disks that read so fast, in place of this machine's",
     )
-    parser.add_argument(
+    pages = parser.add_mutually_exclusive_group()
+    pages.add_argument(
         "--config", metavar="FILE", help="also check this kvtier.json and the folder it names"
     )
-    parser.add_argument(
+    pages.add_argument(
         "--store", metavar="FOLDER", help="folder for pages, when no --config is given"
     )
     parser.add_argument(
@@ -122,8 +123,12 @@ def run(args: argparse.Namespace) -> int:
         return _list_settings(args.json)
     if args.json:
         check_target(args.json)
+    if args.model is None and (args.gpu or args.read):
+        raise KVTierError(
+            "--gpu and --read are about a model: kvtier doctor MODEL --gpu h100 --read 3,6.4"
+        )
     shape = None if args.model is None else _shape(args)
-    if args.read is not None:
+    if shape is not None and args.read is not None:
         return _map(shape, args)
     cards, speeds = _accelerators(), list[DiskSpeed]()
     findings = [
@@ -159,10 +164,8 @@ def _speeds(text: str) -> list[float]:
     return [above_nought(part) for part in text.split(",")]
 
 
-def _map(shape: Shape | None, args: argparse.Namespace) -> int:
+def _map(shape: Shape, args: argparse.Namespace) -> int:
     """Whether disks with other speeds are fast enough. Nothing on this machine is checked."""
-    if shape is None:
-        raise KVTierError("--read is about a model: kvtier doctor MODEL --gpu h100 --read 3,6.4")
     found = [_fits(shape, args, gbytes * 1e9) for gbytes in args.read]
     if args.json != "-":
         for fits in found:
@@ -195,6 +198,7 @@ def _shape(args: argparse.Namespace) -> Shape:
         )
     from transformers import PretrainedConfig
 
+    refuse_missing_model(args.model)
     try:
         found, _ = PretrainedConfig.get_config_dict(args.model)
     except (OSError, ValueError) as error:

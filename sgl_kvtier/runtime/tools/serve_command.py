@@ -23,6 +23,7 @@ from sgl_kvtier.launch import (
     host_of,
     missing_packages,
     paced_device,
+    refuse_missing_model,
     refuse_taken_port,
     serve_flags,
 )
@@ -157,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
             )
         )
         return 0
+    refuse_missing_model(model)
     if missing_packages():
         raise BenchError(
             f"SGLang is not installed. Install it (about 10 GB) with: {how_to_install('sglang')}"
