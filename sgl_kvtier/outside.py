@@ -86,7 +86,10 @@ def read_bounded(path: Path, most: int = MOST_SETTINGS_BYTES) -> str:
         raw = file.read(most + 1)
     if len(raw) > most:
         raise ValueError(f"it has more than {most} bytes, which no such file needs")
-    return raw.decode("utf-8")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} of it is not UTF-8 text") from error
 
 
 def _shown(value: object, level: int) -> str:

@@ -215,7 +215,7 @@ def test_an_unknown_key_is_shown_short(key):
     [
         (b"[" * 200_000, "nested too deeply"),
         (b'{"store":' * 100_000, "nested too deeply"),
-        (b"\xff\xfe", "utf-8"),
+        (b"\xff\xfe", "byte 0 of it is not UTF-8 text"),
         (b" " * 2_000_000 + b"{}", "more than 1048576 bytes"),
     ],
     ids=len,

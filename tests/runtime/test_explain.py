@@ -534,7 +534,7 @@ def test_a_session_instead_of_a_log_is_told_that_no_server_keeps_prompts(
         (["--prompts", "a", "b", "c"], "two files, or the lines of one"),
         ([], "name a server's URL, or two files"),
         (["http://127.0.0.1:1", "--prompts", "a", "b"], "name a server's URL, or two files"),
-        (["http://127.0.0.1:1"], "no answer from http://127.0.0.1:1/metrics"),
+        (["http://127.0.0.1:1"], "http://127.0.0.1:1/metrics ([Errno 111] Connection refused)"),
         (["--prompts", "/none/a", "/none/b"], "/none/a: No such file"),
     ],
 )

@@ -434,8 +434,8 @@ def _pairs(
             return list(prompt_log.pairs(logged, page_tokens))
     except OSError as error:
         raise KVTierError(
-            f"{name}: {error.strerror}. Name a file: the server keeps no prompts, of no session. "
-            f"Log them with {_HOW_TO_LOG}, and give the file"
+            f"{name}: {error.strerror}. Name a file: the server keeps no prompts, but writes a log "
+            f"of them with {_HOW_TO_LOG}"
         ) from error
     except ValueError as error:
         raise KVTierError(f"{name}, {error}") from error

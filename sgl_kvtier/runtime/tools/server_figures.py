@@ -331,8 +331,9 @@ def _get(url: str, path: str, api_key: str | None) -> str:
     except urllib.error.HTTPError:
         raise
     except (OSError, ValueError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", error)
         raise KVTierError(
-            f"no answer from {url}{path} ({error}). Give the address of a running server"
+            f"no answer from {url}{path} ({why}). Give the address of a running server"
         ) from error
 
 

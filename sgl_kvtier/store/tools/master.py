@@ -56,7 +56,8 @@ def _get(address: str, path: str) -> str:
         with urllib.request.urlopen(f"http://{address}/{path}", timeout=_WAIT_S) as response:
             return str(response.read(_MOST_BYTES).decode(errors="replace"))
     except (OSError, ValueError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", error)
         raise StoreError(
-            f"no answer from http://{address}/{path} ({error}). Give the master's address and its "
+            f"no answer from http://{address}/{path} ({why}). Give the master's address and its "
             "--metrics_port (9003 unless it was set)"
         ) from error
