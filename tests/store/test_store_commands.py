@@ -155,8 +155,12 @@ def test_an_identity_is_found_by_its_name_and_by_nested_fields(root: Path) -> No
     for match in ("name=Big-8B", "model.dtype=float16", "ranks.tp_size=2"):
         _, data = result(STAT, root, "--match", match)
         assert [row["name"][:6] for row in data["namespaces"]] == ["Big-8B"]
-    with pytest.raises(StoreError, match=r"no fingerprint has model=Big.*model\.dtype"):
+    with pytest.raises(StoreError, match=r"no fingerprint has model=Big.*: model\.dtype=float16, "):
         run(commands.purge, str(root), "--match", "model=Big")
+    with pytest.raises(StoreError, match=r"has name=Big\. There are: name=Big-8B, name=lab, name="):
+        run(commands.purge, str(root), "--match", "name=Big")
+    with pytest.raises(StoreError, match=r"There are: dtype, engine, model, model\.dtype, "):
+        run(commands.purge, str(root), "--match", "modl=Big")
 
 
 def test_looking_at_a_store_changes_nothing_in_it(root: Path) -> None:

@@ -311,10 +311,13 @@ def _find(args: argparse.Namespace) -> tuple[Env, list[Namespace]]:
         if all(flat.get(k) == v for k, v in wanted)
     ]
     if wanted and found and not matching:
-        known = sorted({name for flat in described for name in flat})
+        # The values of the fields that were named, and of those in them; else all fields' names.
+        named = tuple(f"{name}." for name, _ in wanted)
+        fields = [(name, value) for flat in described for name, value in flat.items()]
+        known = {f"{name}={value}" for name, value in fields if f"{name}.".startswith(named)}
+        known = known or {name for name, _ in fields}
         raise StoreError(
-            f"no fingerprint has {' and '.join(args.match)}. The fields there are: "
-            f"{', '.join(known)}"
+            f"no fingerprint has {' and '.join(args.match)}. There are: {', '.join(sorted(known))}"
         )
     return env, matching
 
