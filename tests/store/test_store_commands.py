@@ -461,6 +461,16 @@ def test_a_tenant_is_purged_from_folders_that_nobody_has_open(
         again.close()
 
 
+def test_a_salt_without_pages_is_not_taken_for_a_tenant_that_was_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tenants_at(tmp_path)[0].close()
+    none = "no page of this tenant is here"
+    for salt, said in (("salt of acne", True), ("salt of acme", False)):
+        assert run(commands.purge, str(tmp_path), "--salt", salt) == 0
+        assert (none in capsys.readouterr().out) is said
+
+
 def test_a_tenant_is_purged_beside_running_servers(tmp_path: Path) -> None:
     one, acme, beta = tenants_at(tmp_path)
     two = open_at(tmp_path, rank="tp0-pp0", alike=ALIKE)

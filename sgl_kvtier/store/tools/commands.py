@@ -212,7 +212,10 @@ class Purge:
         if digest is not None:
             columns[1] = Column("pages", "pages", decimals=0)
         where = "" if digest is None else f", tenant {digest}"
-        table = Table(f"Page store {args.path}{where}", columns, rows)
+        notes = []
+        if digest is not None and not any(row["pages"] for row in rows):
+            notes.append("no page of this tenant is here: kvtier stat FOLDER has all digests")
+        table = Table(f"Page store {args.path}{where}", columns, rows, notes=notes)
         _show(args, table, SCHEMA_PURGE, {"path": args.path, "namespaces": rows})
         return 1 if any(row["removed"].startswith("no") for row in rows) else 0
 
