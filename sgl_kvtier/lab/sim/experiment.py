@@ -80,10 +80,10 @@ class Machine:
             for size in (device_bytes, self.host_bytes, self.storage_bytes)
         ]
         if (pages[0] or 0) < 1:
-            raise ConfigError(
-                f"{self.model} leaves no HBM for KV on {self.hardware}: choose another machine or "
-                "model"
-            )
+            why = f"{self.model} leaves no HBM for KV on {self.hardware}: choose another of them"
+            if self.device_bytes is not None:
+                why = f"--device-size: a page of {self.model} takes {format_bytes(page_bytes)}"
+            raise ConfigError(why)
         spec = ServerSpec(
             page_tokens=self.page_tokens,
             step_tokens=self.step_tokens,

@@ -142,6 +142,8 @@ def test_a_papers_table_has_published_and_ours(tmp_path: Path) -> None:
             "--log writes the decisions of one policy",
         ),
         (["run", *LOAD, "--policy", "kvtier", "--draws", "2", "--log", "x"], "in one draw"),
+        (["run", *LOAD, "--device-size", "1MiB"], "--device-size: a page of Llama-3.1-8B takes 8"),
+        (["run", *LOAD[:3], "--model", "Llama-3.1-70B"], "leaves no HBM for KV on H100"),
         (["run", "--trace", "nowhere"], "no trace 'nowhere'"),
         (["paper", "cake", "--table", "99"], "cake has no table '99'"),
         (["replay-log", "/does/not/exist"], "cannot read"),
