@@ -515,7 +515,7 @@ def _allowed(f: Any) -> str:
         return ", ".join((*(meta["choices"] or ["empty"]), "or a class as package.module:Class"))
     if meta["choices"]:
         return "one of " + ", ".join(meta["choices"])
-    show = format_bytes if meta["is_bytes"] else "{:g}".format
+    show = format_bytes if meta["is_bytes"] else "{:.15g}".format
     name = {
         bool: "true or false",
         str: f"a text of at most {_MOST_TEXT} characters",
