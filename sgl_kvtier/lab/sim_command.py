@@ -212,9 +212,8 @@ def _run(args: argparse.Namespace) -> int:
         found = {"setup": setup, "policies": outcomes, "draws": over}
         write_json(envelope(SCHEMA_RUN, _command(), found), args.json)
     if args.json != "-":
-        title = (
-            f"{description}: {first[0]['requests']} requests on {machine.hardware}, steps {steps}"
-        )
+        said = f"{description.rstrip('.')}: {first[0]['requests']} requests"
+        title = f"{said} on {machine.hardware}, steps {steps}"
         print_table(draws_table(over, title) if args.draws > 1 else policies_table(first, title))
     return 0
 
