@@ -80,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="FILE",
         help="instead: where prompts part. Two files, each with token ids (a JSON list), text, or "
-        "a chat request (JSON with messages and tools); or one log with a request (JSON) on each "
-        "line, and behind it the id of one session of it",
+        "a chat request (JSON with messages and tools); or a log with a request (JSON) on each "
+        "line, and then, if one session is meant, its id",
     )
     parser.add_argument(
         "--model-path",

@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="an own kvtier.json, instead of --store, --capacity, --restore and --lookahead",
+        help="your kvtier.json, instead of --store, --capacity, --restore and --lookahead",
     )
     parser.add_argument(
         "--device",

@@ -66,7 +66,7 @@ class Stat:
         parser.add_argument(
             "--remote",
             metavar="HOST:PORT",
-            help="instead: what the master of a remote store says, at the address of its figures",
+            help="instead: what the master of a remote store says, at its --metrics_port (9003)",
         )
         _add_salt(parser, "say the digest of this cache salt, for store.tenants and the table")
 
