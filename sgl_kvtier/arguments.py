@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 from sgl_kvtier.outside import MOST_WHOLE, is_number, is_whole, shown
 from sgl_kvtier.sizes import parse_bytes
@@ -55,7 +56,10 @@ not_negative = number_from(0)
 
 def above_nought(text: str) -> float:
     """A finite number above 0."""
-    value = not_negative(text)
+    try:
+        value = not_negative(text)
+    except argparse.ArgumentTypeError:
+        value = 0.0
     if not value:
         raise argparse.ArgumentTypeError(f"{shown(text)}: must be a number above 0")
     return value
@@ -69,6 +73,15 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{shown(text)}: must be a size such as 4GiB or 500MB"
         ) from error
+
+
+def path(text: str) -> Path:
+    """The path of a file or folder. An empty text, as of a variable that is not set, would be the
+    working directory.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError('"": must be a path')
+    return Path(text)
 
 
 def url(text: str) -> str:

@@ -203,4 +203,4 @@ def test_no_option_takes_a_number_that_nobody_means(kind: Any) -> None:
             assert len(str(error)) < 200
         else:
             for value in found if isinstance(found, (list, tuple)) else [found]:
-                assert isinstance(value, str) or is_number(value), text[:6]
+                assert isinstance(value, (str, Path)) or is_number(value), text[:6]

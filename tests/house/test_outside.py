@@ -154,3 +154,5 @@ def test_arguments_in_their_range_are_numbers() -> None:
         arguments.port("65536")
     with pytest.raises(argparse.ArgumentTypeError, match="above 0"):
         arguments.above_nought("0")
+    with pytest.raises(argparse.ArgumentTypeError, match="above 0"):
+        arguments.above_nought("x")

@@ -181,3 +181,18 @@ def test_a_models_folder_that_is_not_there_starts_no_server(
     assert cli.main(words) == 1 and started == []
     assert "serve: /models/none: no such folder" in capsys.readouterr().err
     assert cli.main([*words, "--print"]) == 0, "the command may be for another machine"
+
+
+@pytest.mark.parametrize("words", [["m", "--store", ""], ["m", "--config", ""], [""]])
+def test_a_variable_that_is_not_set_is_no_working_directory(
+    words: list[str], started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main(["serve", *words, "--print"])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    assert status in (1, 2) and started == []
+    said = capsys.readouterr().err
+    assert (
+        'argument --store: ""' in said or 'argument --config: ""' in said or "which model" in said
+    )

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.arguments import above_nought, any_device, port, size
+from sgl_kvtier.arguments import above_nought, any_device, path, port, size
 from sgl_kvtier.config import PolicyConfig, parse_config
 from sgl_kvtier.errors import BenchError, ConfigError
 from sgl_kvtier.extras import how_to_install
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--store",
-        type=Path,
+        type=path,
         metavar="DIR",
         help=f"folder for the pages (default ${PATH_VARIABLE}, or ~/.cache/kvtier/pages)",
     )
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--config",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="your kvtier.json, instead of --store, --capacity, --restore and --lookahead",
     )
@@ -214,7 +214,7 @@ def _settings(args: argparse.Namespace, paced: Any) -> tuple[str, Path]:
 
 def _model(args: argparse.Namespace, paced: Any) -> str:
     """The model's folder or name. Raises ConfigError if it is missing, or not an emulated GPU's."""
-    if paced is None and args.model is None:
+    if paced is None and not args.model:
         raise ConfigError("say which model: its folder or name")
     if paced is not None and args.model is not None:
         raise ConfigError(f"{args.device} brings a model of its own: leave {args.model} away")
