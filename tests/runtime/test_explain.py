@@ -176,6 +176,16 @@ def some(**more: Any) -> str:
     return page_of(**{"prompt": 4000, "requests": 4, **more})
 
 
+def test_of_a_server_without_kvtier_nothing_is_said_of_its_store(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serving([page_of(kvtier=False, prompt=4000, requests=4)]) as url:
+        assert main(["explain", url]) == 0
+    said = capsys.readouterr().out
+    assert "4 requests\n" in said and "Storage (" not in said and " in 0 s" not in said
+    assert "start it with --hicache-storage-backend kvtier" in said
+
+
 @pytest.mark.parametrize(
     ("now", "cause"),
     [

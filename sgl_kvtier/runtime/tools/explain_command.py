@@ -154,7 +154,7 @@ def _explain_server(args: argparse.Namespace) -> int:
         _write(args, schemas.EXPLAIN.name, result)
         if args.json == "-":
             return 0
-    for table in _tables(args.url, figures):
+    for table in _tables(args.url, server, figures):
         print_table(table)
         print()
     print_statement(advice.text, is_bad=advice.cause == "corrupt")
@@ -206,7 +206,7 @@ def _explained(
     ]
 
 
-def _tables(address: str, figures: Figures) -> list[Table]:
+def _tables(address: str, server: Server, figures: Figures) -> list[Table]:
     sources = {
         "device": figures.device,
         "host": figures.host,
@@ -226,21 +226,20 @@ def _tables(address: str, figures: Figures) -> list[Table]:
     ]
     tables = [
         Table(
-            f"Prompt tokens of {address}, {figures.requests} requests in "
-            f"{format_duration(figures.seconds)}",
+            f"Prompt tokens of {address}, {figures.requests} requests"
+            + (f" in {format_duration(figures.seconds)}" if figures.seconds else ""),
             (
                 Column("source", "came from"),
                 Column("tokens", "tokens", decimals=0),
                 Column("share", "share", format=format_share),
             ),
             rows,
-        ),
-        Table(
-            "Storage (first rank of each replica)",
-            (Column("what", "what"), Column("value", "value")),
-            [{"what": what, "value": value} for what, value in _of_storage(figures).items()],
-        ),
+        )
     ]
+    if server.has_kvtier:
+        pair = (Column("what", "what"), Column("value", "value"))
+        found = [{"what": what, "value": value} for what, value in _of_storage(figures).items()]
+        tables.append(Table("Storage (first rank of each replica)", pair, found))
     for title, noun, explained in (
         (
             "Restore candidates that were rejected",
@@ -279,7 +278,8 @@ def _of_storage(figures: Figures) -> dict[str, str]:
         "restorations, by end": split(figures.ended),
         "restored tokens": f"{split(figures.restored_loaded)} loaded, "
         f"{format_value(figures.restored_computed)} computed",
-        "read": f"{format_value(store.pages_read)} pages at {rate(store.read_bytes_per_s)}",
+        "read": f"{format_value(store.pages_read)} pages"
+        + (f" at {rate(store.read_bytes_per_s)}" if store.pages_read else ""),
         "loading is faster than computing from": rate(store.break_even_bytes_per_s),
         "written": f"{format_value(store.pages_written)} pages, "
         f"{format_value(store.bytes_written / 1e9)} GB on the disk",
