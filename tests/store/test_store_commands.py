@@ -176,6 +176,25 @@ def test_a_path_without_a_store_says_what_to_give(tmp_path: Path) -> None:
         run(STAT, str(tmp_path / "none"))
 
 
+def test_a_store_that_this_user_may_not_read_is_not_called_missing_or_damaged(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    advice = "Permission denied. Run this as the user whose servers use it"
+    monkeypatch.setattr(Env, "open", denied)
+    run(STAT, str(root))
+    assert capsys.readouterr().out.count(f"config.json: {advice}") == 2
+    monkeypatch.setattr("sgl_kvtier.store.tools.offline.list_ranks", lambda *_: [])
+    with pytest.raises(StoreError, match=advice):
+        run(commands.fsck, str(root))
+    monkeypatch.setattr(Env, "list", denied)
+    for command in (STAT, commands.fsck):
+        with pytest.raises(StoreError, match=f"{root}: {advice}"):
+            run(command, str(root))
+
+
 @pytest.mark.parametrize("command", [STAT, commands.fsck, commands.purge])
 def test_a_folder_without_a_store_is_no_empty_store(
     command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -399,6 +399,10 @@ def read_identity(env: Env, namespace: str) -> dict[str, Any]:
         raise StoreFormatError(
             f"{namespace} has no {CONFIG} of a page store: move it away, or remove it yourself"
         ) from error
+    except PermissionError as error:
+        raise StoreFormatError(
+            f"{path}: {error.strerror}. Run this as the user whose servers use it"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreFormatError(
             f"{path} is damaged, or not a page store's ({error}): move {namespace} away, or remove "

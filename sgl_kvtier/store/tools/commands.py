@@ -144,6 +144,9 @@ class Fsck:
                 )
             if namespace.problem:
                 raise StoreError(namespace.problem)
+        problem = next((namespace.problem for namespace in found if namespace.problem), "")
+        if problem and not ranks:
+            raise StoreError(problem)
         rows: list[dict[str, Any]] = []
         pages = sum(count_pages(env, namespace, rank) for namespace, rank in ranks)
         with progress("checking", float(pages) or None, "pages") as bar:
@@ -213,7 +216,9 @@ class Purge:
             columns[1] = Column("pages", "pages", decimals=0)
         where = "" if digest is None else f", tenant {digest}"
         notes = []
-        if digest is not None and not any(row["pages"] for row in rows):
+        if digest is not None and not any(
+            row["pages"] or row["removed"].startswith("no") for row in rows
+        ):
             notes.append("no page of this tenant is here: kvtier stat FOLDER has all digests")
         table = Table(f"Page store {args.path}{where}", columns, rows, notes=notes)
         _show(args, table, SCHEMA_PURGE, {"path": args.path, "namespaces": rows})

@@ -73,9 +73,17 @@ class Check:
 
 
 def namespaces(env: Env, root: str) -> list[Namespace]:
-    """All identities below a store's path. Raises StoreError if there is no such folder."""
-    if not env.is_directory(root) and not os.path.isdir(root):
-        raise StoreError(f"no store at {root}: give the folder that store.path names")
+    """All identities below a store's path. Raises StoreError if there is no such folder, or if it
+    is not this user's.
+    """
+    try:
+        env.list(root)
+    except PermissionError as error:
+        raise StoreError(
+            f"{root}: {error.strerror}. Run this as the user whose servers use it"
+        ) from error
+    except OSError as error:
+        raise StoreError(f"no store at {root}: give the folder that store.path names") from error
     found = []
     for path in list_namespaces(env, root):
         try:
