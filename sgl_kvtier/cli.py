@@ -106,7 +106,7 @@ COMMANDS = {
     ),
     "stat": Command(
         "sgl_kvtier.runtime.tools.stat_command:stat",
-        "what is in a page store, who has it open, and the speeds that its servers learned",
+        "what is in a page store, whether servers use it, and the speeds that they learned",
         "kvtier stat /mnt/nvme/kvtier\n  kvtier stat --remote 127.0.0.1:9003\n"
         "  printf %s SALT | kvtier stat --salt -",
     ),

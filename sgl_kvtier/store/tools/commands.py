@@ -54,7 +54,7 @@ class Learned(NamedTuple):
 
 
 class Stat:
-    """`kvtier stat`: the model fingerprints in a store, their sizes, the processes that have them
+    """`kvtier stat`: the model fingerprints in a store, their sizes, whether processes have them
     open, and what `learned` returns for a fingerprint's folder. Safe while a server runs.
     """
 
