@@ -53,7 +53,7 @@ def of_lab(module: str, named: str) -> Any:
         return importlib.import_module(f"sgl_kvtier.lab.{module}")
     except ImportError as error:
         raise ConfigError(
-            f"{named}: the laboratory is not installed here ({error}). Leave the section lab away"
+            f"{named}: the laboratory is not installed here ({error}). Omit the section lab"
         ) from error
 
 

@@ -164,7 +164,7 @@ def test_flags_that_restoring_cannot_follow_are_refused_by_name_with_what_mends_
     line = restore_setup.own_way(launch(flags), context(), BOTH)
     assert line is not None and "SGLang's own way" in line
     assert what in line and mend in line.partition("(")[2]
-    assert line.count("(leave ") + line.count("(--") == 1, "what is not refused is not named"
+    assert line.count("(omit ") + line.count("(--") == 1, "what is not refused is not named"
 
 
 @pytest.mark.parametrize(("what", "mend", "found"), BY_MODEL, ids=[what for what, _, _ in BY_MODEL])

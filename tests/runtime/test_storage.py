@@ -380,7 +380,7 @@ def test_a_failing_disk_makes_misses_and_no_exception(make, faults):
 
 def test_a_worse_device_without_the_laboratory_is_refused_and_the_folder_is_free(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "sgl_kvtier.lab.front.wrappers", None)
-    with pytest.raises(ConfigError, match=r"not installed here .*Leave the section lab away"):
+    with pytest.raises(ConfigError, match=r"not installed here .*Omit the section lab"):
         make(host_pool(), throttle={"read_gbps": 1.0})
     make(host_pool())
 

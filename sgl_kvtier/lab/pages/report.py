@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     result = read_result(args.file)
     tables_of, page_of = KINDS[result["schema"]]
     if args.svg is not None and "plot" not in result:
-        raise KVTierError(f"{args.file} describes no plot: leave --svg away, or use --html")
+        raise KVTierError(f"{args.file} describes no plot: omit --svg, or use --html")
     try:
         tables = tables_of(result)
         said = sentence(result) if result["schema"] == COMPARE else None

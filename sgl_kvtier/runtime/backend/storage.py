@@ -154,8 +154,8 @@ class KVTierStorage(HiCacheStorage):
             raise ConfigError(
                 f"SGLang keeps a part of this KV pool's pages ({type(mem_pool_host).__name__}) "
                 "apart and does not say where, as it does for MXFP8. Choose another "
-                "--kv-cache-dtype, such as fp8_e4m3 or bfloat16, or leave "
-                "--hicache-storage-backend away"
+                "--kv-cache-dtype, such as fp8_e4m3 or bfloat16, or omit "
+                "--hicache-storage-backend"
             )
         super().register_mem_pool_host(mem_pool_host)
         self._register(KV, mem_pool_host)

@@ -57,7 +57,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         elif server_args.attention_backend == "intel_amx":
             raise ValueError(
                 "--attention-backend intel_amx needs SGLang's CPU engine (SGLANG_USE_CPU_ENGINE=1 "
-                f"and a CPU build of sgl_kernel). Leave the flag away for {ATTENTION}, or choose "
+                f"and a CPU build of sgl_kernel). Omit the flag for {ATTENTION}, or choose "
                 "torch_native"
             )
         if server_args.hicache_io_backend == "kernel":

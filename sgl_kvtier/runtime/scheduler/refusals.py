@@ -117,12 +117,12 @@ OF_ARGUMENTS = (
         "speculative decoding in another way than EAGLE, EAGLE3, NEXTN (MTP), STANDALONE or NGRAM: "
         "SGLang keeps a draft's KV in other places, or computes it from tokens that the names of "
         "its pages do not tell",
-        "--speculative-algorithm EAGLE, or leave it away",
+        "--speculative-algorithm EAGLE, or omit it",
         lambda args: args.speculative_algorithm not in (None, "NGRAM", *_WITH_DRAFT_KV),
     ),
     Refusal(
         "a draft of several models (multi-layer EAGLE): SGLang keeps the KV of the first one alone",
-        "leave --enable-multi-layer-eagle away",
+        "omit --enable-multi-layer-eagle",
         lambda args: args.enable_multi_layer_eagle,
     ),
     Refusal(
@@ -135,20 +135,18 @@ OF_ARGUMENTS = (
     Refusal(
         "deterministic inference with FlashInfer: prefills are cut on its tiles, and restoring "
         "cuts them elsewhere",
-        "--prefill-attention-backend triton, or leave --enable-deterministic-inference away",
+        "--prefill-attention-backend triton, or omit --enable-deterministic-inference",
         _prefill_is_tiled,
     ),
-    Refusal(
-        "mixed chunks", "leave --enable-mixed-chunk away", lambda args: args.enable_mixed_chunk
-    ),
+    Refusal("mixed chunks", "omit --enable-mixed-chunk", lambda args: args.enable_mixed_chunk),
     Refusal(
         "experts whose weights move between ranks, or whose ranks join later",
-        "leave --dwdp-size and --elastic-ep-join-mode away",
+        "omit --dwdp-size and --elastic-ep-join-mode",
         _ranks_come_or_differ,
     ),
     Refusal(
         "prefill and decode are apart",
-        "leave --disaggregation-mode away",
+        "omit --disaggregation-mode",
         lambda args: args.disaggregation_mode != "null",
     ),
     Refusal(

@@ -217,7 +217,7 @@ def _model(args: argparse.Namespace, paced: Any) -> str:
     if paced is None and not args.model:
         raise ConfigError("say which model: its folder or name")
     if paced is not None and args.model is not None:
-        raise ConfigError(f"{args.device} brings a model of its own: leave {args.model} away")
+        raise ConfigError(f"{args.device} brings a model of its own: omit {args.model}")
     return str(args.model) if paced is None else str(paced.model())
 
 
