@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from sgl_kvtier.arguments import not_negative
+from sgl_kvtier.arguments import not_negative, size
 from sgl_kvtier.console import (
     Column,
     Table,
@@ -28,7 +28,6 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.storebench.disk import Reference
 from sgl_kvtier.lab.storebench.peer import NixlPeer, Peer
 from sgl_kvtier.lab.storebench.subject import Subject, memory_slots
-from sgl_kvtier.sizes import parse_bytes
 
 SCHEMA = "kvtier.bench.store/1"
 _LANES = 8
@@ -49,12 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--pages",
+        type=_sizes,
         default="64KiB,256KiB,2MiB,8MiB",
         metavar="SIZES",
         help="page sizes (default %(default)s)",
     )
     parser.add_argument(
-        "--bytes", default="512MiB", metavar="SIZE", help="data per page size (default %(default)s)"
+        "--bytes",
+        type=size,
+        default="512MiB",
+        metavar="SIZE",
+        help="data per page size (default %(default)s)",
     )
     parser.add_argument(
         "--runtime",
@@ -77,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _sizes(text: str) -> list[int]:
+    """Sizes in bytes, separated by commas."""
+    return [size(part) for part in text.split(",") if part]
+
+
 def run(args: argparse.Namespace) -> int:
     """Measures. Raises KVTierError."""
     if args.json is not None:
@@ -86,12 +95,12 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise BenchError(f"cannot work in {args.dir}: {error}. Give another --dir") from error
     try:
-        sizes = [parse_bytes(text) for text in args.pages.split(",") if text]
         result: dict[str, Any] = {"cells": [], "reference": Reference(root, 0, 0).tool}
-        with progress("store benchmark", len(sizes) * (PAIRS + len(IN_FLIGHT)), "pairs") as shown:
-            for size in sizes:
-                shown.describe(format_bytes(size))
-                result["cells"] += _cells(root, size, parse_bytes(args.bytes), args, shown.advance)
+        pairs = len(args.pages) * (PAIRS + len(IN_FLIGHT))
+        with progress("store benchmark", pairs, "pairs") as shown:
+            for page in args.pages:
+                shown.describe(format_bytes(page))
+                result["cells"] += _cells(root, page, args.bytes, args, shown.advance)
         result |= _fixed_costs(root, args)
     finally:
         shutil.rmtree(root, ignore_errors=True)
