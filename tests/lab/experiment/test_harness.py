@@ -44,6 +44,17 @@ def asked(folder: Path, arm: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_nothing_is_installed_for_a_comparison_that_cannot_be(
+    kvtier: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed() -> Path:
+        raise AssertionError("1.2 GB")
+
+    monkeypatch.setattr(scenario, "aiperf_command", installed)
+    done = kvtier(tmp_path, *SMALL, "--arms", "none")
+    assert done.status == 1 and "no configuration named none" in done.err
+
+
 def test_a_result_on_standard_output_has_no_folder_of_the_clients_files(
     compared: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

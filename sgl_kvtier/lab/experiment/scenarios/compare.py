@@ -299,7 +299,6 @@ def run(given: argparse.Namespace) -> int:
     check(args)
     if args.harness != "own":
         args = _for_harness(args)
-    program = aiperf_command() if args.harness == "aiperf" else None
     axis, values = _loads(args)
     if axis:
         # one server for all loads, and so for the largest
@@ -317,6 +316,9 @@ def run(given: argparse.Namespace) -> int:
         replaying = replay_options(args, usual, wanted.most_output_tokens)
         replaying = replace(replaying, returning=args.returning)
         setup = make_setup(args, shape, model, chosen, replaying)
+        program = (
+            aiperf_command() if args.harness == "aiperf" else None
+        )  # it may be installed first
         rounds = args.rounds or _rounds(args, shape.device)
         for place, value in enumerate(values):
             one = replaying if value is None else replace(replaying, **{axis: value})
