@@ -18,6 +18,7 @@ from typing import Any
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.extras import how_to_install
+from sgl_kvtier.outside import shown
 from sgl_kvtier.types import PACED
 
 HOST = "127.0.0.1"
@@ -141,9 +142,11 @@ def missing_packages(names: Sequence[str] = ("sglang",)) -> list[str]:
 
 
 def refuse_missing_model(model: str) -> None:
-    """Raises BenchError if `model` can only be a path, and nothing is there."""
-    if model.startswith(("/", "./", "../", "~")) and not Path(model).exists():
-        raise BenchError(f"{model}: no such folder. Give a model's folder, or ORGANIZATION/NAME")
+    """Raises BenchError if `model` is empty, or can only be a path and nothing is there."""
+    if not model or (model.startswith(("/", "./", "../", "~")) and not Path(model).exists()):
+        raise BenchError(
+            f"{shown(model)}: no such folder. Give a model's folder, or ORGANIZATION/NAME"
+        )
 
 
 def refuse_taken_port(port: int, host: str = HOST) -> None:

@@ -218,9 +218,12 @@ def test_a_gpu_or_a_speed_without_a_model_is_refused(
     assert "--gpu and --read are about a model" in capsys.readouterr().err
 
 
-def test_a_models_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "/models/none", "--gpu", "h100", "--read", "3"]) == 1
-    assert "doctor: /models/none: no such folder" in capsys.readouterr().err
+@pytest.mark.parametrize("folder", ["/models/none", ""])
+def test_a_models_folder_that_is_not_there_is_named(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", folder, "--gpu", "h100", "--read", "3"]) == 1
+    assert f'doctor: "{folder}": no such folder' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

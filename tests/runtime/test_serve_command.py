@@ -179,7 +179,7 @@ def test_a_models_folder_that_is_not_there_starts_no_server(
 ) -> None:
     words = ["serve", "/models/none", "--device", "cuda"]
     assert cli.main(words) == 1 and started == []
-    assert "serve: /models/none: no such folder" in capsys.readouterr().err
+    assert 'serve: "/models/none": no such folder' in capsys.readouterr().err
     assert cli.main([*words, "--print"]) == 0, "the command may be for another machine"
 
 
