@@ -214,6 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(_why_unknown(name, unknown))
         model = getattr(parsed, "model", None)
         if unknown and model in own and own.index(model) > own.index(unknown[0]):
+            if unknown[0] in ("--model", "--model-path"):
+                parser.error(f"name the model without {unknown[0]}: kvtier {name} {model}")
             parser.error(f"name the model before {unknown[0]}, or put that behind --")
         if unknown:
             print(f"kvtier {name}: passed to SGLang: {' '.join(unknown)}", file=sys.stderr)

@@ -83,6 +83,9 @@ def test_modes_are_settings_and_other_flags_are_sglangs(
         with pytest.raises(SystemExit):
             cli.main(["serve", *wrong, "--print"])
     assert "name the model before --tp" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--model-path", "Qwen/Qwen3-8B", "--store", "s"])
+    assert "without --model-path: kvtier serve Qwen/Qwen3-8B" in capsys.readouterr().err
 
 
 def test_a_capacity_may_be_a_share_of_the_disk(
