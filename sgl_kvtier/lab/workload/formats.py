@@ -284,5 +284,5 @@ def _unknown(path: Path, seen: list[dict[str, Any]], more: str = "") -> TraceErr
     names = dict.fromkeys(form.name for form in FORMATS if form.reader is not None)
     return TraceError(
         f"{path} is in no format this reads{has}: {', '.join(names)}. "
-        f"docs/manual/workloads.md says what each is known by{more}"
+        f"docs/manual/workloads.md describes them{more}"
     )
