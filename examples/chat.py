@@ -104,6 +104,9 @@ def ask(url: str, messages: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return
     folder = Path(tempfile.mkdtemp(prefix="kvtier-chat-"))
     store = Path(sys.argv[2]) if len(sys.argv) > 2 else folder / "store"
     if len(sys.argv) > 1:

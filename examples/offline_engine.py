@@ -19,6 +19,9 @@ from sgl_kvtier.lab.outside.lab_model import write_model
 
 
 def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return
     model = sys.argv[1] if len(sys.argv) > 1 else str(write_model("lab-mha"))
     with tempfile.TemporaryDirectory() as folder:
         config = {
