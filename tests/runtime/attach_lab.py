@@ -85,7 +85,7 @@ class Scene:
             unlock=lambda lock: None,
             **(tree or {}),
         )
-        self.context = StepContext(self.tree, alone=tree is None)  # type: ignore[arg-type]
+        self.context = StepContext(self.tree, alone=tree is None)
         self.proof = Proof("a device", "a way")
         found = comparable(self.controller, PAGE)
         assert not isinstance(found, str)
