@@ -7,7 +7,9 @@ import json
 import os
 import shlex
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,13 @@ SYMBOLS = seams.check
 @pytest.fixture(autouse=True)
 def checked_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seams, "check", lambda groups=(): SYMBOLS(groups) if groups else [])
+
+
+def settings(folder: Path, **sections: Any) -> tuple[str, str]:
+    """The words that name a file of these settings, whose store is below the folder."""
+    path = folder / "kvtier.json"
+    path.write_text(json.dumps({"store": {"path": str(folder / "store")}, **sections}))
+    return ("--config", str(path))
 
 
 def findings(capsys, *arguments: str) -> dict[str, dict[str, str]]:
@@ -92,9 +101,7 @@ def test_a_home_is_the_users_and_no_folder_of_that_name_is_made(tmp_path, capsys
 
 
 def test_a_wrong_setting_fails_with_its_message(tmp_path, capsys):
-    config = tmp_path / "kvtier.json"
-    config.write_text('{"store": {"path": "x", "io_threads": -1}}')
-    found = findings(capsys, "--config", str(config))
+    found = findings(capsys, *settings(tmp_path, store={"path": "x", "io_threads": -1}))
     assert found["settings"]["state"] == "fail"
     assert "store.io_threads = -1" in found["settings"]["advice"]
 
@@ -103,9 +110,7 @@ def test_the_environment_says_what_the_settings_leave_open_as_for_a_server(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("KVTIER_STORE_PATH", str(tmp_path / "pages"))
-    config = tmp_path / "kvtier.json"
-    config.write_text('{"store": {"capacity_bytes": "80%"}}')
-    found = findings(capsys, "--config", str(config), "--no-disk")
+    found = findings(capsys, *settings(tmp_path, store={"capacity_bytes": "80%"}), "--no-disk")
     assert found["settings"]["state"] == "ok"
     assert found["disk"]["found"].startswith(str(tmp_path / "pages"))
     monkeypatch.setenv("KVTIER_CAPACITY", "much")
@@ -148,10 +153,8 @@ def test_a_folder_of_somebody_else_that_others_may_write_fails_with_what_to_do(t
 def test_a_filesystem_on_which_no_page_could_be_written_fails_and_names_the_setting(
     tmp_path, capsys
 ):
-    config = tmp_path / "kvtier.json"
-    settings = {"path": str(tmp_path / "s"), "min_free_bytes": 1 << 50}
-    config.write_text(json.dumps({"store": settings}))
-    found = findings(capsys, "--config", str(config), "--no-disk")["disk"]
+    store = {"path": str(tmp_path / "s"), "min_free_bytes": 1 << 50}
+    found = findings(capsys, *settings(tmp_path, store=store), "--no-disk")["disk"]
     assert found["state"] == "fail" and "no page could be written" in found["found"]
     assert "store.min_free_bytes = " in found["advice"]
 
@@ -281,11 +284,8 @@ def test_on_a_card_it_says_how_prefixes_would_be_restored(tmp_path, capsys, monk
     monkeypatch.setattr(doctor.platform, "accelerators", lambda: ["NVIDIA H100"])
     found = findings(capsys)["restoration"]
     assert (found["state"], found["found"]) == ("ok", "policy.restore = auto")
-    asked = tmp_path / "kvtier.json"
-    asked.write_text(
-        json.dumps({"store": {"path": str(tmp_path / "s")}, "policy": {"restore": "off"}})
-    )
-    found = findings(capsys, "--config", str(asked), "--no-disk")["restoration"]
+    off = settings(tmp_path, policy={"restore": "off"})
+    found = findings(capsys, *off, "--no-disk")["restoration"]
     assert (found["state"], found["found"]) == ("ok", "policy.restore = off")
 
 
@@ -338,40 +338,35 @@ def test_on_a_cpu_nothing_is_said_of_restoration(capsys, monkeypatch):
     assert "restoration" not in found and "copies" not in found
 
 
-def remote_config(tmp_path, **section: str) -> str:
-    config = tmp_path / "kvtier.json"
-    config.write_text(json.dumps({"store": {"path": str(tmp_path / "store")}, "remote": section}))
-    return str(config)
+def remote_store(tmp_path: Path, capsys: Any, engine: str, master: str) -> dict[str, str]:
+    words = settings(tmp_path, remote={"engine": engine, "master": master})
+    return findings(capsys, *words, "--no-disk")["remote store"]
 
 
 def test_a_remote_store_is_tried_out_and_left_as_it_was(tmp_path, capsys):
     engine = tmp_path / "engine"
     engine.mkdir()
-    config = remote_config(tmp_path, engine="memory", master=str(engine))
-    found = findings(capsys, "--config", config, "--no-disk")["remote store"]
+    found = remote_store(tmp_path, capsys, "memory", str(engine))
     assert found["state"] == "ok" and "read" in found["found"] and "32 pages" in found["found"]
     assert list(engine.iterdir()) == []
 
 
-def test_a_remote_store_that_gives_wrong_bytes_fails(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("faults", "says"),
+    [
+        ({"get": {"flip": 1.0}}, "32 of 32 pages did not come back"),
+        ({"refuse": True}, "took 0 of 32 pages"),
+    ],
+    ids=["wrong bytes", "no room"],
+)
+def test_a_remote_store_that_fails_a_trial_fails(tmp_path, capsys, faults, says):
     engine = tmp_path / "engine"
     engine.mkdir()
-    set_faults(engine, {"get": {"flip": 1.0}})
-    config = remote_config(tmp_path, engine="memory", master=str(engine))
-    found = findings(capsys, "--config", config, "--no-disk")["remote store"]
-    assert found["state"] == "fail" and "32 of 32 pages did not come back" in found["advice"]
-
-
-def test_a_remote_store_without_room_fails(tmp_path, capsys):
-    engine = tmp_path / "engine"
-    engine.mkdir()
-    set_faults(engine, {"refuse": True})
-    config = remote_config(tmp_path, engine="memory", master=str(engine))
-    found = findings(capsys, "--config", config, "--no-disk")["remote store"]
-    assert found["state"] == "fail" and "took 0 of 32 pages" in found["advice"]
+    set_faults(engine, faults)
+    found = remote_store(tmp_path, capsys, "memory", str(engine))
+    assert found["state"] == "fail" and says in found["advice"]
 
 
 def test_a_remote_store_that_cannot_work_fails_with_what_to_do(tmp_path, capsys):
-    config = remote_config(tmp_path, engine="mooncake", master="nowhere")
-    found = findings(capsys, "--config", config, "--no-disk")["remote store"]
+    found = remote_store(tmp_path, capsys, "mooncake", "nowhere")
     assert found["state"] == "fail" and "remote.master" in found["advice"]
