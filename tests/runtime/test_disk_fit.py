@@ -64,7 +64,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tokens", [8192, 32768, 131072])
-def test_the_estimate_is_within_a_fifth_of_the_measured_profiles(name: str, tokens: int) -> None:
+def test_the_estimate_is_within_a_fifth_of_the_measured_profiles(name, tokens):
     config, gpus = MODELS[name]
     shape, measured = shape_of(name, config), profile.read(name)
     assert shape.kv_bytes == measured.kv_bytes_per_token
@@ -73,7 +73,7 @@ def test_the_estimate_is_within_a_fifth_of_the_measured_profiles(name: str, toke
     assert compute_seconds(shape, "h100", gpus, tokens) == pytest.approx(wanted, rel=0.21)
 
 
-def test_both_ends_are_faster_than_the_better_one_and_most_at_balance() -> None:
+def test_both_ends_are_faster_than_the_better_one_and_most_at_balance():
     shape = shape_of("m", LLAMA)
     balance = break_even(shape, "h100", 1, 32768)
     saved = {
@@ -85,9 +85,7 @@ def test_both_ends_are_faster_than_the_better_one_and_most_at_balance() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.1, 1.0, 10.0])
-def test_both_ends_meet_where_the_first_tokens_are_computed_when_the_others_are_loaded(
-    factor: float,
-) -> None:
+def test_both_ends_meet_where_the_first_tokens_are_computed_when_the_others_are_loaded(factor):
     shape = shape_of("m", LLAMA)
     speed = factor * break_even(shape, "h100", 1, 32768)
     found = fit(shape, "h100", 1, speed, 32768)
@@ -101,7 +99,7 @@ def test_both_ends_meet_where_the_first_tokens_are_computed_when_the_others_are_
     assert found.both_s < average
 
 
-def test_the_published_estimates_follow_from_the_code_and_lie_beside_what_was_measured() -> None:
+def test_the_published_estimates_follow_from_the_code_and_lie_beside_what_was_measured():
     grids = json.loads(RESTORE.read_text())["grids"]
     measured = {tuple(row[:2]): row[-1] for row in grids["emulated H100"]["rows"]}
     rows = grids["estimate and emulated server"]["rows"]
@@ -114,14 +112,14 @@ def test_the_published_estimates_follow_from_the_code_and_lie_beside_what_was_me
 
 
 @pytest.mark.parametrize("tokens", [1000, 32768])
-def test_the_break_even_length_is_where_this_disk_takes_as_long_as_computing(tokens: int) -> None:
+def test_the_break_even_length_is_where_this_disk_takes_as_long_as_computing(tokens):
     shape = shape_of("m", LLAMA)
     speed = break_even(shape, "h100", 1, tokens)
     assert break_even_tokens(shape, "h100", 1, speed) == pytest.approx(tokens, abs=1)
     assert break_even_tokens(shape, "h100", 1, speed * 1.1) < tokens
 
 
-def test_a_fast_disk_loads_faster_at_any_length_and_a_slow_one_at_none_the_model_takes() -> None:
+def test_a_fast_disk_loads_faster_at_any_length_and_a_slow_one_at_none_the_model_takes():
     shape = shape_of("m", LLAMA | {"max_position_embeddings": 8192})
     assert break_even_tokens(shape, "h100", 1, 100e9) == 1
     at_most = break_even(shape, "h100", 1, 8192)
@@ -130,49 +128,44 @@ def test_a_fast_disk_loads_faster_at_any_length_and_a_slow_one_at_none_the_model
     assert break_even_tokens(shape_of("m", LLAMA), "h100", 1, 0.99 * at_most) > 8192
 
 
-def test_a_text_model_inside_another_counts() -> None:
+def test_a_text_model_inside_another_counts():
     assert shape_of("m", {"hidden_size": 1, "text_config": LLAMA}) == shape_of("m", LLAMA)
 
 
 @pytest.mark.parametrize("missing", ["hidden_size", "num_hidden_layers", "intermediate_size"])
-def test_a_config_that_says_too_little_is_refused(missing: str) -> None:
+def test_a_config_that_says_too_little_is_refused(missing):
     config = {key: value for key, value in LLAMA.items() if key != missing}
     with pytest.raises(KVTierError, match=f"{missing} = null"):
         shape_of("m", config)
 
 
-def test_doctor_answers_in_a_table_and_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(LLAMA | {"model_type": "llama"}))
-    words = ["doctor", str(model), "--gpu", "h100", "--store", str(tmp_path / "store")]
-    out = tmp_path / "out.json"
-    main([*words, "--json", str(out)])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "from both ends" in said and "32,768" in said
-    assert "A token takes 128.0 KiB of KV cache. The disk reads " in said
-    rows = json.loads(out.read_text())["fits"]
-    assert [row["tokens"] for row in rows] == list(disk_fit.LENGTHS)
-    assert all(row["both_s"] < min(row["compute_s"], row["load_s"]) for row in rows)
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with Llama's configuration."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = LLAMA | {"model_type": "llama", "max_position_embeddings": 131072}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def test_without_a_folder_the_disk_of_the_default_store_is_measured_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "llama"}))
-    folder = tmp_path / "caches" / "kvtier" / "pages"
+    model, tmp_path, capsys, monkeypatch
+):
+    folder, out = tmp_path / "caches" / "kvtier" / "pages", tmp_path / "out.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.delenv("KVTIER_STORE_PATH", raising=False)
-    words = ["doctor", str(tmp_path), "--gpu", "h100"]
-    main([*words, "--json", "-"])
-    found = json.loads(capsys.readouterr().out)
+    main(["doctor", str(model), "--gpu", "h100", "--json", str(out)])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "from both ends" in said and "32,768" in said
+    assert "A token takes 128.0 KiB of KV cache. The disk reads " in said
+    found = json.loads(out.read_text())
     checks = {one["check"]: one["found"] for one in found["findings"]}
     assert checks["store"] == "the folder that KVTIER=1 uses"
     assert checks["disk"].startswith(f"{folder} (") and "MB/s" in checks["disk speed"]
-    assert len(found["fits"]) == len(disk_fit.LENGTHS)
     assert not folder.parent.exists()
+    assert [row["tokens"] for row in found["fits"]] == list(disk_fit.LENGTHS)
+    assert all(row["both_s"] < min(row["compute_s"], row["load_s"]) for row in found["fits"])
 
 
 @pytest.mark.parametrize(
@@ -183,23 +176,14 @@ def test_without_a_folder_the_disk_of_the_default_store_is_measured_and_named(
         ("0.1", "loading is faster than computing at no length up to 131,072 tokens"),
     ],
 )
-def test_the_sentence_has_the_break_even_length_and_both_speeds(
-    gbytes: str, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = LLAMA | {"model_type": "llama", "max_position_embeddings": 131072}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["doctor", str(tmp_path), "--gpu", "h100", "--read", gbytes]) == 0
+def test_the_sentence_has_the_break_even_length_and_both_speeds(gbytes, where, model, capsys):
+    assert main(["doctor", str(model), "--gpu", "h100", "--read", gbytes]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"Break-even length: {where}" in said
     assert f"The disk loads {float(gbytes) * 1e9 / 131072:,.0f} tokens/s; prefill on h100" in said
 
 
-def test_disks_of_other_speeds_are_compared_without_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(LLAMA | {"model_type": "llama"}))
+def test_disks_of_other_speeds_are_compared_without_one(model, tmp_path, capsys):
     out = tmp_path / "out.json"
     words = ["doctor", str(model), "--gpu", "h100", "--read", "1.5,6.4", "--json", str(out)]
     assert main(words) == 0
@@ -234,9 +218,6 @@ def test_a_models_folder_that_is_not_there_is_named(
         (["--gpu", "h100", "--store", "s"], "no config.json can be read"),
     ],
 )
-def test_a_question_that_lacks_something_says_what(
-    tmp_path: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty").mkdir()
-    assert main(["doctor", str(tmp_path / "empty"), *words]) == 1
+def test_a_question_that_lacks_something_says_what(tmp_path, words, why, capsys):
+    assert main(["doctor", str(tmp_path), *words]) == 1
     assert why in capsys.readouterr().err
