@@ -63,7 +63,7 @@ def body(**fields: Any) -> bytes:
 # --- what a client may send -----------------------------------------------------------------------------------------
 
 
-def test_a_whole_hint_is_read() -> None:
+def test_a_whole_hint_is_read():
     asked = read(
         body(session="a", expected_delay_s=2, priority=-1, ttl_s=9.5, tool="pytest", extra_key=None)
     )
@@ -124,7 +124,7 @@ def test_a_whole_hint_is_read() -> None:
     ],
     ids=lambda text: repr(text[:30]),
 )
-def test_what_is_wrong_is_said_with_what_to_send(sent: bytes, says: str) -> None:
+def test_what_is_wrong_is_said_with_what_to_send(sent, says):
     with pytest.raises(HintError) as found:
         read(sent)
     assert says in str(found.value)
@@ -132,14 +132,14 @@ def test_what_is_wrong_is_said_with_what_to_send(sent: bytes, says: str) -> None
     assert isinstance(found.value, KVTierError)
 
 
-def test_a_prefix_of_a_million_tokens_is_read() -> None:
+def test_a_prefix_of_a_million_tokens_is_read():
     sent = json.dumps(
         {"tokens": [999_999] * MOST_TOKENS, "extra_key": "tenant", "priority": 1}
     ).encode()
     assert len(read(sent).tokens or ()) == MOST_TOKENS
 
 
-def test_of_a_tools_name_the_beginning_counts() -> None:
+def test_of_a_tools_name_the_beginning_counts():
     assert read(body(session="a", tool="x" * 100_000)).hint.tool == "x" * 64
 
 
@@ -157,7 +157,7 @@ class Body(bytes):
         return super().decode(*how)
 
 
-def test_a_body_is_read_outside_the_http_servers_event_loop() -> None:
+def test_a_body_is_read_outside_the_http_servers_event_loop():
     sent = Body(body(session="a", priority=1))
     sent.threads = set()
 
@@ -173,7 +173,7 @@ def test_a_body_is_read_outside_the_http_servers_event_loop() -> None:
 
 
 @pytest.mark.parametrize(("draft", "pairs"), [(None, False), ("EAGLE", True), ("NEXTN", True)])
-def test_a_prefix_is_named_as_the_server_names_its_pages(draft: str | None, pairs: bool) -> None:
+def test_a_prefix_is_named_as_the_server_names_its_pages(draft, pairs):
     config = {"page_size": 4, "speculative_algorithm": draft}
     manager = SimpleNamespace(config_value=config.get, tokenizer=None)
     sent = _address(manager, read(body(tokens=list(range(9)), priority=1, extra_key="x")))
@@ -184,11 +184,11 @@ def test_a_prefix_is_named_as_the_server_names_its_pages(draft: str | None, pair
         _address(manager, read(body(tokens=few, priority=1)))
 
 
-def test_a_priority_of_nought_is_a_hint() -> None:
+def test_a_priority_of_nought_is_a_hint():
     assert read(body(session="a", priority=0)).hint == Hint(priority=0) != Hint()
 
 
-def test_a_number_beyond_all_floats_is_as_good_as_any_that_is_too_large() -> None:
+def test_a_number_beyond_all_floats_is_as_good_as_any_that_is_too_large():
     assert (
         read(b'{"session": "a", "expected_delay_s": 1' + b"0" * 400 + b"}").hint.expected_delay_s
         == 1e12
@@ -202,7 +202,7 @@ def test_a_number_beyond_all_floats_is_as_good_as_any_that_is_too_large() -> Non
         Sent(Hint(ttl_s=0.0), 0.0, page=KEYS[0]),
     ],
 )
-def test_a_hint_arrives_as_it_was_sent(sent: Sent) -> None:
+def test_a_hint_arrives_as_it_was_sent(sent):
     assert unpack(pack(sent)) == sent
 
 
@@ -223,7 +223,7 @@ class Lab:
         offers = SimpleNamespace(is_on=True, min_tokens=0)
         self.engine = SimpleNamespace(offers=offers, proof=Proof())
         self.context = SimpleNamespace(now=0.0)
-        notes = RestoreNotes(config, self.engine, self.planner, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
+        notes = RestoreNotes(config, self.engine, self.planner, SimpleNamespace(reductions=0), None)
         self.parts = SimpleNamespace(
             notes=notes, planner=self.planner, context=self.context, ahead=object()
         )
@@ -239,49 +239,45 @@ class Lab:
         self.planner.observe(PagesPlaced(keys, Tier.DEVICE, at))
         self.planner.observe(RequestFinished(rid, at + 1, keys=keys))
 
+    def next_use(self, key: PageKey) -> float:
+        page = self.inner.pages.page(key)
+        assert page is not None
+        return page.next_use
+
     def hint(self, hint: Hint, at: float, **whose: Any) -> dict[str, Any]:
         return take(self.scheduler, Sent(hint, at, **whose))
 
 
-def test_a_hint_for_a_known_session_is_accepted_and_says_when_it_is_expected() -> None:
-    lab = Lab()
-    lab.turn("a", KEYS[:4], 0.0)
-    answer = lab.hint(Hint(expected_delay_s=30.0), 3.0, session="a")
-    assert answer == {
-        "result": "accepted",
-        "reason": "",
-        "sessions": 1,
-        "expected_in_s": pytest.approx(30.0),
-    }
-    page = lab.inner.pages.page(KEYS[0])
-    assert page is not None and page.next_use == pytest.approx(33.0)
-
-
-def test_a_delay_beyond_the_limit_is_clipped_and_says_so() -> None:
+@pytest.mark.parametrize(
+    ("hint", "result", "reason", "expected_in_s"),
+    [
+        (Hint(expected_delay_s=30.0), "accepted", "", 30.0),
+        (Hint(expected_delay_s=5000.0), "clipped", "expected_delay_s 5000 cut to 60", 60.0),
+        (Hint(ttl_s=0.0), "accepted", "", None),
+    ],
+    ids=["within the limit", "beyond it", "not expected any more"],
+)
+def test_a_hint_for_a_known_session_says_when_it_is_expected(hint, result, reason, expected_in_s):
     lab = Lab(PolicyConfig(restore="both", hint_limit_s=60.0))
     lab.turn("a", KEYS[:4], 0.0)
-    answer = lab.hint(Hint(expected_delay_s=5000.0), 2.0, session="a")
-    assert (answer["result"], answer["reason"]) == ("clipped", "expected_delay_s 5000 cut to 60")
-    assert answer["expected_in_s"] == pytest.approx(60.0)
+    answer = lab.hint(hint, 3.0, session="a")
+    assert answer == {
+        "result": result,
+        "reason": reason,
+        "sessions": 1,
+        "expected_in_s": None if expected_in_s is None else pytest.approx(expected_in_s),
+    }
+    assert lab.next_use(KEYS[0]) == pytest.approx(3.0 + (expected_in_s or math.inf))
 
 
-def test_an_unknown_session_is_refused_and_says_why() -> None:
+def test_an_unknown_session_is_refused_and_says_why():
     answer = Lab().hint(Hint(ttl_s=1.0), 0.0, session="nobody")
     assert answer["result"] == "refused"
     assert "send the hint after its first request" in answer["reason"]
     assert answer["expected_in_s"] is None
 
 
-def test_a_session_that_is_told_not_to_return_has_pages_of_nobody() -> None:
-    lab = Lab()
-    lab.turn("a", KEYS[:4], 0.0)
-    answer = lab.hint(Hint(ttl_s=0.0), 2.0, session="a")
-    assert (answer["result"], answer["expected_in_s"]) == ("accepted", None)
-    page = lab.inner.pages.page(KEYS[0])
-    assert page is not None and page.next_use == math.inf
-
-
-def test_a_prefix_means_every_session_that_begins_so() -> None:
+def test_a_prefix_means_every_session_that_begins_so():
     lab = Lab()
     lab.turn("a", KEYS[:4], 0.0)
     lab.turn("b", (*KEYS[:2], *KEYS[5:7]), 0.0)
@@ -289,15 +285,12 @@ def test_a_prefix_means_every_session_that_begins_so() -> None:
     both = lab.hint(Hint(expected_delay_s=5.0), 2.0, page=KEYS[1])
     assert (both["result"], both["sessions"]) == ("accepted", 2)
     one = lab.hint(Hint(expected_delay_s=7.0), 2.0, page=KEYS[6])
-    assert (one["result"], one["sessions"], one["expected_in_s"]) == (
-        "accepted",
-        1,
-        pytest.approx(7.0),
-    )
+    assert (one["result"], one["sessions"]) == ("accepted", 1)
+    assert one["expected_in_s"] == pytest.approx(7.0)
     assert lab.hint(Hint(expected_delay_s=7.0), 2.0, page=KEYS[7])["result"] == "refused"
 
 
-def test_a_prefix_of_too_many_sessions_is_refused() -> None:
+def test_a_prefix_of_too_many_sessions_is_refused():
     lab = Lab()
     for number in range(MOST_SESSIONS + 1):
         lab.turn(f"s{number}", KEYS[:2], float(number))
@@ -306,35 +299,31 @@ def test_a_prefix_of_too_many_sessions_is_refused() -> None:
     assert "send more of the prompt" in answer["reason"]
 
 
-def test_time_never_goes_back_behind_the_last_step() -> None:
+def test_time_never_goes_back_behind_the_last_step():
     lab = Lab()
     lab.turn("a", KEYS[:4], 0.0)
     lab.context.now = 100.0
-    assert lab.hint(Hint(expected_delay_s=10.0), 40.0, session="a")[
-        "expected_in_s"
-    ] == pytest.approx(10.0)
-    page = lab.inner.pages.page(KEYS[0])
-    assert page is not None and page.next_use == pytest.approx(110.0)
+    answer = lab.hint(Hint(expected_delay_s=10.0), 40.0, session="a")
+    assert answer["expected_in_s"] == pytest.approx(10.0)
+    assert lab.next_use(KEYS[0]) == pytest.approx(110.0)
 
 
-def test_servers_that_cannot_use_hints_say_what_they_lack() -> None:
-    sent = Sent(Hint(ttl_s=1.0), 0.0, session="a")
-    stock = SimpleNamespace(tree_cache=SimpleNamespace(cache_controller=None))
-    assert "--hicache-storage-backend kvtier" in take(stock, sent)["reason"]
-
-    ours = SimpleNamespace(begin_read=None)
-    tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=ours))
-    assert "policy.restore" in take(SimpleNamespace(tree_cache=tree), sent)["reason"]
-    lab = Lab()
-    lab.parts.ahead = None
-    assert "does not look ahead" in take(lab.scheduler, sent)["reason"]
-    assert (
-        "policy.sessions is off"
-        in take(Lab(PolicyConfig(restore="both", sessions=False)).scheduler, sent)["reason"]
-    )
+def test_servers_that_cannot_use_hints_say_what_they_lack():
+    stock = SimpleNamespace(cache_controller=None)
+    backend = SimpleNamespace(begin_read=None)
+    ours = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=backend))
+    blind, no_sessions = Lab(), Lab(PolicyConfig(restore="both", sessions=False))
+    blind.parts.ahead = None
+    for scheduler, says in (
+        (SimpleNamespace(tree_cache=stock), "--hicache-storage-backend kvtier"),
+        (SimpleNamespace(tree_cache=ours), "policy.restore"),
+        (blind.scheduler, "does not look ahead"),
+        (no_sessions.scheduler, "policy.sessions is off"),
+    ):
+        assert says in take(scheduler, Sent(Hint(ttl_s=1.0), 0.0, session="a"))["reason"]
 
 
-def test_a_log_with_hints_is_decided_again_identically() -> None:
+def test_a_log_with_hints_is_decided_again_identically():
     lab = Lab()
     lab.turn("a", KEYS[:4], 0.0)
     lab.turn("b", KEYS[4:8], 0.0)
@@ -343,12 +332,12 @@ def test_a_log_with_hints_is_decided_again_identically() -> None:
     lab.hint(Hint(expected_delay_s=0.5), 2.0, session="a")
     lab.planner.step(StepView(2.1, (), free_pages={Tier.DEVICE: 0, Tier.HOST: 8}))
     asked = [one for one in map(decode, lab.lines[1:]) if isinstance(one, Query)]
-    assert [(type(one.question), one.answer.accepted) for one in asked] == [(Hinted, True)]  # type: ignore[union-attr]
+    assert [(type(one.question), one.answer.accepted) for one in asked] == [(Hinted, True)]
     done = replay(lab.lines)
     assert (done.steps, done.difference) == (2, None)
 
 
-def test_of_several_replicas_the_one_that_knows_the_session_answers() -> None:
+def test_of_several_replicas_the_one_that_knows_the_session_answers():
     no, yes = {"result": "refused", "reason": "x"}, {"result": "clipped", "reason": "y"}
     assert best([no, yes]) is yes
     assert best([no, no]) is no
@@ -357,21 +346,16 @@ def test_of_several_replicas_the_one_that_knows_the_session_answers() -> None:
 # --- what is known of requests ----------------------------------------------------------------------------------------
 
 
-def test_each_request_is_shown_with_what_the_runtime_and_the_planner_know_of_it() -> None:
+def test_each_request_is_shown_with_what_the_runtime_and_the_planner_know_of_it():
     requests, planner = Requests(), make_planner(PolicyConfig(), ENGINE)
     requests.record("a").sglang_loads = 64
     requests.record("b").arrived = 2
     planner.observe(RequestArrived("b", 0.0, 64, KEYS[:4]))
-    tree = SimpleNamespace(
-        kvtier=SimpleNamespace(context=SimpleNamespace(requests=requests), planned=planner.known)
-    )
-    scheduler = SimpleNamespace(tree_cache=tree)
+    parts = SimpleNamespace(context=SimpleNamespace(requests=requests), planned=planner.known)
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(kvtier=parts))
     (a, b) = known(scheduler, "")["requests"]
-    assert a == {
-        "rid": "a",
-        "runtime": "request a: left to SGLang: its first 64 tokens",
-        "planner": {},
-    }
+    shown = "request a: left to SGLang: its first 64 tokens"
+    assert a == {"rid": "a", "runtime": shown, "planner": {}}
     assert b["runtime"] == "request b: arrived as number 2"
     assert b["planner"] == {"lookahead": "prompt of 64 tokens, 4 pages owned as request b, waiting"}
     assert known(scheduler, "b") == {"requests": [b], "omitted": 0}
@@ -382,7 +366,7 @@ def test_each_request_is_shown_with_what_the_runtime_and_the_planner_know_of_it(
     assert (len(found["requests"]), found["omitted"]) == (MOST, 2)
 
 
-def test_replicas_answer_together_and_one_that_restores_nothing_has_none() -> None:
+def test_replicas_answer_together_and_one_that_restores_nothing_has_none():
     falls_back = known(SimpleNamespace(tree_cache=SimpleNamespace()), "")
     one = {"requests": [{"rid": "a", "runtime": "", "planner": {}}], "omitted": 3}
     assert together([falls_back, None, one]) == one
@@ -395,27 +379,27 @@ def request(**more: Any) -> Req:
     return Req("rid", "", [1, 2, 3], SamplingParams(max_new_tokens=1), vocab_size=16, **more)
 
 
-def test_a_request_without_a_name_belongs_to_no_session() -> None:
-    assert session_of(request()) is None
-    assert session_of(request(session_id="", routing_key="")) is None
+@pytest.mark.parametrize(
+    ("fields", "session"),
+    [
+        ({}, None),
+        ({"session_id": "", "routing_key": ""}, None),
+        ({"session_id": "agent-7"}, "agent-7"),
+        ({"routing_key": "agent-7"}, "agent-7"),
+        ({"session_id": "a", "routing_key": "b"}, "a"),
+    ],
+)
+def test_a_request_belongs_to_the_session_that_it_names(fields, session):
+    assert session_of(request(**fields)) == session
 
 
-@pytest.mark.parametrize("field", ["session_id", "routing_key"])
-def test_a_name_is_taken_from_either_field(field: str) -> None:
-    assert session_of(request(**{field: "agent-7"})) == "agent-7"
-
-
-def test_the_session_id_counts_before_the_routing_key() -> None:
-    assert session_of(request(session_id="a", routing_key="b")) == "a"
-
-
-def test_a_session_of_sglangs_own_is_named_by_its_id() -> None:
+def test_a_session_of_sglangs_own_is_named_by_its_id():
     req = request(routing_key="b")
     req.session = SimpleNamespace(session_id="own")
     assert session_of(req) == "own"
 
 
-def test_long_names_are_told_apart_and_kept_short() -> None:
+def test_long_names_are_told_apart_and_kept_short():
     one, other = "x" * 5000, "x" * 4999 + "y"
     assert known_as(one) != known_as(other)
     assert len(known_as(one)) < MOST_CHARACTERS
