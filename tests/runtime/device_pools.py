@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from pools import latent_host_pool, latent_pool
 
 from sgl_kvtier.lab.gpu.pools import CPU_WAYS, LAYERS, WAYS, controller, pools, random_bytes, slots
-from sgl_kvtier.runtime.cpu import hicache
 
 __all__ = [
     "CPU_WAYS",
@@ -31,38 +29,15 @@ def latent_pools(
     device: str, layout: str, *, page: int = 16, tokens: int = 1024
 ) -> tuple[Any, Any]:
     """A device pool of zeros and a host pool of random bytes, of MLA latents."""
-    if device == "cpu":
-        hicache.install()
-    on_device = MLATokenToKVPool(
-        size=tokens,
-        page_size=page,
-        dtype=torch.bfloat16,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        layer_num=LAYERS,
-        device=device,
-        enable_memory_saver=False,
-    )
-    host = MLATokenToKVPoolHost(
-        on_device.get_device_pool_infos()[0].buffer_info,
-        2.0,
-        0,
-        page,
-        layout,
-        device_capacity_tokens=tokens,
-        start_layer=0,
-        end_layer=LAYERS,
-        target_layer_num=LAYERS,
-        host_token_capacity=2 * tokens,
-    )
+    sizes = {"rank": 512, "rope": 64, "dtype": torch.bfloat16}
+    on_device = latent_pool(LAYERS, page=page, tokens=tokens, device=device, **sizes)
+    host = latent_host_pool(on_device, layout=layout, tokens=2 * tokens)
     random_bytes(host.kv_buffer)
     return on_device, host
 
 
 def rows(device: Any, at: torch.Tensor) -> list[torch.Tensor]:
-    """What the device has in these slots: bytes [token, ...] of K and V of each layer in turn, or of
-    the latents.
-    """
+    """Bytes [token, ...] of these slots of the device, of K and V of each layer, or latents."""
     both = (
         zip(device.k_buffer, device.v_buffer, strict=True)
         if hasattr(device, "k_buffer")
@@ -85,9 +60,7 @@ def put(device: Any, at: torch.Tensor, wanted: list[torch.Tensor]) -> None:
 
 
 def wanted_rows(host: Any, at: torch.Tensor) -> list[torch.Tensor]:
-    """What `rows` must be once the pages in these host slots were copied: read from the host pool
-    token by token, by what its layout means.
-    """
+    """What `rows` must be once these host slots were copied: read by what the layout means."""
     buffer = host.kv_buffer.view(torch.uint8)
     pieces = buffer if buffer.dim() > 4 and buffer.shape[0] == 2 else buffer.unsqueeze(0)
     found = []

@@ -22,9 +22,7 @@ PAGE, PAGES = 16, 32
 
 
 def device_pool(dtype: torch.dtype = torch.float32) -> Any:
-    """An MHA device pool of 16 pages: 3 layers, 2 heads of 32, so a page is 2 x 12,288 bytes in
-    fp32.
-    """
+    """An MHA device pool of 16 pages of 2 x 12,288 bytes in fp32: 3 layers, 2 heads of 32."""
     hicache.install()
     return MHATokenToKVPool(
         size=256,
@@ -51,22 +49,12 @@ def host_pool(
 ) -> Any:
     """An MHA host pool of 32 pages with random contents, for a device pool as above."""
     pool = host_pool_of(device_pool(dtype), layout)
-    pool.kv_buffer.view(-1).view(torch.uint8).copy_(
-        torch.randint(
-            0,
-            255,
-            (pool.kv_buffer.nbytes,),
-            generator=torch.Generator().manual_seed(seed),
-            dtype=torch.uint8,
-        )
-    )
+    random_bytes(pool.kv_buffer, seed)
     return pool
 
 
 def unequal_pool(layout: str = "page_first_direct", *, heads: int = 2, layers: int = 3) -> Any:
-    """A host pool of 32 pages with random contents, whose K and V have heads of 192 and of 128
-    numbers, as MiMo V2's.
-    """
+    """A host pool of 32 random pages, whose K and V have heads of 192 and of 128, as MiMo V2's."""
     hicache.install()
     device = MHATokenToKVPool(
         size=256, page_size=PAGE, dtype=torch.bfloat16, head_num=heads, head_dim=192, v_head_dim=128, layer_num=layers,
@@ -81,12 +69,22 @@ def unequal_pool(layout: str = "page_first_direct", *, heads: int = 2, layers: i
     return pool
 
 
-def latent_pool(layers: int) -> Any:
-    """A device pool of MLA latents, 40 numbers a token and layer."""
-    hicache.install()
+def latent_pool(
+    layers: int,
+    *,
+    rank: int = 32,
+    rope: int = 8,
+    page: int = PAGE,
+    tokens: int = 256,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Any:
+    """A device pool of MLA latents, `rank` + `rope` numbers a token and layer."""
+    if device == "cpu":
+        hicache.install()
     return MLATokenToKVPool(
-        size=256, page_size=PAGE, dtype=torch.float32, kv_lora_rank=32, qk_rope_head_dim=8, layer_num=layers,
-        device="cpu", enable_memory_saver=False,
+        size=tokens, page_size=page, dtype=dtype, kv_lora_rank=rank, qk_rope_head_dim=rope, layer_num=layers,
+        device=device, enable_memory_saver=False,
     )  # fmt: skip
 
 
@@ -97,17 +95,23 @@ def latent_host_pool(
     return MLATokenToKVPoolHost(
         device.get_device_pool_infos()[0].buffer_info, 2.0, 0, device.page_size, layout,
         draft_buffer_infos=tuple(draft.get_device_pool_infos()[0].buffer_info for draft in drafts),
-        device_capacity_tokens=256, start_layer=0, end_layer=device.layer_num, target_layer_num=device.layer_num, host_token_capacity=tokens,
+        device_capacity_tokens=device.size, start_layer=0, end_layer=device.layer_num, target_layer_num=device.layer_num, host_token_capacity=tokens,
+    )  # fmt: skip
+
+
+def dsa_pool(tokens: int = 256, rope: int = 8, device: str = "cpu") -> Any:
+    """A device pool of 2 layers' latents and DSA's index keys, in pages of 64 tokens."""
+    if device == "cpu":
+        hicache.install()
+    return DSATokenToKVPool(
+        size=tokens, page_size=64, kv_lora_rank=32, dtype=torch.bfloat16, qk_rope_head_dim=rope, layer_num=2, device=device,
+        index_head_dim=128, enable_memory_saver=False, kv_cache_dim=32 + rope, index_buf_size=tokens,
     )  # fmt: skip
 
 
 def index_key_pool() -> Any:
-    """A host pool of DSA's index keys: pages of 64 tokens that lie where the latents' pages lie."""
-    hicache.install()
-    device = DSATokenToKVPool(
-        size=256, page_size=64, kv_lora_rank=32, dtype=torch.bfloat16, qk_rope_head_dim=8, layer_num=2, device="cpu",
-        index_head_dim=128, enable_memory_saver=False, kv_cache_dim=40, index_buf_size=256,
-    )  # fmt: skip
+    """A host pool of DSA's index keys, which lie where the latents' pages lie."""
+    device = dsa_pool()
     return DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), latent_host_pool(device))
 
 

@@ -1,6 +1,4 @@
-"""HiCache controllers of models whose pages are in several pools, with SGLang's own pools and its own
-descriptions of a load; in this process.
-"""
+"""HiCache controllers over several of SGLang's own pools, with its own descriptions of a load."""
 
 from __future__ import annotations
 
@@ -8,12 +6,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from pools import PAGE, latent_host_pool, latent_pool
+from pools import PAGE, dsa_pool, latent_host_pool, latent_pool
 from sglang.srt.mem_cache import memory_pool_host
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import (
     DeepSeekV4PagedHostPool,
     DeepSeekV4StateHostPool,
@@ -78,28 +75,16 @@ def with_draft(
         device=device,
         io=io,
     )
-    return Beside(
-        found,
-        PAGE,
-        {
-            "keys": kv.k_buffer,
-            "values": kv.v_buffer,
-            "draft keys": draft.k_buffer,
-            "draft values": draft.v_buffer,
-        },
-    )
+    buffers = {"keys": kv.k_buffer, "values": kv.v_buffer}
+    buffers |= {"draft keys": draft.k_buffer, "draft values": draft.v_buffer}
+    return Beside(found, PAGE, buffers)
 
 
 def with_index_keys(
     layout: str = "page_first_direct", device: str = "cpu", io: str = "direct"
 ) -> Beside:
     """Latents and index keys of 2 layers (DSA), in pages of 64 tokens."""
-    if device == "cpu":
-        hicache.install()
-    on_device = DSATokenToKVPool(
-        size=1024, page_size=64, kv_lora_rank=32, dtype=torch.bfloat16, qk_rope_head_dim=32, layer_num=2, device=device,
-        index_head_dim=128, enable_memory_saver=False, kv_cache_dim=64, index_buf_size=1024,
-    )  # fmt: skip
+    on_device = dsa_pool(tokens=1024, rope=32, device=device)
     latents = latent_host_pool(on_device, layout=layout, tokens=2048)
     keys = DSAIndexerPoolHost(make_dsa_indexer_pool_decl(on_device), latents)
     random_bytes(latents.kv_buffer)
@@ -118,9 +103,7 @@ def with_index_keys(
 def with_windows(
     layout: str = "page_first_direct", device: str = "cpu", io: str = "direct"
 ) -> Beside:
-    """Keys and values of 4 layers, and of 4 layers between them that keep windows, of other heads
-    and in fewer slots.
-    """
+    """Keys and values of 4 layers, and windows of 4 others, of other heads, in fewer slots."""
     kv, kv_host = pools(device, layout, page=PAGE, heads=2, dim=64)
     window, window_host = pools(device, layout, page=PAGE, tokens=512, heads=4, dim=64)
     full, sliding = ({2 * layer + odd: layer for layer in range(4)}.get for odd in (1, 0))
@@ -139,9 +122,7 @@ def with_windows(
 def with_states(
     layout: str = "page_first_direct", device: str = "cpu", io: str = "direct"
 ) -> Beside:
-    """Keys and values of 4 layers, and 3 layers between them that keep states, of a recurrence and
-    of a convolution.
-    """
+    """Keys and values of 4 layers, and states (recurrence, convolution) of 3 between them."""
     if device == "cpu":
         hicache.install()
     kv, kv_host = pools(device, layout, page=PAGE, heads=2, dim=64)
@@ -161,10 +142,7 @@ def with_states(
         io=io,
     )
     buffers = {"keys": kv.k_buffer, "values": kv.v_buffer}
-    buffers |= {
-        "recurrent states": list(states.temporal),
-        "convolution states": list(states.conv[0]),
-    }
+    buffers |= {"recurrent states": [*states.temporal], "convolution states": [*states.conv[0]]}
     return Beside(found, PAGE, buffers, 1)
 
 
