@@ -1,18 +1,17 @@
-"""A server that looks ahead, small enough for tests, and sessions that go on from what they were
-answered.
-"""
+"""A server that looks ahead, and sessions that go on from what they were answered."""
 
 from __future__ import annotations
 
 import random
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from golden import Answers, Golden
+from restore_lab import change
 from serving import ADMIN, Served, config_file, flags, prompts, serving
 from shared import Shared
 
@@ -41,9 +40,7 @@ def looking_ahead(
 
 
 def shared_server(servers: Shared) -> Served:
-    """One that restores, looks ahead and takes hints, and logs what it decides. Pages that one test
-    brought up in vain do not keep it from bringing up the next one's.
-    """
+    """One that restores, looks ahead and takes hints, however many pages it brought up in vain."""
     told = {"sessions": True, "hint_limit_s": 60.0, "decision_log": "{folder}/decisions.jsonl"}
     policy = {**AHEAD, "restore": "both", "prefetch_waste": 1.0, **told}
     return servers.get(flags(**POOLS), {"policy": policy})
@@ -51,32 +48,14 @@ def shared_server(servers: Shared) -> Served:
 
 def counts(served: Served) -> dict[str, float]:
     """The metrics of looking ahead: name without prefix, then the labels that are not a rank's."""
-    found: dict[str, float] = {}
-    for line in served.call("GET", "/metrics", None, raw=True).splitlines():
-        match = re.match(r"kvtier:lookahead_(\w+)\{(.*)\} (.*)", line)
-        if match:
-            name, labels, value = match.groups()
-            kept = [
-                text
-                for key, text in re.findall(r'(\w+)="([^"]*)"', labels)
-                if key not in ("tp_rank", "pp_rank", "dp_rank", "pid")
-            ]
-            found[" ".join([name, *kept])] = float(value)
-    return found
+    return served.counts("kvtier:lookahead_")
 
 
 def check_map(served: Served) -> dict[str, float]:
     """Has the server compare its map with the truth, once nothing runs; the counters after that."""
     served.settle()
     for _ in range(50):
-        answer = served.call(
-            "POST",
-            "/set_internal_state",
-            {"server_args": {"kvtier.lookahead.check": 1}},
-            ADMIN,
-            raw=True,
-        )
-        if "true" in str(answer).lower():
+        if change(served, lookahead__check=1):
             break
         time.sleep(0.2)
     time.sleep(1.2)
@@ -117,24 +96,18 @@ class Agents:
         )
 
     def run(
-        self, served: Served, together: int, pause_s: float = 0.5
+        self, served: Served, together: int, pause_s: float = 0.5, turns: int = TURNS
     ) -> dict[tuple[int, int], list[int]]:
-        """All turns, with a pause behind each."""
+        """So many turns of all, with a pause behind each."""
         with ThreadPoolExecutor(together) as pool:
-            for turn in range(TURNS):
-                list(
-                    pool.map(
-                        lambda session, turn=turn: self.turn(served, session, turn), range(SESSIONS)
-                    )
-                )  # type: ignore[misc]
+            for turn in range(turns):
+                list(pool.map(partial(self.turn, served, turn=turn), range(SESSIONS)))
                 time.sleep(pause_s)
         return self.answers
 
 
 def aborts_and_flushes(served: Served, seconds: float) -> tuple[int, int]:
-    """Requests of which every third is aborted, and flushes between them; how many were sent, and
-    how many had no answer.
-    """
+    """How many requests were sent, every third of them aborted, and how many had no answer."""
     rng, stop = random.Random(5), time.monotonic() + seconds
     others = prompts(12, 500, seed=9)
 
@@ -168,8 +141,6 @@ def aborts_and_flushes(served: Served, seconds: float) -> tuple[int, int]:
 def computed_answers(
     golden: Golden, arguments: Sequence[str], server: Callable[[], Served], seed: int
 ) -> Answers:
-    """What the sessions are answered where every prompt is computed. A server of these launch
-    arguments is asked, unless the answers are kept.
-    """
+    """What the sessions are answered where all is computed, from a server unless it is kept."""
     key = [*arguments, f"seed={seed}"]
     return golden.answers(key, Agents, lambda: Agents(seed, alone=True).run(server(), 4))

@@ -1,6 +1,4 @@
-"""For tests of `kvtier explain`: pages of metrics as a server publishes them, and what it says of a
-real one.
-"""
+"""For tests of `kvtier explain`: pages of metrics, and what it says of a real server."""
 
 from __future__ import annotations
 
@@ -10,10 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
+import pytest
 from serving import Served
 
+from sgl_kvtier.cli import main
 from sgl_kvtier.runtime.tools.explain_command import document
 from sgl_kvtier.runtime.tools.miss_advice import advise
 from sgl_kvtier.runtime.tools.server_figures import figures_of, read, server_of
@@ -94,6 +95,22 @@ def serving(
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """What `kvtier explain` with these words writes with --json."""
+    assert main(["explain", *words, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def prompt_files(folder: Path, *prompts: Any) -> list[str]:
+    """The words --prompts and a file for each prompt; what is no text is JSON there."""
+    words = ["--prompts"]
+    for number, prompt in enumerate(prompts):
+        path = folder / f"prompt-{number}"
+        path.write_text(prompt if isinstance(prompt, str) else json.dumps(prompt))
+        words.append(str(path))
+    return words
 
 
 CauseOf = Callable[[Served, Callable[[], object], str, str], dict[str, Any]]

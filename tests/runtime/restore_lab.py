@@ -1,6 +1,4 @@
-"""Servers whose prompts are restored, small enough for tests: a slow store, strict memory checks,
-one decision log.
-"""
+"""Servers whose prompts are restored, small enough for tests."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ def two_ranks_flags() -> list[str]:
 
 
 def two_ranks(servers: Shared) -> Served:
-    """The shared server of two ranks that restores and compares every page. One of them reads later
-    than the other, finds no first pages, and loses others.
-    """
+    """The shared server of two ranks that compares every page. One reads later, and loses pages."""
     faults = {"read_error_rate": 0.02, "corrupt_rate": 0.02, "lose_rate": 0.005, "lose_first": 2}
     sections = {
         "throttle": {"read_gbps": GBPS},
@@ -51,31 +47,25 @@ def two_ranks(servers: Shared) -> Served:
 
 
 def change(served: Served, **values: float) -> bool:
-    """Changes settings of the running server by name, "policy__restore=4"; whether the server took
-    them.
-    """
+    """Whether the running server took settings, given as "policy__restore=4"."""
     names = {"kvtier." + name.replace("__", "."): value for name, value in values.items()}
     answer = served.call("POST", "/set_internal_state", {"server_args": names}, ADMIN, raw=True)
     return "true" in json.dumps(answer).lower()
 
 
 def counts(served: Served) -> dict[str, float]:
-    """All metrics of restorations: name without prefix, with the labels that are not a rank's, to
-    value.
-    """
-    found: dict[str, float] = {}
-    for line in served.call("GET", "/metrics", None, raw=True).splitlines():
-        if not line.startswith("kvtier:restore_"):
-            continue
-        name, _, rest = line.removeprefix("kvtier:restore_").partition("{")
-        labels, _, value = rest.rpartition("} ")
-        kept = sorted(
-            label.split("=")[1].strip('"')
-            for label in labels.split('",')
-            if not label.startswith(("tp_", "pp_", "dp_", "pid"))
-        )
-        found[" ".join([name, *kept])] = float(value)
-    return found
+    """The metrics of restorations: name without prefix, then the labels that are not a rank's."""
+    return served.counts("kvtier:restore_")
+
+
+def results(served: Served, counter: str) -> dict[str, float]:
+    """Values of a counter by its label, once what was asked has come to rest."""
+    served.settle()
+    return {
+        name.removeprefix(f"{counter} "): value
+        for name, value in counts(served).items()
+        if name.startswith(counter)
+    }
 
 
 def settled(served: Served) -> dict[str, float]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ STRICT = {
 Record = Callable[[str, object], None]
 """pytest's `record_property`: notes something in the report of the tests (`--junitxml`)."""
 ADMIN = {"Authorization": "Bearer test-admin"}
+STORAGE = "/hicache/storage-backend"
+RANK_LABELS = ("tp_rank", "pp_rank", "dp_rank", "pid")
 TOKENS = 600
 """Length of a prompt here: more than SGLang's threshold for reading from storage, 256 tokens."""
 
@@ -62,6 +66,27 @@ class Served:
         split = [where.get(tier) or 0 for tier in ("device", "host", "storage")]
         return Answer(answer["output_ids"], logprobs, *split, meta["cached_tokens"])
 
+    def ask_all(
+        self, asked: Sequence[Sequence[int]], at_once: int, tokens: int = 6
+    ) -> list[Answer]:
+        """The answers to these prompts, several of which are asked at a time."""
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(lambda ids: self.ask(ids, tokens), asked))
+
+    def attach(self, config: Path, **more: str) -> None:
+        """Attaches our backend to a server that has none. `more` are fields of SGLang's request."""
+        told = {
+            "hicache_storage_backend": "kvtier",
+            "hicache_storage_backend_extra_config_json": config.read_text(),
+            "hicache_storage_prefetch_policy": "wait_complete",
+            **more,
+        }
+        self.call("PUT", STORAGE, told, ADMIN)
+
+    def hint(self, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+        """What POST /kvtier/hint answers, by default to who has the admin key."""
+        return self.call("POST", "/kvtier/hint", fields, ADMIN if headers is None else headers)
+
     def flush(self) -> None:
         """Waits until write-back has come to rest, then empties device and host caches."""
         self.settle()
@@ -85,12 +110,20 @@ class Served:
 
     def metric(self, name: str) -> float:
         """The sum over ranks of a metric; 0 where it is not there (another backend)."""
-        text = self.call("GET", "/metrics", None, raw=True)
-        return sum(
-            float(line.rsplit(" ", 1)[1])
-            for line in text.splitlines()
-            if line.startswith(name + "{")
-        )
+        return sum(value for found, _, value in self.samples() if found == name)
+
+    def samples(self, prefix: str = "") -> Iterator[tuple[str, dict[str, str], float]]:
+        """The labelled metrics of a prefix, such as `kvtier:restore_`: name without it, labels and
+        value.
+        """
+        for line in self.call("GET", "/metrics", None, raw=True).splitlines():
+            if match := re.match(rf"{prefix}(\S+?)\{{(.*)\}} (\S+)", line):
+                labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
+                yield match[1], labels, float(match[3])
+
+    def counts(self, prefix: str) -> dict[str, float]:
+        """By name and labels that are not a rank's; of several ranks the last one counts."""
+        return {series(name, labels): value for name, labels, value in self.samples(prefix)}
 
     def call(
         self,
@@ -117,6 +150,12 @@ class Served:
             return json.loads(text)
         except json.JSONDecodeError:
             return text
+
+
+def series(name: str, labels: dict[str, str]) -> str:
+    """A metric's name, and the labels that are not a rank's, in order."""
+    own = sorted(text for key, text in labels.items() if key not in RANK_LABELS)
+    return " ".join([name, *own])
 
 
 def prompts(count: int, tokens: int = TOKENS, seed: int = 0) -> list[list[int]]:
@@ -166,9 +205,7 @@ def flags(
     backend: str | None = "kvtier",
     **more: Any,
 ):
-    """Launch arguments of a small server. `more` are further flags, underscores for dashes; None
-    leaves one away.
-    """
+    """Launch arguments of a small server, and `more` ones; None leaves one away."""
     values: dict[str, Any] = {
         "model_path": str(write_model(model, seed=seed)),
         "dtype": dtype,

@@ -1,6 +1,4 @@
-"""Servers that several tests use: one for each set of flags, settings and variables, started for the
-first test that asks for it.
-"""
+"""Servers that several tests use: one for each set of flags, settings and variables."""
 
 from __future__ import annotations
 

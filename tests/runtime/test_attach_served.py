@@ -1,6 +1,4 @@
-"""A real server that looks at every attach: it counts right ones, and finds loaded pages that are
-attached wrongly.
-"""
+"""A real server that looks at every attach, and finds loaded pages that are attached wrongly."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from restore_lab import CHUNK, GBPS, LONG, counts
+from restore_lab import CHUNK, GBPS, LONG, results
 from serving import Served, changed, config_file, flags, prompts, serving
 
 from sgl_kvtier.runtime.proof.attach import FLOOR_32
@@ -37,12 +35,7 @@ def served(mistake: Path) -> Iterator[Served]:
 
 def attaches(served: Served) -> dict[str, float]:
     """Pages compared so far, by what was found."""
-    served.settle()
-    return {
-        name.removeprefix("proof_attaches_total "): count
-        for name, count in counts(served).items()
-        if name.startswith("proof_attaches_total")
-    }
+    return results(served, "proof_attaches_total")
 
 
 def seen(mistake: Path) -> list[tuple[str, float, float | None]]:
@@ -52,9 +45,7 @@ def seen(mistake: Path) -> list[tuple[str, float, float | None]]:
 
 
 def restored(served: Served, seed: int, mistake: Path | None = None, word: str = "") -> bool:
-    """Asks, empties the caches, asks again, with a mistake from then on; whether the tokens are the
-    same.
-    """
+    """Asks twice, with a mistake the second time; whether the tokens are the same."""
     [ids] = prompts(1, LONG, seed=seed)
     first = served.ask(ids)
     served.flush()
@@ -91,9 +82,7 @@ def test_loaded_pages_that_are_attached_wrongly_are_found(
 
 
 def test_what_no_later_page_depends_on_is_not_found(served: Served, mistake: Path) -> None:
-    """Values of the last layer go into no KV. This is what pages are compared for when they were
-    copied.
-    """
+    """Values of the last layer go into no KV: pages are compared for them when they were copied."""
     before = attaches(served)
     restored(served, 200, mistake, "a zero page in a layer")
     assert attaches(served) == {**before, "equal": before["equal"] + 1}

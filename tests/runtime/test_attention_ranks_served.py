@@ -1,6 +1,4 @@
-"""Data-parallel attention: two ranks with a tree, a planner and a device pool each, whose forwards
-go together. Each restores on its own, and finds what the other has stored.
-"""
+"""Data-parallel attention: each of two ranks restores on its own, also the other's pages."""
 
 from __future__ import annotations
 
@@ -27,13 +25,12 @@ def server(servers: Shared) -> Served:
     return servers.get(launch, sections, {**CHECKED, **changed(PLAIN_COPIES=Path("yes"))})
 
 
-def by_rank(server: Served, metric: str, *labels: str) -> list[float]:
+def by_rank(server: Served, metric: str, **labels: str) -> list[float]:
     """A counter's value on each of the two ranks, over all series with these labels."""
     sums = [0.0, 0.0]
-    for line in server.call("GET", "/metrics", None, raw=True).splitlines():
-        if line.startswith(f"kvtier:restore_{metric}{{") and all(one in line for one in labels):
-            rank = next(rank for rank in (0, 1) if f'dp_rank="{rank}"' in line)
-            sums[rank] += float(line.rsplit(" ", 1)[1])
+    for name, found, value in server.samples("kvtier:restore_"):
+        if name == metric and labels.items() <= found.items():
+            sums[int(found["dp_rank"])] += value
     return sums
 
 
@@ -52,9 +49,9 @@ def test_each_rank_restores_its_own_and_the_others_pages_beside_the_other(server
         assert all(a.storage > 0 for a in again)
         assert all(a.device == a.host == 0 for a in again)  # the flush has reached both ranks
     time.sleep(1.2)  # counters are published twice a second
-    assert by_rank(server, "ended_total", 'how="met"') == [4.0, 4.0]
-    assert min(by_rank(server, "loaded_tokens_total", 'tier="storage"')) > 0
+    assert by_rank(server, "ended_total", how="met") == [4.0, 4.0]
+    assert min(by_rank(server, "loaded_tokens_total", tier="storage")) > 0
     assert by_rank(server, "planner_failures_total") == [0.0, 0.0]
-    assert min(by_rank(server, "proof_pages_total", 'result="equal"')) > 0
-    assert by_rank(server, "proof_pages_total", 'result="differs"') == [0.0, 0.0]
-    assert by_rank(server, "proof_attaches_total", 'result="differs"') == [0.0, 0.0]
+    assert min(by_rank(server, "proof_pages_total", result="equal")) > 0
+    assert by_rank(server, "proof_pages_total", result="differs") == [0.0, 0.0]
+    assert by_rank(server, "proof_attaches_total", result="differs") == [0.0, 0.0]

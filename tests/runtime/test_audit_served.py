@@ -1,6 +1,4 @@
-"""A real server that audits what it restores: it counts pages that are the store's, and finds one
-that a copy spoiled, and answers all the same.
-"""
+"""A real server that audits what it restores, and answers although a copy spoiled a page."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from restore_lab import CHUNK, LONG, counts
+from restore_lab import CHUNK, LONG, results
 from serving import Served, changed, config_file, flags, prompts, serving
 
 pytestmark = pytest.mark.server
@@ -33,12 +31,7 @@ def served(spoil: Path) -> Iterator[Served]:
 
 def audited(served: Served) -> dict[str, float]:
     """Pages compared so far, by what was found."""
-    served.settle()
-    return {
-        name.removeprefix("audited_pages_total "): count
-        for name, count in counts(served).items()
-        if name.startswith("audited_pages_total")
-    }
+    return results(served, "audited_pages_total")
 
 
 def test_a_spoiled_page_of_a_served_model_is_counted_and_every_other_is_the_stores(

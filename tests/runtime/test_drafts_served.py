@@ -33,11 +33,8 @@ class Spoken(NamedTuple):
 
 
 def say(served: Served, ids: list[int]) -> Spoken:
-    body = {
-        "input_ids": ids,
-        "sampling_params": {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True},
-    }
-    answer = served.call("POST", "/generate", body)
+    sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
+    answer = served.call("POST", "/generate", {"input_ids": ids, "sampling_params": sampling})
     return Spoken(answer["output_ids"], answer["meta_info"]["spec_verify_ct"])
 
 
@@ -45,6 +42,14 @@ def say(served: Served, ids: list[int]) -> Spoken:
 def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """While this file is there, loads leave out the rows of the draft."""
     return tmp_path_factory.mktemp("drafts") / "leave the draft out"
+
+
+def say_without_draft(served: Served, dropping: Path, asked: list[list[int]]) -> list[Spoken]:
+    dropping.touch()
+    try:
+        return [say(served, ids) for ids in asked]
+    finally:
+        dropping.unlink()
 
 
 KINDS = ("STANDALONE", "EAGLE", "MTP")
@@ -113,11 +118,7 @@ def test_restored_prefixes_keep_the_accept_length_verification_by_verification(
     assert served.metric("kvtier:lookahead_failures_total") == 0
     assert served.metric("kvtier:lookahead_drift_total") == 0, "pages have SGLang's names"
     served.flush()
-    dropping.touch()
-    try:
-        without = [say(served, ids) for ids in asked]
-    finally:
-        dropping.unlink()
+    without = say_without_draft(served, dropping, asked)
     assert [one.tokens for one in without] == [one.tokens for one in cold]
     assert sum(one.verifications for one in without) > sum(one.verifications for one in cold) + 3, (
         "a draft without its rows guesses worse: the test sees what it is for"
@@ -138,10 +139,6 @@ def test_a_draft_whose_rows_do_not_come_is_found_by_the_page_check_before_it_is_
     assert right["proof_attaches_total equal"] > 0
     assert right.get("proof_attaches_total differs", 0) == 0
     served.flush()
-    dropping.touch()
-    try:
-        without = [say(served, ids) for ids in asked]
-    finally:
-        dropping.unlink()
+    without = say_without_draft(served, dropping, asked)
     assert without == cold, "what was compared and differs is computed"
     assert settled(served)["proof_pages_total differs"] > 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from explained import PAGE, page_of, serving
+from explained import PAGE, as_json, page_of, prompt_files, serving
 
 from sgl_kvtier.cli import main
 from sgl_kvtier.errors import KVTierError
@@ -27,6 +27,7 @@ from sgl_kvtier.runtime.tools.miss_reasons import DECLINED, UNFULFILLED
 from sgl_kvtier.runtime.tools.server_figures import Figures, figures_of, read, server_of
 
 ROOT = Path(__file__).parents[2]
+MODEL = ("--model-path", str(write_model("tiny-qwen3")))
 
 
 def figures(before: str | None, now: str, **info: Any) -> Figures:
@@ -45,14 +46,14 @@ def advice(before: str | None, now: str, **info: Any) -> Advice:
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def test_prompt_tokens_are_split_by_where_they_came_from() -> None:
+def test_prompt_tokens_are_split_by_where_they_came_from():
     now = page_of(prompt=1000, requests=2, cached={"device": 100, "host": 200, "storage": 300})
     found = figures(None, now)
     assert (found.requests, found.device, found.host, found.storage) == (2, 100, 200, 300)
     assert (found.cached, found.computed, found.hit_fraction) == (600, 400, 0.6)
 
 
-def test_figures_are_those_between_two_readings() -> None:
+def test_figures_are_those_between_two_readings():
     before = page_of(prompt=1000, cached={"device": 900}, declined={"short": 3}, store_pages=5)
     now = page_of(
         prompt=1500, cached={"device": 1000}, declined={"short": 3, "gap": 2}, store_pages=9
@@ -62,44 +63,41 @@ def test_figures_are_those_between_two_readings() -> None:
     assert found.store.pages == 9
 
 
-def test_of_several_ranks_the_first_one_counts() -> None:
+def test_of_several_ranks_the_first_one_counts():
     assert figures(None, page_of(pages_read_total=7)).store.pages_read == 7
 
 
 @pytest.mark.parametrize(("value", "proof"), [(1, "proving"), (2, "proven")])
-def test_replicas_add_up_but_for_times_proofs_and_bandwidths(
-    value: int, proof: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replicas_add_up_but_for_times_proofs_and_bandwidths(value, proof, capsys):
     of_both = {
         "open_seconds_total": 3600.0, "pages_read_total": 7, "remote_up": 1,
         "restore_break_even_bytes_per_second": 2e9,
     }  # fmt: skip
     one, other = (some(restore_proof=proven, **of_both) for proven in (2, value))
     with serving([one + other.replace('dp_rank="0"', 'dp_rank="1"')]) as url:
-        assert main(["explain", url, "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
+        found = as_json(capsys, url)
     assert (found["restorations"]["proof"], found["seconds"]) == (proof, 3600)
     assert (found["store"]["opened_s"], found["store"]["break_even_bytes_per_s"]) == (3600, 2e9)
     assert (found["store"]["pages_read"], found["remote"]["up"]) == (14, True)
 
 
-def test_a_server_that_was_started_anew_counts_from_nought() -> None:
+def test_a_server_that_was_started_anew_counts_from_nought():
     assert figures(page_of(prompt=1000), page_of(prompt=300)).prompt == 0
 
 
-def test_the_rate_of_reading_is_that_while_a_read_was_in_flight() -> None:
+def test_the_rate_of_reading_is_that_while_a_read_was_in_flight():
     before = page_of(read_bytes_total=1e6, read_busy_seconds_total=1.0)
     now = page_of(read_bytes_total=9e6, read_busy_seconds_total=3.0)
     assert figures(before, now).store.read_bytes_per_s == 4e6
     assert figures(now, now).store.read_bytes_per_s is None
 
 
-def test_pages_that_were_there_at_opening_are_those_not_written_since() -> None:
+def test_pages_that_were_there_at_opening_are_those_not_written_since():
     now = page_of(store_pages=10, pages_written_total=8, pages_evicted_total=3)
     assert figures(None, now).store.pages_at_opening == 5
 
 
-def test_at_most_what_the_remote_store_sent_came_from_it() -> None:
+def test_at_most_what_the_remote_store_sent_came_from_it():
     now = page_of(cached={"storage": 640}, prompt=1000, remote_up=1, remote_pages_read_total=4)
     found = figures(None, now)
     assert found.remote_store is not None and (found.remote_store.pages_read, found.remote) == (
@@ -109,7 +107,7 @@ def test_at_most_what_the_remote_store_sent_came_from_it() -> None:
     assert figures(None, page_of()).remote_store is None
 
 
-def test_a_server_that_tells_nothing_of_itself_without_its_key_still_has_figures() -> None:
+def test_a_server_that_tells_nothing_of_itself_without_its_key_still_has_figures():
     with serving([page_of(prompt=100)], key="secret") as url:
         there, refused = server_of(read(url, "secret")), server_of(read(url))
     assert (there.page_tokens, there.model, there.hicache_write_policy) == (
@@ -120,15 +118,13 @@ def test_a_server_that_tells_nothing_of_itself_without_its_key_still_has_figures
     assert (refused.page_tokens, refused.model, refused.has_kvtier) == (None, None, True)
 
 
-def test_without_the_page_size_no_cause_is_named() -> None:
+def test_without_the_page_size_no_cause_is_named():
     with serving([some(pages_written_total=60)], key="secret") as url:
         refused = read(url)
     assert advise(server_of(refused), figures_of(refused, None, 1.0)).cause == "no arguments"
 
 
-def test_the_threshold_of_prefetching_is_read_from_the_settings_where_they_are(
-    tmp_path: Path,
-) -> None:
+def test_the_threshold_of_prefetching_is_read_from_the_settings_where_they_are(tmp_path):
     file = tmp_path / "kvtier.json"
     file.write_text('{"prefetch_threshold": 64}')
 
@@ -150,18 +146,15 @@ def test_the_threshold_of_prefetching_is_read_from_the_settings_where_they_are(
         (2, "proven", None),
     ],
 )
-def test_a_proof_that_is_not_complete_is_shown(
-    value: int, proof: str, says: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_proof_that_is_not_complete_is_shown(value, proof, says, capsys):
     with serving([some(restore_proof=value)] * 2) as url:
-        assert main(["explain", url, "--json", "-"]) == 0
-        assert json.loads(capsys.readouterr().out)["restorations"]["proof"] == proof
+        assert as_json(capsys, url)["restorations"]["proof"] == proof
         assert main(["explain", url]) == 0
     said = capsys.readouterr().out
     assert says in said if says else "proof of restored pages" not in said
 
 
-def test_a_server_without_metrics_is_told_apart_from_one_that_is_not_there() -> None:
+def test_a_server_without_metrics_is_told_apart_from_one_that_is_not_there():
     with serving([None]) as url, pytest.raises(KVTierError, match="--enable-metrics"):
         read(url)
     with pytest.raises(KVTierError, match="no answer"):
@@ -218,18 +211,18 @@ def test_of_a_server_without_kvtier_nothing_is_said_of_its_store(
         (some(cached={"storage": 2000}, restore_computed_tokens_total=1800), "hits"),
     ],
 )  # fmt: skip
-def test_the_cause_that_explains_most_computed_tokens_is_named(now: str, cause: str) -> None:
+def test_the_cause_that_explains_most_computed_tokens_is_named(now, cause):
     assert advice(None, now).cause == cause
 
 
 @pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
-def test_pages_that_a_write_policy_does_not_store_are_put_down_to_it(policy: str) -> None:
+def test_pages_that_a_write_policy_does_not_store_are_put_down_to_it(policy):
     assert advice(None, some(), hicache_write_policy=policy).cause == policy
     written = some(pages_written_total=60, store_pages=99)
     assert advice(None, written, hicache_write_policy=policy).cause == "new prompts"
 
 
-def test_pages_of_a_restoration_that_are_written_again_were_not_asked_for_too_late() -> None:
+def test_pages_of_a_restoration_that_are_written_again_were_not_asked_for_too_late():
     now = some(
         pages_kept_total=50, restore_computed_tokens_total=1200, restored={"storage": 2000},
         pages_written_total=27, store_pages=99, cached={"storage": 2000},
@@ -237,7 +230,7 @@ def test_pages_of_a_restoration_that_are_written_again_were_not_asked_for_too_la
     assert advice(None, now).cause == "new prompts"
 
 
-def test_a_store_that_this_server_filled_is_not_an_empty_one() -> None:
+def test_a_store_that_this_server_filled_is_not_an_empty_one():
     before = page_of(prompt=4000, requests=4, pages_written_total=60, store_pages=60)
     now = page_of(prompt=5000, requests=5, pages_written_total=75, store_pages=75)
     assert advice(before, now).cause == "new prompts"
@@ -247,7 +240,7 @@ def test_a_store_that_this_server_filled_is_not_an_empty_one() -> None:
     assert advice(cold, first).cause == "empty store"
 
 
-def test_a_ranks_part_of_the_capacity_is_not_called_the_setting() -> None:
+def test_a_ranks_part_of_the_capacity_is_not_called_the_setting():
     now = some(
         pages_written_total=60, store_pages=60, pages_evicted_total=1, store_capacity_bytes=16 << 30
     )
@@ -255,7 +248,7 @@ def test_a_ranks_part_of_the_capacity_is_not_called_the_setting() -> None:
     assert "store.capacity_bytes (the first rank's part of it is now 16.0 GiB)" in said
 
 
-def test_a_cause_of_few_tokens_is_not_named() -> None:
+def test_a_cause_of_few_tokens_is_not_named():
     assert advice(None, some(cached={"host": 3500}, unfulfilled={"deadline": 300})).cause == "hits"
 
 
@@ -279,7 +272,7 @@ def returned(*functions: Any) -> set[str]:
     return found
 
 
-def test_every_reason_that_is_counted_is_explained() -> None:
+def test_every_reason_that_is_counted_is_explained():
     counted = returned(
         offers.find,
         requests.left_to_sglang,
@@ -297,7 +290,7 @@ def test_every_reason_that_is_counted_is_explained() -> None:
     assert counted | texts | hit | of_anchors == set(DECLINED)
 
 
-def test_every_reason_of_sglangs_is_explained() -> None:
+def test_every_reason_of_sglangs_is_explained():
     pytest.importorskip("sglang")
     from sglang.srt.mem_cache import unified_radix_cache
     from sglang.srt.observability import metrics_collector
@@ -326,10 +319,8 @@ def section(page: str, heading: str) -> str:
         ("operate.md", "Stored tokens that SGLang did not use", UNFULFILLED),
     ],
 )
-def test_the_manual_has_the_reasons_of_the_code(page: str, heading: str, table: Any) -> None:
-    """A row that is missing there is shown as it has to stand there. Reasons against which nothing
-    helps are named below the table.
-    """
+def test_the_manual_has_the_reasons_of_the_code(page, heading, table):
+    """The manual as it has to be; reasons against which nothing helps are named below the table."""
     wanted = [
         f"| `{n}` | {said.meaning} | {said.helps} |" for n, said in table.items() if said.helps
     ]
@@ -342,9 +333,7 @@ def test_the_manual_has_the_reasons_of_the_code(page: str, heading: str, table: 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_where_tokens_came_from_and_one_sentence(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_prints_where_tokens_came_from_and_one_sentence(capsys):
     now = some(
         cached={"storage": 2000}, declined={"short": 3}, unfulfilled={"deadline": 1500},
         remote_up=1, remote_pages_read_total=2, pages_read_total=30,
@@ -358,9 +347,7 @@ def test_the_command_prints_where_tokens_came_from_and_one_sentence(
     assert "SGLang did not use 1,500 stored tokens: SGLang's prefetch policy ended" in said
 
 
-def test_the_json_has_figures_reasons_and_advice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_json_has_figures_reasons_and_advice(tmp_path, capsys):
     now = some(cached={"storage": 3800}, declined={"gap": 1, "short": 3}, remote_up=1)
     with serving([now]) as url:
         assert main(["explain", url, "--json", str(tmp_path / "out.json")]) == 0
@@ -373,74 +360,51 @@ def test_the_json_has_figures_reasons_and_advice(
     assert found["advice"]["text"] in capsys.readouterr().out
 
 
-def test_a_while_is_looked_at_from_two_readings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_while_is_looked_at_from_two_readings(capsys):
     with serving([some(), some(prompt=4100, requests=5)]) as url:
-        assert main(["explain", url, "--seconds", "0.01", "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
+        found = as_json(capsys, url, "--seconds", "0.01")
     assert (found["prompts"]["prompt"], found["prompts"]["requests"]) == (100, 1)
 
 
-def test_the_wear_of_the_disk_is_told_by_prompt_tokens_and_by_day(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_wear_of_the_disk_is_told_by_prompt_tokens_and_by_day(capsys):
     """A page says that the store was open for 100 s."""
     with serving([page_of(prompt=4000, requests=4, device_written_bytes_total=20e6)]) as url:
         assert main(["explain", url]) == 0
         said = " ".join(capsys.readouterr().out.split())
-        assert main(["explain", url, "--json", "-"]) == 0
+        store = as_json(capsys, url)["store"]
     assert "wear of the disk 5.00 GB per million prompt tokens, 17.3 GB a day at this rate" in said
-    store = json.loads(capsys.readouterr().out)["store"]
     assert store["written_bytes_per_prompt_token"] == 5000
     assert store["written_bytes_per_day"] == 864 * 20e6
     assert figures(None, page_of()).written_bytes_per_prompt_token is None
 
 
-def files(folder: Path, *texts: str) -> list[str]:
-    paths = [folder / f"{name}.json" for name in "ab"]
-    for path, text in zip(paths, texts, strict=True):
-        path.write_text(text)
-    return [str(path) for path in paths]
-
-
-def test_two_files_are_compared_without_a_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    named = files(tmp_path, "Today is 2026-11-27.", "Today is 2026-11-28.")
-    assert main(["explain", "--prompts", *named]) == 0
+def test_two_files_are_compared_without_a_tokenizer(tmp_path, capsys):
+    named = prompt_files(tmp_path, "Today is 2026-11-27.", "Today is 2026-11-28.")
+    assert main(["explain", *named]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "text, character 18" in said and "timestamp: a date or time differs." in said
     assert "--model-path tells tokens and pages" in said
 
 
-def test_a_tokenizer_tells_the_page_in_which_two_chats_part(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_tells_the_page_in_which_two_chats_part(tmp_path, capsys):
     system = "You repair programs. Answer shortly. It is 10:1"
     chats = [
         {"messages": [{"role": "system", "content": f"{system}{minute}."}]} for minute in (2, 5)
     ]
-    named = files(tmp_path, *map(json.dumps, chats))
-    model = str(write_model("tiny-qwen3"))
-    words = ["explain", "--prompts", *named, "--model-path", model, "--page-size", "16"]
-    assert main([*words, "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    words = [*prompt_files(tmp_path, *chats), *MODEL, "--page-size", "16"]
+    found = as_json(capsys, *words)
     # A token is a byte here, and a mark of the template one token.
     first = 1 + len("system\n") + len(system)
     assert (found["token"], found["page"]) == (first, first // 16)
     assert (found["kind"], found["message"]) == ("timestamp", 0)
     assert found["hit_tokens"] == first // 16 * 16
-    assert main(words) == 0
+    assert main(["explain", *words]) == 0
     assert f"{found['page']} (of 16 tokens)" in capsys.readouterr().out
 
 
-def test_token_ids_are_read_back_to_say_what_differs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ids = [json.dumps(list(f"It is 10:1{minute} now".encode())) for minute in (2, 5)]
-    model = str(write_model("tiny-qwen3"))
-    words = ["explain", "--prompts", *files(tmp_path, *ids), "--model-path", model, "--json", "-"]
-    assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_token_ids_are_read_back_to_say_what_differs(tmp_path, capsys):
+    ids = [list(f"It is 10:1{minute} now".encode()) for minute in (2, 5)]
+    found = as_json(capsys, *prompt_files(tmp_path, *ids), *MODEL)
     assert (found["kind"], found["token"], found["character"]) == ("timestamp", 10, 10)
 
 
@@ -452,9 +416,7 @@ def log(folder: Path, *requests: Any) -> str:
     return str(path)
 
 
-def test_each_request_of_a_log_is_compared_with_the_one_before_it_in_its_session(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_request_of_a_log_is_compared_with_the_one_before_it_in_its_session(tmp_path, capsys):
     name = log(
         tmp_path,
         {"session_id": "a", "prompt": "It is 10:12. Repair the parser."},
@@ -463,9 +425,8 @@ def test_each_request_of_a_log_is_compared_with_the_one_before_it_in_its_session
         {"session_id": "b", "prompt": "Write a poem. A short one."},
         {"session_id": "a", "prompt": "It is 10:19. Repair the parser. And the tests."},
     )
-    words = ["explain", "--prompts", name, "--page-size", "4"]
-    assert main([*words, "--model-path", str(write_model("tiny-qwen3")), "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    words = ["--prompts", name, "--page-size", "4"]
+    found = as_json(capsys, *words, *MODEL)
     assert [(p["session"], p["earlier_line"], p["line"], p["kind"]) for p in found["pairs"]] == [
         ("a", 1, 3, "timestamp"), ("b", 2, 4, "extended"), ("a", 3, 5, "timestamp"),
     ]  # fmt: skip
@@ -476,15 +437,13 @@ def test_each_request_of_a_log_is_compared_with_the_one_before_it_in_its_session
     assert [(c["kind"], c["pairs"], c["lost_tokens"]) for c in found["causes"]] == [
         ("timestamp", 2, 20 + 36)
     ]
-    assert main(words) == 0
+    assert main(["explain", *words]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "2 of 3 later prompts do not go on" in said and "cause is timestamp" in said
     assert "3 1 a text, character 10" in said and "--model-path tells" in said
 
 
-def test_one_session_of_a_log_is_compared_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_session_of_a_log_is_compared_alone(tmp_path, capsys):
     requests = [
         {"session_id": "a", "input_ids": [1, 2, 3, 4, 5]},
         {"session_id": "b", "input_ids": [1, 2, 3, 4, 5]},
@@ -494,8 +453,7 @@ def test_one_session_of_a_log_is_compared_alone(
     name = log(tmp_path, *requests)
     assert main(["explain", "--prompts", name, "a"]) == 0
     assert "All of 1 later prompts go on" in capsys.readouterr().out
-    assert main(["explain", "--prompts", name, "b", "--json", "-"]) == 0
-    (pair,) = json.loads(capsys.readouterr().out)["pairs"]
+    (pair,) = as_json(capsys, "--prompts", name, "b")["pairs"]
     assert (pair["session"], pair["earlier_line"], pair["line"]) == ("b", 2, 4)
     assert main(["explain", "--prompts", name, "c"]) == 1
     assert f"c: no such file, nor a session of a log. {name} has sessions a, b" in (
@@ -503,9 +461,7 @@ def test_one_session_of_a_log_is_compared_alone(
     )
 
 
-def test_a_log_that_parts_nowhere_says_so_without_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_that_parts_nowhere_says_so_without_a_table(tmp_path, capsys):
     name = log(tmp_path, {"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]})
     assert main(["explain", "--prompts", name]) == 0
     assert capsys.readouterr().out.strip() == (
@@ -521,17 +477,15 @@ def test_a_log_that_parts_nowhere_says_so_without_a_table(
         ('{"model": "m"}', "line 2: a request has to have messages"),
     ],
 )
-def test_a_bad_line_of_a_log_is_named(
-    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_line_of_a_log_is_named(line, said, tmp_path, capsys):
     name = log(tmp_path, {"prompt": "Go on."}, line)
     assert main(["explain", "--prompts", name]) == 1
     assert f"{name}, {said}" in capsys.readouterr().err
 
 
 def test_a_session_instead_of_a_log_is_told_that_no_server_keeps_prompts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert main(["explain", "--prompts", "agent-7"]) == 1
     said = capsys.readouterr().err
@@ -548,9 +502,7 @@ def test_a_session_instead_of_a_log_is_told_that_no_server_keeps_prompts(
         (["--prompts", "/none/a", "/none/b"], "/none/a: No such file"),
     ],
 )
-def test_a_mistake_is_one_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line(words, said, capsys):
     assert main(["explain", *words]) == 1
     line = capsys.readouterr().err
     assert said in line and line.count("\n") == 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from explained import CauseOf
-from serving import ADMIN, TOKENS, Served, config_file, flags, prompts, serving
+from explained import CauseOf, as_json, prompt_files
+from serving import ADMIN, STORAGE, TOKENS, Served, config_file, flags, prompts, serving
 
 from sgl_kvtier.cli import main
 from sgl_kvtier.config import PolicyConfig
@@ -17,7 +16,6 @@ from sgl_kvtier.runtime.tools.miss_advice import COMPARE
 
 pytestmark = pytest.mark.server
 PAGE = 16
-ROUTE = "/hicache/storage-backend"
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +39,8 @@ def test_a_timestamp_makes_a_new_prompt_and_the_two_prompts_show_it(
     served.flush()
     found = cause_of(served, lambda: served.ask(list(texts[1].encode())), "new prompts", COMPARE)
     assert found["prompts"]["computed"] == len(texts[1]) and not found["store"]["pages_kept"]
-    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    for file, text in zip(files, texts, strict=True):
-        file.write_text(text)
-    model = found["server"]["model"]
-    words = ["--prompts", *map(str, files), "--model-path", model, "--page-size", str(PAGE)]
-    assert main(["explain", *words, "--json", "-"]) == 0
-    parting = json.loads(capsys.readouterr().out)
+    words = ["--model-path", found["server"]["model"], "--page-size", str(PAGE)]
+    parting = as_json(capsys, *prompt_files(tmp_path, *texts), *words)
     assert (parting["kind"], parting["token"], parting["page"]) == ("timestamp", 10, 0)
 
 
@@ -64,11 +57,8 @@ def test_another_namespace_makes_new_pages_of_an_old_prompt(
     ids = stored(served, seed)
     ask = lambda: served.ask(ids, **{key: "other"})  # noqa: E731
     cause_of(served, ask, "new prompts", "another cache salt or LoRA adapter")
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, more in zip(files, ({}, {key: "other"}), strict=True):
-        file.write_text(json.dumps({"input_ids": ids, **more}))
-    assert main(["explain", "--prompts", *map(str, files), "--json", "-"]) == 0
-    parting = json.loads(capsys.readouterr().out)
+    requests = [{"input_ids": ids, **more} for more in ({}, {key: "other"})]
+    parting = as_json(capsys, *prompt_files(tmp_path, *requests))
     assert (parting["kind"], parting["part"], parting["hit_tokens"]) == ("namespace", key, 0)
 
 
@@ -88,12 +78,9 @@ def test_a_template_that_drops_reasoning_renders_the_same_turns_anew(
     served.flush()
     found = cause_of(served, lambda: chat(turns[1]), "new prompts", "a template")
     assert found["prompts"]["computed"] > 500 and not found["store"]["pages_kept"]
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, messages in zip(files, turns, strict=True):
-        file.write_text(json.dumps({"messages": messages}))
-    words = ["--prompts", *map(str, files), "--model-path", found["server"]["model"]]
-    assert main(["explain", *words, "--page-size", str(PAGE), "--json", "-"]) == 0
-    parting = json.loads(capsys.readouterr().out)
+    files = prompt_files(tmp_path, *({"messages": messages} for messages in turns))
+    words = ["--model-path", found["server"]["model"], "--page-size", str(PAGE)]
+    parting = as_json(capsys, *files, *words)
     assert (parting["kind"], parting["message"]) == ("template", 1)
     assert parting["hit_tokens"] == found["prompts"]["storage"]
 
@@ -115,10 +102,8 @@ def test_two_prompts_that_part_inside_a_page_share_the_whole_pages_before_it(
     other = [*ids[:parting], ids[parting] + 1, *rest[: TOKENS - parting - 1]]
     found = cause_of(served, lambda: served.ask(other), "new prompts", COMPARE)
     assert found["prompts"]["storage"] == 24 * PAGE
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, tokens in zip(files, (ids, other), strict=True):
-        file.write_text(json.dumps(tokens))
-    assert main(["explain", "--prompts", *map(str, files), "--page-size", str(PAGE)]) == 0
+    files = prompt_files(tmp_path, ids, other)
+    assert main(["explain", *files, "--page-size", str(PAGE)]) == 0
     said = capsys.readouterr().out
     assert f"token {parting}" in said and f"24 (of {PAGE} tokens)" in said
     assert f"{24 * PAGE} of {TOKENS} tokens, 64" in said
@@ -165,8 +150,7 @@ def test_the_command_explains_a_servers_life(
 ) -> None:
     served.ask(stored(served, 406))
     served.settle()
-    assert main(["explain", served.server.url, "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = as_json(capsys, served.server.url)
     assert found["prompts"]["storage"] and found["prompts"]["computed"]
     assert found["store"]["read_bytes_per_s"] > 0 and found["store"]["break_even_bytes_per_s"] > 0
     assert found["restorations"]["ended"]["met"]
@@ -185,23 +169,15 @@ def attached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def attach(server: Served, write_policy: str = "write_through", **sections: Any) -> None:
     """Another store, for a server that has come to rest."""
     server.flush()
-    server.call("DELETE", ROUTE, None, ADMIN)
+    server.call("DELETE", STORAGE, None, ADMIN)
     # Its folder is the section's, or the one that it had at first.
     config = config_file(server.server.folder / sections.pop("folder", "first"), **sections)
-    told = {
-        "hicache_storage_backend": "kvtier",
-        "hicache_storage_backend_extra_config_json": config.read_text(),
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_write_policy": write_policy,
-    }
-    server.call("PUT", ROUTE, told, ADMIN)
+    server.attach(config, hicache_write_policy=write_policy)
 
 
 @pytest.mark.slow
 def test_causes_that_lie_in_the_store(cause_of: CauseOf, attached: Served) -> None:
-    """One after the other: a write policy, an eviction, another fingerprint, and writes that wait,
-    which the server is stopped with.
-    """
+    """A write policy, an eviction, another fingerprint, and writes that still wait at the end."""
     attach(attached, "write_through_selective")
     (ids,) = prompts(1, seed=411)
     attached.ask(ids)
@@ -239,9 +215,7 @@ def test_causes_that_lie_in_the_store(cause_of: CauseOf, attached: Served) -> No
 
 @pytest.mark.slow
 def test_a_read_that_sglang_ended_at_its_deadline(cause_of: CauseOf, tmp_path: Path) -> None:
-    """Storage that takes seconds for the prompt, a policy that waits a hundredth of one, and no
-    restoration, which would read in another way.
-    """
+    """Slow storage, a policy that waits a hundredth of a second, and no restoration."""
     config = config_file(
         tmp_path,
         policy={"restore": "off"},

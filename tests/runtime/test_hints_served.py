@@ -27,10 +27,6 @@ def served(servers: Shared) -> Served:
     return shared_server(servers)
 
 
-def hint(served: Served, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
-    return served.call("POST", "/kvtier/hint", fields, ADMIN if headers is None else headers)
-
-
 def status(call: Any) -> tuple[int, str]:
     with pytest.raises(urllib.error.HTTPError) as found:
         call()
@@ -40,7 +36,7 @@ def status(call: Any) -> tuple[int, str]:
 @pytest.mark.parametrize("headers", [{"Authorization": "Bearer wrong"}, {"X-None": ""}])
 def test_only_the_admin_key_opens_it(served: Served, headers: dict[str, str]) -> None:
     before = served.metric("kvtier:lookahead_hints_total")
-    assert status(lambda: hint(served, headers, session="a", ttl_s=1)) == (401, "Unauthorized")
+    assert status(lambda: served.hint(headers, session="a", ttl_s=1)) == (401, "Unauthorized")
     assert served.metric("kvtier:lookahead_hints_total") == before
 
 
@@ -64,17 +60,17 @@ def test_a_request_in_flight_is_shown_with_all_that_is_known_of_it(
 
 
 def test_bad_input_is_a_400_that_says_what_to_send(served: Served) -> None:
-    code, text = status(lambda: hint(served, expected_delay_s=3))
+    code, text = status(lambda: served.hint(expected_delay_s=3))
     assert code == 400
     assert 'Send {"session": "agent-7", "expected_delay_s": 12.5}' in text
-    code, text = status(lambda: hint(served, tokens=[1, 2, 3], ttl_s=1))
+    code, text = status(lambda: served.hint(tokens=[1, 2, 3], ttl_s=1))
     assert code == 400
     assert "less than one page" in text
 
 
 def test_a_session_nobody_has_seen_is_refused_and_counted(served: Served) -> None:
     before = served.metric("kvtier:lookahead_hints_total")
-    answer = hint(served, session="nobody", expected_delay_s=3)
+    answer = served.hint(session="nobody", expected_delay_s=3)
     assert answer["result"] == "refused"
     assert "send the hint after its first request" in answer["reason"]
     assert served.metric("kvtier:lookahead_hints_total") == before + 1
@@ -89,10 +85,10 @@ def test_the_internal_state_is_still_sglangs(served: Served) -> None:
 def test_a_session_that_ran_is_known_by_name_and_its_delay_is_taken_or_cut(served: Served) -> None:
     ids = prompts(1, seed=31)[0]
     served.ask(ids, session_id="agent-1")
-    answer = hint(served, session="agent-1", expected_delay_s=20)
+    answer = served.hint(session="agent-1", expected_delay_s=20)
     assert (answer["result"], answer["reason"], answer["sessions"]) == ("accepted", "", 1)
     assert 15 < answer["expected_in_s"] <= 20
-    answer = hint(served, session="agent-1", expected_delay_s=5000, priority=9)
+    answer = served.hint(session="agent-1", expected_delay_s=5000, priority=9)
     assert answer["result"] == "clipped"
     assert answer["reason"] == "priority 9 taken as 3; expected_delay_s 5000 cut to 60"
 
@@ -101,20 +97,15 @@ def test_a_session_is_known_by_the_tokens_and_the_text_its_prompts_begin_with(
     served: Served,
 ) -> None:
     text = "".join(chr(97 + n * n % 26) for n in range(400))
-    served.call(
-        "POST",
-        "/generate",
-        {"text": text, "session_id": "agent-2", "sampling_params": {"max_new_tokens": 2}},
-    )
-    answer = hint(served, text=text[:320], expected_delay_s=5)
+    asked = {"text": text, "session_id": "agent-2", "sampling_params": {"max_new_tokens": 2}}
+    served.call("POST", "/generate", asked)
+    answer = served.hint(text=text[:320], expected_delay_s=5)
     assert (answer["result"], answer["sessions"]) == ("accepted", 1)
     ids = prompts(1, seed=32)[0]
     served.ask(ids, session_id="agent-3", extra_key="tenant")
-    assert hint(served, tokens=ids[:64], expected_delay_s=5)["result"] == "refused"
-    assert (
-        hint(served, tokens=ids[:64], extra_key="tenant", expected_delay_s=5)["result"]
-        == "accepted"
-    )
+    assert served.hint(tokens=ids[:64], expected_delay_s=5)["result"] == "refused"
+    answer = served.hint(tokens=ids[:64], extra_key="tenant", expected_delay_s=5)
+    assert answer["result"] == "accepted"
 
 
 def post(served: Served, path: str, body: str) -> tuple[int, str]:
@@ -133,47 +124,31 @@ def test_no_hostile_number_or_text_changes_a_setting_or_ends_the_server(served: 
     ids = prompts(1, seed=34)[0]
     before = served.ask(ids)
     names = [*SETTINGS, "lookahead.check", "nothing", "policy.\\ud800"]
-    texts = {kind: json.dumps(value) for kind, value in HOSTILE.items()} | {
-        "1e999": "1e999",
-        "digits": "9" * 5000,
-    }
+    texts = {kind: json.dumps(value) for kind, value in HOSTILE.items()}
+    texts |= {"1e999": "1e999", "digits": "9" * 5000}
     texts.pop("true")  # SGLang's message of numbers makes 1 of it, which is in many a range
     taken = set()
     for name in names:
         for kind, text in texts.items():
-            code, answer = post(
-                served, "/set_internal_state", f'{{"server_args": {{"kvtier.{name}": {text}}}}}'
-            )
+            asked = f'{{"server_args": {{"kvtier.{name}": {text}}}}}'
+            code, answer = post(served, "/set_internal_state", asked)
             assert code in (200, 400, 422), (name, kind, code, answer[:200])
             if code == 200 and "true" in answer:
                 taken.add((name, kind))
     # A setting that is none: nothing has another value than before.
     assert taken <= {("lookahead.check", "-1")}
+    keys = ("expected_delay_s", "priority", "ttl_s", "tool", "session", "tokens", "cache_salt")
     for text in texts.values():
-        for key in (
-            "expected_delay_s",
-            "priority",
-            "ttl_s",
-            "tool",
-            "session",
-            "tokens",
-            "cache_salt",
-            "\\ud800",
-        ):
+        for key in (*keys, "\\ud800"):
             fields = {"session": '"agent-9"', key: text}
-            code, answer = post(
-                served,
-                "/kvtier/hint",
-                "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}",
-            )
+            asked = ", ".join(f'"{name}": {value}' for name, value in fields.items())
+            code, answer = post(served, "/kvtier/hint", f"{{{asked}}}")
             assert code in (200, 400), (key, text[:20], code, answer[:200])
     assert post(served, "/kvtier/hint", "[" * 9_000_000)[0] == 400
     after = served.ask(ids)
-    assert (after.tokens, after.logprobs) == (
-        before.tokens,
-        pytest.approx(before.logprobs, abs=1e-3),
-    )
-    assert hint(served, session="nobody", expected_delay_s=3)["result"] == "refused"
+    assert after.tokens == before.tokens
+    assert after.logprobs == pytest.approx(before.logprobs, abs=1e-3)
+    assert served.hint(session="nobody", expected_delay_s=3)["result"] == "refused"
 
 
 def kv_hints(*actions: tuple[str, dict[str, Any]]) -> dict[str, Any]:
@@ -255,9 +230,8 @@ def test_no_envelope_fails_a_request(served: Served, count: int, record_property
     asked = prompts(count, 24, seed=37)
     envelopes = [envelope() for _ in asked]
     with ThreadPoolExecutor(8) as pool:
-        answers = list(
-            pool.map(lambda ids, one: served.ask(ids, 1, kv_hints=one), asked, envelopes)
-        )
+        ask = lambda ids, one: served.ask(ids, 1, kv_hints=one)  # noqa: E731
+        answers = list(pool.map(ask, asked, envelopes))
     assert [len(answer.tokens) for answer in answers] == [1] * count
     served.settle()
     assert served.metric("kvtier:lookahead_hints_total") - before >= count
@@ -285,6 +259,6 @@ def test_a_server_that_does_not_look_ahead_counts_each_action_as_refused(servers
 @pytest.mark.slow
 def test_a_server_without_our_backend_says_so(tmp_path) -> None:
     with serving(tmp_path, flags(backend=None)) as plain:
-        answer = hint(plain, session="a", ttl_s=1)
+        answer = plain.hint(session="a", ttl_s=1)
         assert answer["result"] == "refused"
         assert "--hicache-storage-backend kvtier" in answer["reason"]

@@ -1,33 +1,18 @@
-"""Looking ahead while the store is emptied, detached and attached in a running server: nothing
-hangs, the map stays true.
-"""
+"""Looking ahead while the store of a running server is emptied, detached and attached."""
 
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from ahead_lab import AHEAD, SESSIONS, Agents, check_map, counts, looking_ahead
-from serving import ADMIN, Served
+from serving import ADMIN, STORAGE, Served
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROUTE = "/hicache/storage-backend"
 SLOW = {"throttle": {"read_gbps": 0.01}}
 """A page of 16 KiB takes 13 ms, so reads ahead are under way when the store goes."""
-
-
-def attach(served: Served) -> None:
-    body = {
-        "hicache_storage_backend": "kvtier",
-        "hicache_storage_backend_extra_config_json": (
-            served.server.folder / "kvtier.json"
-        ).read_text(),
-        "hicache_storage_prefetch_policy": "wait_complete",
-    }
-    served.call("PUT", ROUTE, body, ADMIN)
 
 
 def when_idle(served: Served, method: str, path: str) -> None:
@@ -55,7 +40,7 @@ def test_a_store_that_is_emptied_is_no_drift(tmp_path: Path) -> None:
             agents.turn(served, session, 0)
         served.settle()
         assert on_the_map(served, "storage") > 0
-        when_idle(served, "POST", ROUTE + "/clear")
+        when_idle(served, "POST", STORAGE + "/clear")
         time.sleep(2.5)
         for session in range(2):
             agents.turn(served, session, 1)  # a step in which the map is compared with the store
@@ -69,46 +54,34 @@ def test_a_store_that_goes_while_pages_are_read_ahead_and_comes_back(tmp_path: P
     files = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "files")}
     with looking_ahead(tmp_path, {**AHEAD, "restore": "both"}, sections=SLOW, env=files) as served:
         agents = Agents(1)
-        with ThreadPoolExecutor(4) as pool:
-            for turn in range(3):
-                list(
-                    pool.map(
-                        lambda session, turn=turn: agents.turn(served, session, turn),
-                        range(SESSIONS),
-                    )
-                )  # type: ignore[misc]
+        agents.run(served, 4, pause_s=0, turns=3)
         asked = [agents.said[session] for session in range(SESSIONS)]
         expected = [served.ask(prompt).tokens for prompt in asked]
+
+        def answered() -> list[list[int]]:
+            return [answer.tokens for answer in served.ask_all(asked, 4)]
+
         for again in range(3):
-            with ThreadPoolExecutor(4) as pool:
-                assert list(pool.map(lambda prompt: served.ask(prompt).tokens, asked)) == expected
+            assert answered() == expected
             # Sessions that are expected at once: their pages are read ahead when the store goes.
             for session in range(SESSIONS):
-                served.call(
-                    "POST",
-                    "/kvtier/hint",
-                    {"session": f"agent 1 {session}", "expected_delay_s": 0.2 * again},
-                    ADMIN,
-                )
+                served.hint(session=f"agent 1 {session}", expected_delay_s=0.2 * again)
             time.sleep(0.1)
-            when_idle(served, "DELETE", ROUTE)
+            when_idle(served, "DELETE", STORAGE)
             assert on_the_map(served, "storage") == 0
-            with ThreadPoolExecutor(4) as pool:
-                assert list(pool.map(lambda prompt: served.ask(prompt).tokens, asked)) == expected
+            assert answered() == expected
             when_idle(served, "POST", "/flush_cache")
-            attach(served)
-        with ThreadPoolExecutor(4) as pool:
-            assert list(pool.map(lambda prompt: served.ask(prompt).tokens, asked)) == expected
+            served.attach(served.server.folder / "kvtier.json")
+        assert answered() == expected
         found = check_map(served)
         print(found)
         assert found["drift_total"] == 0 and found["failures_total"] == 0
         # Another backend instead of ours: the tree is ours still, and has nothing to do with what
         # is stored.
-        when_idle(served, "DELETE", ROUTE)
-        served.call("PUT", ROUTE, {"hicache_storage_backend": "file"}, ADMIN)
+        when_idle(served, "DELETE", STORAGE)
+        served.call("PUT", STORAGE, {"hicache_storage_backend": "file"}, ADMIN)
         for _ in range(2):
-            with ThreadPoolExecutor(4) as pool:
-                assert list(pool.map(lambda prompt: served.ask(prompt).tokens, asked)) == expected
+            assert answered() == expected
             when_idle(served, "POST", "/flush_cache")
         assert on_the_map(served, "storage") == 0
         said = (tmp_path / "server.log").read_text(errors="replace")

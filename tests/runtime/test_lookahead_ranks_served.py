@@ -1,6 +1,4 @@
-"""Two tensor-parallel ranks look ahead in step, although the device of one of them stalls, fails
-and damages pages.
-"""
+"""Two ranks look ahead in step, although one stalls, fails to read and damages pages."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import pytest
 from ahead_lab import AHEAD, Agents, aborts_and_flushes, check_map, computed_answers, looking_ahead
 from golden import Answers, Golden
 from restore_lab import CHECKED, two_ranks, two_ranks_flags
-from serving import ADMIN, Served, prompts
+from serving import ADMIN, Served, prompts, series
 from shared import Shared
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
@@ -38,46 +36,27 @@ OWN = (
 def by_rank(served: Served, prefix: str = "lookahead_") -> dict[str, dict[str, float]]:
     """The metrics of each rank: name without prefix, then the labels that are not a rank's."""
     found: dict[str, dict[str, float]] = {}
-    for line in served.call("GET", "/metrics", None, raw=True).splitlines():
-        match = re.match(rf"kvtier:{prefix}(\w+)\{{(.*)\}} (.*)", line)
-        if match and 'pp_rank="' in match[2]:
-            labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
-            name = " ".join(
-                [
-                    match[1],
-                    *(
-                        text
-                        for key, text in sorted(labels.items())
-                        if key not in ("tp_rank", "pp_rank", "dp_rank", "pid")
-                    ),
-                ]
-            )
-            found.setdefault(str(max(int(labels["tp_rank"]), int(labels["pp_rank"]))), {})[name] = (
-                float(match[3])
-            )
+    for name, labels, value in served.samples(f"kvtier:{prefix}"):
+        if "pp_rank" in labels:
+            rank = str(max(int(labels["tp_rank"]), int(labels["pp_rank"])))
+            found.setdefault(rank, {})[series(name, labels)] = value
     return found
 
 
 def same(served: Served, log: Path) -> dict[str, float]:
-    """The second rank's counters, after both ranks have compared their whole maps with the truth
-    and found nothing. Both have done the same.
-    """
+    """The second rank's counters, after both have done the same and found their whole maps true."""
     check_map(served)
     found = by_rank(served)
     print(found)
     assert sorted(found) == ["0", "1"]
-    own = [
-        {name: value for name, value in rank.items() if name.startswith(OWN)}
-        for rank in found.values()
-    ]
-    assert own[0] == own[1]
+    first, second = (
+        {name: rank[name] for name in rank if name.startswith(OWN)} for rank in found.values()
+    )
+    assert first == second
     assert all(rank["failures_total"] == 0 and rank["checks_total"] == 1 for rank in found.values())
     said = log.read_text(errors="replace")
-    assert (
-        "Traceback" not in said
-        and "maps of pages differ" not in said
-        and "planner failed" not in said
-    )
+    wrong = ("Traceback", "maps of pages differ", "planner failed")
+    assert [words for words in wrong if words in said] == []
     compared = [
         ast.literal_eval(text) for text in re.findall(r"compared with the truth: (\{.*?\})", said)
     ]
@@ -86,9 +65,7 @@ def same(served: Served, log: Path) -> dict[str, float]:
 
 
 def until(served: Served, true: Callable[[dict[str, float]], bool]) -> None:
-    """Waits until something is true on both ranks: an idle server looks once a second, and counters
-    are published twice.
-    """
+    """Waits until something is true on both ranks: an idle one looks once a second."""
     for _ in range(60):
         ranks = by_rank(served)
         if len(ranks) == 2 and all(map(true, ranks.values())):
@@ -146,27 +123,16 @@ def test_a_hint_brings_pages_up_on_both_ranks_although_one_fails_to_read_some_an
     tmp_path: Path,
 ) -> None:
     sections = {"throttle": {"read_gbps": 0.004}, "faults": {"read_error_rate": 0.05, **ONE_STALLS}}
-    one, other = prompts(2, 600, seed=8)
-    with looking_ahead(
-        tmp_path,
-        {**AHEAD, "restore": "off"},
-        sections,
-        CHECKED,
-        **TENSOR,
-        max_total_tokens=4096,
-        hicache_ratio=2,
-    ) as served:
-        first = [
-            served.ask(ids, session_id=name).tokens
-            for ids, name in ((one, "one"), (other, "other"))
-        ]
+    asked = dict(zip(("one", "other"), prompts(2, 600, seed=8), strict=True))
+    pools = {"max_total_tokens": 4096, "hicache_ratio": 2}
+    policy = {**AHEAD, "restore": "off"}
+    with looking_ahead(tmp_path, policy, sections, CHECKED, **TENSOR, **pools) as served:
+        first = [served.ask(ids, session_id=name).tokens for name, ids in asked.items()]
         served.flush()
         until(served, lambda rank: rank["map_host_pages"] == 0)
 
         def hint(session: str, delay_s: float) -> None:
-            answer = served.call(
-                "POST", "/kvtier/hint", {"session": session, "expected_delay_s": delay_s}, ADMIN
-            )
+            answer = served.hint(session=session, expected_delay_s=delay_s)
             assert (answer["result"], answer["sessions"]) == ("accepted", 1)
 
         hint("one", 0.5)
@@ -176,7 +142,7 @@ def test_a_hint_brings_pages_up_on_both_ranks_although_one_fails_to_read_some_an
         until(served, lambda rank: rank["map_host_pages"] >= 37)
         hint("one", 5.0)
         until(served, lambda rank: rank["map_host_pages"] >= 2 * 37)
-        again = [served.ask(ids, session_id=name) for ids, name in ((one, "one"), (other, "other"))]
+        again = [served.ask(ids, session_id=name) for name, ids in asked.items()]
         assert [answer.tokens for answer in again] == first
         assert all(answer.device + answer.host > 500 and answer.storage == 0 for answer in again), (
             again

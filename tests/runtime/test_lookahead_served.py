@@ -1,10 +1,6 @@
-"""Looking ahead in the real server: the map of pages is true, tokens stay equal, and no request
-waits for room in vain.
-"""
+"""Looking ahead in the real server: maps are true, tokens equal, and nobody waits in vain."""
 
 from __future__ import annotations
-
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from ahead_lab import (
@@ -88,21 +84,13 @@ def test_aborts_and_flushes_while_pages_move(tmp_path, servers, golden):
 @pytest.mark.slow
 def test_waiting_requests_find_their_pages_on_the_device_and_a_tiny_pool_starves_nobody(tmp_path):
     asked = prompts(6, 300, seed=4)
-    with looking_ahead(
-        tmp_path,
-        {**AHEAD, "restore": "off", "sessions": False},
-        max_total_tokens=1024,
-        hicache_ratio=4,
-        max_running_requests=1,
-    ) as served:
+    policy = {**AHEAD, "restore": "off", "sessions": False}
+    pools = {"max_total_tokens": 1024, "hicache_ratio": 4, "max_running_requests": 1}
+    with looking_ahead(tmp_path, policy, **pools) as served:
         first = [served.ask(prompt, 6).tokens for prompt in asked]
         served.settle()
         for _ in range(4):
-            with ThreadPoolExecutor(6) as pool:
-                assert [
-                    answer.tokens
-                    for answer in pool.map(lambda prompt: served.ask(prompt, 6), asked)
-                ] == first
+            assert [answer.tokens for answer in served.ask_all(asked, 6)] == first
         found = check_map(served)
         print(found)
         assert found["moved_bytes_total host-device"] > 0
@@ -112,18 +100,14 @@ def test_waiting_requests_find_their_pages_on_the_device_and_a_tiny_pool_starves
 
 @pytest.mark.slow
 def test_a_server_looks_ahead_only_where_it_is_asked_to_and_not_with_pipeline_stages(tmp_path):
-    with serving(
-        tmp_path / "plain", flags(page_size=16), config_file(tmp_path / "plain")
-    ) as served:
+    plain, two = tmp_path / "plain", tmp_path / "two"
+    with serving(plain, flags(page_size=16), config_file(plain)) as served:
         served.ask(prompts(1)[0])
         assert counts(served) == {}
-    two = {"model": "tiny-llama", "pp_size": 2, "max_total_tokens": 2048, "page_size": 16}
-    config = config_file(tmp_path / "two", policy={**AHEAD, "restore": "off"})
-    with serving(
-        tmp_path / "two", flags(**two), config, SGLANG_CPU_OMP_THREADS_BIND="0|1"
-    ) as served:
+    stages = flags("tiny-llama", pp_size=2, max_total_tokens=2048, page_size=16)
+    config = config_file(two, policy={**AHEAD, "restore": "off"})
+    with serving(two, stages, config, SGLANG_CPU_OMP_THREADS_BIND="0|1") as served:
         served.ask(prompts(1)[0])
         assert counts(served) == {}
-    assert "not looking ahead: more than one pipeline stage" in (
-        tmp_path / "two" / "server.log"
-    ).read_text(errors="replace")
+    log = (two / "server.log").read_text(errors="replace")
+    assert "not looking ahead: more than one pipeline stage" in log

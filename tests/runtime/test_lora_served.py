@@ -1,9 +1,4 @@
-"""LoRA adapters on the real SGLang server: their pages are their own, and are restored with equal
-answers after a restart.
-
-Pages are stored under SGLang's `lora_id`, which follows from an adapter's name and path where it is
-given at the start (`LoRARef.deterministic_id`).
-"""
+"""LoRA adapters: SGLang's `lora_id` (`LoRARef.deterministic_id`) is in their pages' names."""
 
 from __future__ import annotations
 
@@ -27,9 +22,7 @@ WHOLE = (TOKENS - 1) // PAGE * PAGE
 
 
 def adapter(folder: Path, seed: int) -> Path:
-    """An adapter of the attention's projections in PEFT's format, with weights large enough to
-    change every answer.
-    """
+    """An adapter of the attention in PEFT's format, with weights that change every answer."""
     folder.mkdir()
     model = json.loads(Path(write_model(MODEL), "config.json").read_text())
     heads = {"q": model["num_attention_heads"], "k": model["num_key_value_heads"]}
