@@ -1,6 +1,4 @@
-"""What several ranks that look ahead agree on, in one process: each reduction is a minimum over
-what all ranks give.
-"""
+"""What several ranks that look ahead agree on, in one process: a reduction is a minimum."""
 
 from __future__ import annotations
 
@@ -10,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from ticks import bare_tree, idle_tick
 
-from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, LookaheadEnded, StepDone, StepPlan
+from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, LookaheadEnded, StepDone
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.ahead.store_votes import StoreVotes
 from sgl_kvtier.runtime.proof.record import Proof
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.scheduler.radix_cache import KVTierRadixCache
-from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.runtime.step.polls import LANDED, LOST, Poll
@@ -64,39 +62,31 @@ class Ahead:
 
 
 class Rank:
-    """One rank's tick without restorations. Its planner notes what it is told; its own collectives
-    are refused.
-    """
+    """One rank's tick without restorations. Its own collectives are refused."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int = 0) -> None:
         def refused(*args: Any) -> None:
             raise AssertionError("a collective of our own")
 
-        host = SimpleNamespace(
-            anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(size=64)), size_per_token=4
-        )
-        self.told: list[Any] = []
-        tree = SimpleNamespace(
-            page_size=16, token_to_kv_pool_allocator=None, _all_reduce=refused,
-            cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=None),
-            _all_reduce_attn_groups=lambda data, op: None,
-        )  # fmt: skip
+        tree = bare_tree(_all_reduce=refused, _all_reduce_attn_groups=lambda data, op: None)
         self.context = StepContext(tree, alone=False)
-        self.engine = SimpleNamespace(layers=None,
-            context=self.context, loads=[], restorations={}, computes={}, busy=False, ending=False,
-            offers=SimpleNamespace(
-                make=lambda: None, look_again=lambda: False, offer_stopped=list
-            ), settle=lambda states, ends: None, polls=list, settle_proof=lambda states: None,
-            proof=Proof(),
-            abandon_all=lambda how: None, counters=RestoreCounters(),
+        offers = SimpleNamespace(make=lambda: None, look_again=lambda: False, offer_stopped=list)
+        engine = SimpleNamespace(
+            layers=None, context=self.context, loads=[], restorations={}, computes={}, busy=False,
+            ending=False, offers=offers, settle=lambda states, ends: None, polls=list,
+            settle_proof=lambda states: None, proof=Proof(), abandon_all=lambda how: None,
+            counters=RestoreCounters(),
         )  # fmt: skip
-        planner = SimpleNamespace(observe=self.told.append, step=lambda view: StepPlan())
-        self.agreement = Agreement(tree, 2, first=number == 0)
-        turns = SimpleNamespace(look=lambda scheduler: None)
-        views = SimpleNamespace(of=lambda scheduler, now: None)
+        self.told: list[Any] = []
         self.ahead = Ahead()
-        self.tick = RestoreTick(self.engine, planner, self.agreement, turns, views, self.ahead)  # type: ignore[arg-type]
-        self.tick._unblock = lambda scheduler, tried: None  # type: ignore[method-assign]
+        self.tick = idle_tick(engine, first=number == 0, told=self.told, ahead=self.ahead)
+        self.tick._unblock = lambda scheduler, tried: None
+        self.agreement = self.tick.agreement
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it does not look ahead any more."""
+        return self.ahead.given_up and self.tick.ahead is None and not self.tick.shares_reduction
 
 
 def reduce(*ranks: Rank) -> None:
@@ -106,6 +96,13 @@ def reduce(*ranks: Rank) -> None:
     agreed = [min(values) for values in zip(*asked, strict=True)]
     for rank in ranks:
         rank.tick.take_result(agreed)
+
+
+def run(*ranks: Rank) -> None:
+    """One tick of all."""
+    reduce(*ranks)
+    for rank in ranks:
+        rank.tick.run(SimpleNamespace())
 
 
 def test_the_first_ranks_clock_and_the_smallest_state_count_and_nothing_is_reduced_besides():
@@ -121,9 +118,7 @@ def test_the_first_ranks_clock_and_the_smallest_state_count_and_nothing_is_reduc
             Chunk("r", Span(0, 64), 0, 1.5 + place, 0.25 + place), started
         )
         rank.context.facts.append(StepDone(0.25 + place, 64, 0, 0.0))
-    reduce(*ranks)
-    for rank in ranks:
-        rank.tick.run(SimpleNamespace())
+    run(*ranks)
     first, second = ranks
     assert first.context.now == second.context.now > 0
     for rank in ranks:
@@ -136,43 +131,21 @@ def test_the_first_ranks_clock_and_the_smallest_state_count_and_nothing_is_reduc
     assert first.told == second.told
 
 
-def test_ranks_whose_maps_differ_stop_looking_ahead_in_the_same_step():
-    ranks = Rank(0), Rank(1)
-    reduce(*ranks)
-    for rank in ranks:
-        rank.tick.run(SimpleNamespace())
+@pytest.mark.parametrize(
+    "fingerprints",
+    [(7, 8), (7, 8, 9), (7, -1), (-1, -1)],
+    ids=["two that differ", "three that differ", "one that cannot keep it", "none can"],
+)
+def test_ranks_whose_maps_are_not_alike_stop_looking_ahead_in_the_same_step(fingerprints):
+    ranks = [Rank(number) for number in range(len(fingerprints))]
+    run(*ranks)
     assert not any(rank.ahead.given_up for rank in ranks)
-    ranks[1].ahead.print = 8
-    reduce(*ranks)
-    for rank in ranks:
-        rank.tick.run(SimpleNamespace())
-    assert all(
-        rank.ahead.given_up and rank.tick.ahead is None and not rank.tick.shares_reduction
-        for rank in ranks
-    )
-    now = ranks[0].context.now
-    assert [rank.told for rank in ranks] == [[LookaheadEnded(now)]] * 2, "planners know it as well"
-
-
-def test_of_three_ranks_whose_maps_all_differ_none_ends():
-    ranks = [Rank(0), Rank(1), Rank(1)]
-    for number, rank in enumerate(ranks):
-        rank.ahead.print = 7 + number
-    reduce(*ranks)
-    for rank in ranks:
-        rank.tick.run(SimpleNamespace())
-    assert all(rank.ahead.given_up and rank.tick.ahead is None for rank in ranks)
-
-
-def test_a_rank_that_cannot_keep_its_map_stops_all_even_if_all_are_so():
-    for broken in ((7, -1), (-1, -1)):
-        ranks = Rank(0), Rank(1)
-        for rank, number in zip(ranks, broken, strict=True):
-            rank.ahead.print = number
-        reduce(*ranks)
-        for rank in ranks:
-            rank.tick.run(SimpleNamespace())
-        assert all(rank.ahead.given_up and not rank.tick.shares_reduction for rank in ranks)
+    for rank, fingerprint in zip(ranks, fingerprints, strict=True):
+        rank.ahead.print = fingerprint
+    run(*ranks)
+    assert all(rank.has_ended for rank in ranks)
+    ended = [LookaheadEnded(ranks[0].context.now)]
+    assert [rank.told for rank in ranks] == [ended] * len(ranks), "planners know it as well"
 
 
 def test_whoever_looks_ahead_and_raises_costs_no_server():
@@ -181,7 +154,7 @@ def test_whoever_looks_ahead_and_raises_costs_no_server():
     def raises(scheduler: Any) -> None:
         raise OverflowError("a token id of an image")
 
-    rank.ahead.look = raises  # type: ignore[method-assign]
+    rank.ahead.look = raises
     reduce(rank, Rank(1))
     rank.tick.run(SimpleNamespace())
     assert rank.ahead.given_up and rank.tick.ahead is None
@@ -196,9 +169,7 @@ def test_a_tick_without_its_answer_gives_up_rather_than_guess():
     assert rank.ahead.given_up and [type(fact) for fact in rank.told] == [LookaheadEnded]
 
 
-def test_what_is_agreed_on_travels_with_sglangs_own_reduction_and_comes_out_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_agreed_on_travels_with_sglangs_own_reduction_and_comes_out_again(monkeypatch):
     seen: list[list[int]] = []
 
     def all_reduce(self: Any, data: torch.Tensor, op: Any) -> None:
@@ -215,7 +186,7 @@ def test_what_is_agreed_on_travels_with_sglangs_own_reduction_and_comes_out_agai
     tick = SimpleNamespace(
         shares_reduction=True, reduction_input=lambda: [9, 8, 9], take_result=answers.append
     )
-    tree.kvtier = SimpleNamespace(tick=tick)  # type: ignore[assignment]
+    tree.kvtier = SimpleNamespace(tick=tick)
     assert tree._sync_hicache_ready_counts()[:2] == (3, 1)
     assert seen == [[5, 1, 0, 0, 9, 8, 9]] and answers == [[7, 8, 9]]
     tick.shares_reduction = False
@@ -236,7 +207,7 @@ class Voter:
         self.tree.cache_controller.storage_backend = SimpleNamespace(local_store=self)
         self.map = TierMap(1000)
         self.operations = self.numbers = 0
-        self.votes = StoreVotes(self.tree, self.map, self, self.number)  # type: ignore[arg-type]
+        self.votes = StoreVotes(self.tree, self.map, self, self.number)
 
     def number(self) -> int:
         self.numbers += 1
@@ -251,6 +222,11 @@ class Voter:
 
     def stats(self) -> Any:
         return SimpleNamespace(pages_evicted=self.lost, pages_corrupt=0, pages=len(self.stored))
+
+    @property
+    def stored_pages(self) -> list[PageKey]:
+        """As the map has them."""
+        return sorted(self.map.resident(Tier.STORAGE))
 
     def placed(self, keys: tuple[PageKey, ...], tier: Tier) -> None:
         self.map.placed(keys, tier, 0.0)
@@ -274,9 +250,8 @@ def test_a_page_is_stored_when_every_rank_has_it_and_gone_when_one_has_lost_it()
     keys = [PageKey(bytes([i]) * 32) for i in range(6)]
     one, other = Voter(set(keys)), Voter(set(keys) - {keys[2]})
     for voter in (one, other):
-        operation = voter.tree.cache_controller.write_storage(
-            None, None, [key.hex() for key in keys[:4]]
-        )
+        write = voter.tree.cache_controller.write_storage
+        operation = write(None, None, [key.hex() for key in keys[:4]])
         voter.tree.ongoing_backup[operation] = None
     look(0.0, one, other)
     look(0.1, one, other)
@@ -288,41 +263,17 @@ def test_a_page_is_stored_when_every_rank_has_it_and_gone_when_one_has_lost_it()
         assert look(0.2 + step / 10, one, other) == [0, 0]
     assert [list(voter.map.resident(Tier.REMOTE)) for voter in (one, other)] == [[keys[5]]] * 2
     there = [keys[0], keys[1], keys[3], keys[4]]
-    assert (
-        sorted(one.map.resident(Tier.STORAGE)) == sorted(other.map.resident(Tier.STORAGE)) == there
-    )
+    assert [voter.stored_pages for voter in (one, other)] == [there] * 2
     other.stored.discard(keys[1])
     other.lost = 1
     gone = [look(2.0 + step / 10, one, other) for step in range(5)]
     assert [sum(rank) for rank in zip(*gone, strict=True)] == [1, 1]
-    assert (
-        sorted(one.map.resident(Tier.STORAGE))
-        == sorted(other.map.resident(Tier.STORAGE))
-        == [keys[0], keys[3], keys[4]]
-    )
+    there.remove(keys[1])
+    assert [voter.stored_pages for voter in (one, other)] == [there] * 2
     one.votes.stop()
     one.tree.cache_controller.write_storage(None, None, [keys[5].hex()])
     one.votes.forget()
     assert not one.votes.polls()
-
-
-def test_a_rank_alone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(0)
-    monkeypatch.setattr(rank.agreement, "_ranks", 1)
-    assert not rank.tick.shares_reduction
-    rank.ahead.waiting = [Poll(1, 1)]
-    rank.ahead.waiting[0].mark(0, LANDED, 3.0)
-    rank.tick.run(SimpleNamespace())
-    assert rank.ahead.waiting[0].over and rank.ahead.waiting[0].seen_at == 3.0
-
-
-@pytest.mark.parametrize(("other", "alike"), [(7, True), (6, False), (8, False)])
-def test_ranks_whose_pools_differ_in_size_are_told_apart(other: int, alike: bool) -> None:
-    def least(data: torch.Tensor, op: Any) -> None:
-        data.copy_(torch.minimum(data, torch.tensor([other if data.item() > 0 else -other])))
-
-    assert Agreement(SimpleNamespace(_all_reduce_attn_groups=least), 2, first=True).same(7) is alike
-    assert Agreement(None, 1, first=True).same(7)
 
 
 def test_a_store_that_was_emptied_without_an_eviction_has_lost_its_pages_too():
@@ -336,3 +287,22 @@ def test_a_store_that_was_emptied_without_an_eviction_has_lost_its_pages_too():
     for step in range(6):
         look(2.0 + step / 10, one, other)
     assert one.map.count(Tier.STORAGE) == other.map.count(Tier.STORAGE) == 0
+
+
+def test_a_rank_alone_asks_nobody(monkeypatch):
+    rank = Rank(0)
+    monkeypatch.setattr(rank.agreement, "_ranks", 1)
+    assert not rank.tick.shares_reduction
+    rank.ahead.waiting = [Poll(1, 1)]
+    rank.ahead.waiting[0].mark(0, LANDED, 3.0)
+    rank.tick.run(SimpleNamespace())
+    assert rank.ahead.waiting[0].over and rank.ahead.waiting[0].seen_at == 3.0
+
+
+@pytest.mark.parametrize(("other", "alike"), [(7, True), (6, False), (8, False)])
+def test_ranks_whose_pools_differ_in_size_are_told_apart(other, alike):
+    def least(data: torch.Tensor, op: Any) -> None:
+        data.copy_(torch.minimum(data, torch.tensor([other if data.item() > 0 else -other])))
+
+    assert Agreement(SimpleNamespace(_all_reduce_attn_groups=least), 2, first=True).same(7) is alike
+    assert Agreement(None, 1, first=True).same(7)
