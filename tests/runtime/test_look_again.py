@@ -45,9 +45,7 @@ class Read:
 
 
 class Lab:
-    """Offers over a device of which the test says what can be claimed. `why` is the planner's
-    answer, `asked` what it was asked.
-    """
+    """Offers over a device of the test's. `why`: what the planner answers to `asked`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, alone: bool = True) -> None:
         self.why: str | None = "no room"
@@ -63,18 +61,17 @@ class Lab:
             write_policy="write_through",
             terminate_prefetch=lambda read: setattr(read, "stopped", True),
         )
+        pool = SimpleNamespace(size=1024, available_size=lambda: self.claimable)
         self.tree = SimpleNamespace(
             page_size=PAGE,
             cache_controller=controller,
             ongoing_prefetch={},
-            token_to_kv_pool_allocator=SimpleNamespace(
-                size=1024, available_size=lambda: self.claimable
-            ),
+            token_to_kv_pool_allocator=pool,
             evictable_size=lambda: 0,
             discard_storage_prefetch_accounting=lambda handle: None,
             lock=lambda node: None,
         )
-        context = StepContext(self.tree, alone=alone)  # type: ignore[arg-type]
+        context = StepContext(self.tree, alone=alone)
         context.scheduler = SimpleNamespace(waiting_queue=self.queue)
         monkeypatch.setattr(context, "moment", lambda: self.now)
         monkeypatch.setattr(offers_module, "find", self.find)
@@ -98,13 +95,23 @@ class Lab:
     def reads(self, rid: str) -> Read:
         """A request that was left to SGLang, which reads its pages now."""
         read = Read(Handle(rid))
-        self.queue.append(
-            SimpleNamespace(rid=rid, cache_request_handle=read.handle, last_node=0, **PLAIN)
-        )
+        req = SimpleNamespace(rid=rid, cache_request_handle=read.handle, last_node=0, **PLAIN)
+        self.queue.append(req)
         assert not self.offers.hit(read, HIT * PAGE)
         self.tree.ongoing_prefetch[read.handle] = SimpleNamespace(operation=read)
         self.asked.clear()
         return read
+
+    def taken_back(self) -> Read:
+        """A read that is stopped, since the planner wants its request after all."""
+        read = self.reads("a")
+        self.why = None
+        assert self.room(64) and read.stopped
+        return read
+
+    def ends(self, read: Read) -> None:
+        """SGLang is done with a read."""
+        del self.tree.ongoing_prefetch[read.handle]
 
     def room(self, tokens: int) -> bool:
         """A tick with so much claimable; whether a read was taken back."""
@@ -117,44 +124,44 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
     return Lab(monkeypatch)
 
 
-def test_a_read_is_stopped_and_its_request_offered_when_it_has_ended(lab: Lab):
-    read = lab.reads("a")
-    lab.why = None
-    assert lab.room(64) and read.stopped and lab.given_up == [read.hash_value]
+def test_a_read_is_stopped_and_its_request_offered_when_it_has_ended(lab):
+    read = lab.taken_back()
+    assert lab.given_up == [read.hash_value]
     assert lab.offers.is_delayed(read.handle) and lab.offers.delayed == ["a"]
     assert lab.offers.offer_stopped() == [] and not lab.restorations, "the read has not ended"
-    del lab.tree.ongoing_prefetch[read.handle]
+    lab.ends(read)
     assert lab.offers.offer_stopped() == []
     assert not lab.offers.is_delayed(read.handle) and list(lab.restorations) == ["a"]
 
 
-def test_a_stopped_read_whose_request_is_left_once_more_is_made_again(lab: Lab):
-    read = lab.reads("a")
-    lab.why = None
-    assert lab.room(64)
-    del lab.tree.ongoing_prefetch[read.handle]
+def test_a_stopped_read_whose_request_is_left_once_more_is_made_again(lab):
+    read = lab.taken_back()
+    lab.ends(read)
     lab.why = "no room"
     assert lab.offers.offer_stopped() == ["a"] and not lab.restorations
     assert not lab.offers.is_delayed(read.handle)
 
 
-def test_a_stopped_read_whose_request_is_gone_is_forgotten(lab: Lab):
-    read = lab.reads("a")
-    lab.why = None
-    assert lab.room(64)
-    del lab.tree.ongoing_prefetch[read.handle]
+def test_a_stopped_read_whose_request_is_gone_is_forgotten(lab):
+    read = lab.taken_back()
+    lab.ends(read)
     lab.queue.clear()
     assert lab.offers.offer_stopped() == [] and not lab.restorations
     assert not lab.offers.delayed
 
 
-def test_nothing_is_taken_back_where_host_copies_do_not_stay(lab: Lab):
+@pytest.mark.parametrize("why", ["host copies do not stay", "nothing is restored"])
+def test_nothing_is_taken_back_where_it_could_not_be_restored(lab, why):
     read = lab.reads("a")
-    lab.why, lab.tree.cache_controller.write_policy = None, "write_back"
+    lab.why = None
+    if why == "nothing is restored":
+        lab.offers.is_on = False
+    else:
+        lab.tree.cache_controller.write_policy = "write_back"
     assert not lab.room(64) and not lab.asked and not read.stopped
 
 
-def test_what_was_read_so_far_is_offered_as_host_memory(lab: Lab):
+def test_what_was_read_so_far_is_offered_as_host_memory(lab):
     read = lab.reads("a")
     read.completed_tokens = 3 * PAGE
     lab.room(64)
@@ -163,61 +170,55 @@ def test_what_was_read_so_far_is_offered_as_host_memory(lab: Lab):
     assert not read.stopped, "the planner leaves it"
 
 
-def test_nothing_is_asked_while_the_device_gets_no_more_room(lab: Lab):
+def test_nothing_is_asked_while_the_device_gets_no_more_room(lab):
     lab.reads("a")
     for tokens in (64, 64, 32, 64, 64):
         lab.room(tokens)
     assert len(lab.asked) == 2
 
 
-def test_the_room_of_one_request_is_no_news_to_the_next(lab: Lab):
+def test_the_room_of_one_request_is_no_news_to_the_next(lab):
     first = lab.reads("a")
     lab.claimable = 64
     lab.reads("b")
     assert not lab.room(64) and [offer.rid for offer in lab.asked] == ["a"]
-    del lab.tree.ongoing_prefetch[first.handle]
+    lab.ends(first)
     assert not lab.room(64) and len(lab.asked) == 1, "b was asked for with as much"
     lab.room(32)
     assert not lab.room(64) and [offer.rid for offer in lab.asked] == ["a", "b"]
 
 
-def test_a_rest_that_is_too_short_is_left(lab: Lab):
+def test_a_rest_that_is_too_short_is_left(lab):
     read = lab.reads("a")
     lab.why, read.completed_tokens = None, HIT * PAGE
     assert not lab.room(64) and not lab.asked
 
 
-def test_reads_are_taken_back_in_the_order_they_are_made(lab: Lab):
+def test_reads_are_taken_back_in_the_order_they_are_made(lab):
     first, second = lab.reads("a"), lab.reads("b")
     lab.why = None
     assert lab.room(64) and first.stopped and not second.stopped
     assert lab.room(128) and second.stopped
 
 
-def test_who_is_gone_or_was_read_is_not_asked_about(lab: Lab):
+def test_who_is_gone_or_was_read_is_not_asked_about(lab):
     read, gone = lab.reads("a"), lab.reads("b")
     lab.why = None
-    del lab.tree.ongoing_prefetch[read.handle]
+    lab.ends(read)
     lab.requests.forget("b")
     assert not lab.room(64) and not lab.asked and not gone.stopped
 
 
-def test_a_request_does_not_wait_for_ever_for_a_read_that_hangs(lab: Lab):
-    read = lab.reads("a")
-    lab.why = None
-    assert lab.room(64)
+def test_a_request_does_not_wait_for_ever_for_a_read_that_hangs(lab):
+    read = lab.taken_back()
     lab.now = _MOST_STOPPING_S + 0.1
     assert lab.offers.offer_stopped() == []
     assert not lab.offers.is_delayed(read.handle) and not lab.restorations
 
 
-def test_on_several_ranks_ticks_count_where_their_time_stands_still(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_on_several_ranks_ticks_count_where_their_time_stands_still(monkeypatch):
     lab = Lab(monkeypatch, alone=False)
-    read = lab.reads("a")
-    lab.why = None
-    assert lab.room(64)
+    read = lab.taken_back()
     lab.now = 1e3  # agreed on for the first time after a pause
     for _ in range(_MOST_STOPPING_TICKS):
         lab.offers.offer_stopped()
@@ -226,13 +227,7 @@ def test_on_several_ranks_ticks_count_where_their_time_stands_still(
     assert not lab.offers.is_delayed(read.handle)
 
 
-def test_nothing_is_taken_back_where_nothing_is_restored(lab: Lab):
-    read = lab.reads("a")
-    lab.why, lab.offers.is_on = None, False
-    assert not lab.room(64) and not read.stopped
-
-
-def test_a_hit_of_a_request_that_is_gone_is_nobodys(lab: Lab):
+def test_a_hit_of_a_request_that_is_gone_is_nobodys(lab):
     assert not lab.offers.hit(Read(Handle("gone")), HIT * PAGE)
     lab.why = None
     assert not lab.room(64) and not lab.asked

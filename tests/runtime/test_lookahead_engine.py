@@ -1,6 +1,4 @@
-"""What the hands of looking ahead keep of sessions between their turns. The tree and the planner
-are fakes; no server.
-"""
+"""What the hands of looking ahead keep of sessions between their turns, over fakes."""
 
 from __future__ import annotations
 
@@ -38,11 +36,11 @@ class Turns:
 def made() -> LookaheadEngine:
     """Hands that know of no request yet."""
     hands = object.__new__(LookaheadEngine)
-    hands.context = SimpleNamespace(page=PAGE, facts=[])  # type: ignore[assignment]
-    hands.promotions = SimpleNamespace(claiming_for=None)  # type: ignore[assignment]
-    hands.victims = SimpleNamespace()  # type: ignore[assignment]
-    hands.pages = Turns()  # type: ignore[assignment]
-    hands._config = SimpleNamespace(eviction="next-use", sessions=True)  # type: ignore[assignment]
+    hands.context = SimpleNamespace(page=PAGE, facts=[])
+    hands.promotions = SimpleNamespace(claiming_for=None)
+    hands.victims = SimpleNamespace()
+    hands.pages = Turns()
+    hands._config = SimpleNamespace(eviction="next-use", sessions=True)
     hands._requests, hands._idle, hands._idle_tokens = Requests(), {}, 0
     hands._next, hands._expected = None, 0
     return hands
@@ -59,15 +57,15 @@ def test_a_session_whose_waiting_request_is_aborted_keeps_its_path():
     hands._requests.record("r").announced = Announced(req, KEYS, "7", 12, path=hands._unpark("7"))
     hands.gone("r")
     assert hands._idle == {"7": own} and hands._idle_tokens == PAGE
-    assert [(type(fact), fact.rid) for fact in hands.context.facts] == [(RequestFinished, "r")]  # type: ignore[union-attr]
+    assert [(type(fact), fact.rid) for fact in hands.context.facts] == [(RequestFinished, "r")]
 
 
 def test_a_prompt_behind_a_flush_goes_on_with_no_session_before_it():
     """Rounds of a comparison repeat their prompts: the time between two is no agent's tool call."""
     hands, req = made(), cast(Req, SimpleNamespace(rid="r"))
-    hands.promotions = SimpleNamespace(reset=lambda: None)  # type: ignore[assignment]
-    hands.facts = SimpleNamespace(cleared=tuple, dropped=lambda keys, tier: None)  # type: ignore[assignment]
-    hands.pages = SimpleNamespace(resident=lambda tier: ())  # type: ignore[assignment]
+    hands.promotions = SimpleNamespace(reset=lambda: None)
+    hands.facts = SimpleNamespace(cleared=tuple, dropped=lambda keys, tier: None)
+    hands.pages = SimpleNamespace(resident=lambda tier: ())
     hands.sessions = SessionNames()
     hands.sessions.ended("7", KEYS)
     assert hands.sessions.of(req, KEYS) == "7"
@@ -116,11 +114,11 @@ def test_a_request_with_anothers_id_does_not_get_its_page_names():
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_an_idle_session_keeps_the_tokens_that_name_its_pages(pairs: bool):
+def test_an_idle_session_keeps_the_tokens_that_name_its_pages(pairs):
     hands = made()
     hands.context.names = names = PageNames(PAGE, pairs=pairs)
     hands.sessions = SessionNames()
-    hands.facts = SimpleNamespace(placed=lambda keys, tier: None)  # type: ignore[assignment]
+    hands.facts = SimpleNamespace(placed=lambda keys, tier: None)
     tokens = array("q", range(3 * PAGE + 1))
     req: Any = SimpleNamespace(
         rid="r", kv=SimpleNamespace(cache_protected_len=3 * PAGE), last_node=5,

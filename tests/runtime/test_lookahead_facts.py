@@ -1,16 +1,18 @@
-"""Names of pages, facts about them and the choice of victims, on SGLang's real tree core; no
-server.
-"""
+"""Names of pages, facts about them and the choice of victims, on SGLang's real tree core."""
 
 from __future__ import annotations
 
 from array import array
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.policy.messages import Fact, PagesDropped, PagesPlaced
@@ -34,34 +36,29 @@ NAMES = PageNames(PAGE, pairs=False)
 
 
 def request(rid: str = "r", **more: Any) -> Any:
-    return SimpleNamespace(
-        **{
-            "rid": rid,
-            "session_id": None,
-            "routing_key": None,
-            "extra_key": None,
-            "cache_salt": None,
-            **more,
-        }
-    )
+    unnamed = dict.fromkeys(("session_id", "routing_key", "extra_key", "cache_salt"))
+    return SimpleNamespace(rid=rid, **{**unnamed, **more})
+
+
+def names_of(*tokens: int) -> tuple[PageKey, ...]:
+    """The names of the pages of a prompt."""
+    return NAMES.keys_of(array("q", tokens), request())
+
+
+FOUR = tuple(PageKey(bytes([i]) * 32) for i in range(4))
+"""Names of pages that are in no tree."""
 
 
 class Lab:
-    """A tree core with its facts put into a map at once, and evictions carried out as SGLang's
-    cache does.
-    """
+    """A tree core, a map that is told at once, and evictions as SGLang's cache does them."""
 
     def __init__(self, *, pairs: bool = False) -> None:
         """`pairs`: of a server with EAGLE, whose pages are named by pairs of tokens."""
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
-        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-
         self.full = ComponentType.FULL
         params = CacheInitParams(
             disable=False,
-            req_to_token_pool=None,  # type: ignore[arg-type]
-            token_to_kv_pool_allocator=None,  # type: ignore[arg-type]
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=None,
             page_size=PAGE,
             tree_components=(self.full,),
             is_eagle=pairs,
@@ -93,21 +90,26 @@ class Lab:
 
     def insert(self, owner: str, tokens: list[int], next_use: float) -> int:
         """A path of the tree and who wants it when; its last node."""
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
+        node = self.insert_key(RadixKey(array("q", tokens), None), len(tokens))
+        keys = names_of(*tokens)
+        self.facts.placed(keys, Tier.DEVICE)
+        self.map.claim(owner, keys, next_use)
+        return node
 
-        values = torch.arange(self.next_slot, self.next_slot + len(tokens))
-        self.next_slot += len(tokens)
-        step = self.core.begin_insert(
-            InsertParams(key=RadixKey(array("q", tokens), None), value=values)
-        )
+    def insert_key(self, key: RadixKey, tokens: int) -> int:
+        values = torch.arange(self.next_slot, self.next_slot + tokens)
+        self.next_slot += tokens
+        step = self.core.begin_insert(InsertParams(key=key, value=values))
         while step.result is None:
             step = self.core.resume_insert()
         self.core.end_insert()
-        keys = NAMES.keys_of(array("q", tokens), request())
-        self.facts.placed(keys, Tier.DEVICE)
-        self.map.claim(owner, keys, next_use)
         return step.result.last_device_node
+
+    def evict(self, tokens: int) -> int:
+        """Has at least so many tokens leave the device; how many did."""
+        tracker = {self.full: 0}
+        self.victims.evict(tokens, tracker)
+        return tracker[self.full]
 
     def evict_leaf(self, node: int, tracker: dict[Any, int]) -> None:
         keys = self.facts.node_keys(node)
@@ -122,13 +124,12 @@ class Lab:
 
 def test_pages_that_left_the_device_are_still_where_else_they_are():
     lab = Lab()
-    key = PageKey(bytes(32))
     for tier in (Tier.DEVICE, Tier.STORAGE):
-        lab.facts.placed((key,), tier)
+        lab.facts.placed(FOUR[:1], tier)
     lab.facts.told()
-    lab.facts.dropped((key,), Tier.DEVICE)
-    lab.facts.failed((key,), Tier.STORAGE)
-    page = lab.map.page(key)
+    lab.facts.dropped(FOUR[:1], Tier.DEVICE)
+    lab.facts.failed(FOUR[:1], Tier.STORAGE)
+    page = lab.map.page(FOUR[0])
     assert page is not None and set(page.tiers) == {Tier.STORAGE}
 
 
@@ -157,22 +158,16 @@ def test_pages_named_by_pairs_have_sglangs_names_too():
     assert names.keys_of(other, request()) == (*keys[:2], names.keys_of(other, request())[2])
     assert names.keys_of(other, request())[2] != keys[2], "the next token is another one"
 
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-
     path = TreePath(tokens[: names.tokens_naming(4)], keys[:4], None, None)
-    key = names.radix_key(path, 0, 4)
-    step = lab.core.begin_insert(InsertParams(key=key, value=torch.arange(4 * PAGE)))
-    while step.result is None:
-        step = lab.core.resume_insert()
-    lab.core.end_insert()
-    assert lab.facts.node_keys(step.result.last_device_node) == keys[:4]
+    node = lab.insert_key(names.radix_key(path, 0, 4), 4 * PAGE)
+    assert lab.facts.node_keys(node) == keys[:4]
     part = names.radix_key(path, 1, 3)
     assert (len(part), part.is_bigram, part.token_ids.tolist()) == (8, True, list(range(9, 18)))
 
 
 def test_a_session_is_what_its_client_names_or_what_its_prompt_goes_on_from():
     names = SessionNames()
-    keys = NAMES.keys_of(array("q", range(40)), request())
+    keys = names_of(*range(40))
     assert names.of(request("a", session_id="s"), keys) == "s"
     assert names.of(request("a", routing_key="k"), keys) == "k"
     first = names.of(request("a"), keys[:4])
@@ -188,11 +183,9 @@ def test_what_runs_latest_leaves_first_whatever_was_used_last():
     soon = lab.insert("soon", list(range(100, 116)), 1.0)
     late = lab.insert("late", list(range(200, 216)), 9.0)
     middle = lab.insert("middle", list(range(300, 316)), 5.0)
-    tracker = {lab.full: 0}
-    lab.victims.evict(20, tracker)
-    assert lab.evicted == [late, middle] and tracker[lab.full] == 32
+    assert lab.evict(20) == 32 and lab.evicted == [late, middle]
     assert lab.counters.victims == 8
-    lab.victims.evict(64, {lab.full: 0})
+    lab.evict(64)
     assert lab.evicted == [late, middle, soon]
     assert lab.map.count(Tier.DEVICE) == 0
 
@@ -201,7 +194,7 @@ def test_a_server_that_was_switched_to_write_back_is_left_to_choose():
     lab = Lab()
     lab.insert("a", list(range(16)), 1.0)
     lab.tree.cache_controller.write_policy = "write_back"
-    lab.victims.evict(16, {lab.full: 0})
+    lab.evict(16)
     assert not lab.evicted
 
 
@@ -210,12 +203,10 @@ def test_a_shared_beginning_leaves_after_the_last_who_wants_it():
     shared = list(range(8))
     lab.insert("late", [*shared, *range(200, 208)], 9.0)
     lab.insert("soon", [*shared, *range(100, 108)], 1.0)
-    tracker = {lab.full: 0}
-    lab.victims.evict(8, tracker)
-    assert tracker[lab.full] == 8
-    wanted = NAMES.keys_of(array("q", [*shared, *range(100, 108)]), request())
+    assert lab.evict(8) == 8
+    wanted = names_of(*shared, *range(100, 108))
     assert all(Tier.DEVICE in lab.map.page(key).tiers for key in wanted)
-    lab.victims.evict(16, {lab.full: 0})
+    lab.evict(16)
     assert lab.map.count(Tier.DEVICE) == 0 and len(lab.evicted) == 3
 
 
@@ -224,11 +215,9 @@ def test_locked_paths_are_never_victims_and_what_is_missing_is_left_to_others():
     used = lab.insert("used", list(range(100, 116)), 9.0)
     free = lab.insert("free", list(range(200, 216)), 1.0)
     lock = lab.core.inc_lock_ref(used)
-    tracker = {lab.full: 0}
-    lab.victims.evict(32, tracker)
-    assert lab.evicted == [free] and tracker[lab.full] == 16
+    assert lab.evict(32) == 16 and lab.evicted == [free]
     lab.core.dec_lock_ref(used, lock.to_dec_params())
-    lab.victims.evict(32, tracker)
+    lab.evict(32)
     assert lab.evicted == [free, used]
 
 
@@ -254,7 +243,7 @@ def test_host_pages_that_are_held_back_leave_last():
     )
     for place, node in enumerate((kept, other)):
         lab.core.commit_backup(node, torch.arange(64 * place, 64 * place + 16), {})
-    lab.victims.evict(32, {lab.full: 0})
+    lab.evict(32)
     assert lab.map.count(Tier.DEVICE) == 0 and lab.core.is_backuped(kept)
 
     def evict(tokens: int) -> int:
@@ -275,43 +264,34 @@ def test_host_pages_that_are_held_back_leave_last():
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
-def test_pages_brought_early_that_leave_unused_are_wasted(tier: Tier):
+def test_pages_brought_early_that_leave_unused_are_wasted(tier):
     lab = Lab()
-    keys = tuple(PageKey(bytes([i]) * 32) for i in range(4))
-    lab.facts.placed(keys, Tier.HOST)
-    lab.facts.brought(keys)
-    lab.facts.placed(keys[:1], tier)
-    lab.facts.dropped(keys, Tier.HOST)
+    lab.facts.placed(FOUR, Tier.HOST)
+    lab.facts.brought(FOUR)
+    lab.facts.placed(FOUR[:1], tier)
+    lab.facts.dropped(FOUR, Tier.HOST)
     assert lab.facts.wasted == (4 if tier is Tier.HOST else 3)
 
 
-def test_what_was_said_to_have_left_the_store_is_not_found_missing_as_well(tmp_path: Path):
-    """The map learns it at the end of the tick in which it was said, and a comparison may fall into
-    that tick.
-    """
+def test_what_was_said_to_have_left_the_store_is_not_found_missing_as_well(tmp_path):
+    """The map learns it at the end of the tick in which it was said, and may be compared before."""
     lab = Lab()
-    store = open_store(
-        StoreConfig(
-            path=str(tmp_path), capacity_bytes=8 << 20, segment_bytes=1 << 20, min_free_bytes=0
-        ),
-        Identity({"model": "m"}),
-        "tp0",
-    )
+    sizes = {"capacity_bytes": 8 << 20, "segment_bytes": 1 << 20, "min_free_bytes": 0}
+    store = open_store(StoreConfig(path=str(tmp_path), **sizes), Identity({"model": "m"}), "tp0")
     controller = lab.tree.cache_controller
     controller.storage_backend = SimpleNamespace(local_store=store)
     check = TierCheck(lab.tree, lab.map, lab.facts)
-    keys = tuple(PageKey(bytes([i]) * 32) for i in range(4))
     try:
-        lab.facts.placed(keys[:2], Tier.STORAGE)
+        lab.facts.placed(FOUR[:2], Tier.STORAGE)
         assert check.roll(0.0) == 0, "a store that has lost nothing is not asked"
         controller.storage_backend = None
         check.forget()
         assert check.roll(5.0) == 0, "said in this tick"
-        lab.facts.dropped(keys[:2], Tier.STORAGE)
+        lab.facts.dropped(FOUR[:2], Tier.STORAGE)
         controller.storage_backend = SimpleNamespace(local_store=store)
         assert check.roll(7.0) == 0
         controller.storage_backend = None
-        lab.facts.placed(keys[2:], Tier.STORAGE)
+        lab.facts.placed(FOUR[2:], Tier.STORAGE)
         assert check.roll(9.0) == 2, "found on the map, not in the store, and nobody said so"
         assert lab.map.count(Tier.STORAGE) == 0
     finally:
@@ -320,8 +300,7 @@ def test_what_was_said_to_have_left_the_store_is_not_found_missing_as_well(tmp_p
 
 def test_a_host_page_that_was_freed_is_not_there_for_a_move_that_fails_later():
     lab = Lab()
-    lab.insert("a", list(range(100, 108)), 1.0)
-    keys = NAMES.keys_of(array("q", range(100, 108)), request())
+    keys = lab.facts.node_keys(lab.insert("a", list(range(100, 108)), 1.0))
     lab.facts._hold([key.hex() for key in keys], torch.arange(2 * PAGE))
     lab.map.moving(keys, Tier.HOST)
     lab.facts.failed(keys, Tier.HOST)
@@ -348,8 +327,7 @@ def test_paths_are_not_held_back_any_more_when_an_eviction_fails():
 
 def test_a_page_that_came_back_to_the_device_is_there_for_a_move_that_fails():
     lab = Lab()
-    lab.insert("a", list(range(100, 108)), 1.0)
-    keys = NAMES.keys_of(array("q", range(100, 108)), request())
+    keys = lab.facts.node_keys(lab.insert("a", list(range(100, 108)), 1.0))
     lab.facts.dropped(keys[1:], Tier.DEVICE)
     lab.map.placed(keys[1:], Tier.DEVICE, 0.0)  # as if the map had not been told yet
     lab.facts.failed(keys, Tier.DEVICE)
@@ -363,7 +341,7 @@ def test_a_page_that_came_back_to_the_device_is_there_for_a_move_that_fails():
 # Token ids kept for idle sessions.
 
 
-def test_ids_take_four_bytes_unless_images_are_among_them() -> None:
+def test_ids_take_four_bytes_unless_images_are_among_them():
     plain, image = compact(array("q", [0, 151_935])), compact(array("q", [5, (1 << 62) | 7]))
     assert (plain.itemsize, plain.tolist()) == (4, [0, 151_935])
     assert (image.itemsize, image.tolist()) == (8, [5, (1 << 62) | 7])

@@ -24,7 +24,6 @@ def test_without_a_device_of_its_own_a_server_looks_ahead_only_where_its_file_sa
     assert not looks_ahead(restore_setup.in_force(ONE, server()))
     assert not looks_ahead(restore_setup.in_force(TWO, server()))
     assert not looks_ahead(server())
-    assert not looks_ahead(from_extra_config({"store": {"path": "/nowhere"}}).policy)
     assert looks_ahead(server(prefetch="on"))
     assert looks_ahead(server(eviction="next-use"))
     assert looks_ahead(server(eviction="sgl_kvtier.lab.rules:LFU"))
@@ -51,9 +50,7 @@ def test_with_pipeline_stages_it_is_sglangs_own_way_and_restoring_goes_on():
 @pytest.mark.parametrize(
     ("restore", "in_force"), [("auto", "off"), ("both", "both"), ("off", "off")]
 )
-def test_on_two_ranks_it_looks_ahead_and_restores_only_when_asked_by_name(
-    restore: str, in_force: str
-):
+def test_on_two_ranks_it_looks_ahead_and_restores_only_when_asked_by_name(restore, in_force):
     followed = restore_setup.in_force(TWO, server(prefetch="on", restore=restore))
     assert looks_ahead(followed) and followed.restore == in_force
     assert restore_setup.nothing_to_do(TWO, server(prefetch="on", restore=restore)) is None
