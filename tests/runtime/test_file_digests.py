@@ -1,6 +1,4 @@
-"""Digests of whole files: read once, kept while nothing about a file changed, and read by one of
-those who want them.
-"""
+"""Digests of whole files: kept while nothing about a file changed, and read by one process."""
 
 from __future__ import annotations
 
@@ -50,11 +48,10 @@ def read(monkeypatch):
             counted[self._name] = counted.get(self._name, 0) + nbytes
             self._progress.add(nbytes)
 
-    monkeypatch.setattr(
-        file_digests,
-        "_part",
-        lambda path, at, progress: part(path, at, Counting(path.name, progress)),
-    )
+    def counting(path, at, progress):
+        return part(path, at, Counting(path.name, progress))
+
+    monkeypatch.setattr(file_digests, "_part", counting)
     return counted
 
 
@@ -171,23 +168,27 @@ def test_no_more_than_so_many_digests_are_kept(store, tmp_path, monkeypatch):
         path = tmp_path / f"{n}.bin"
         path.write_bytes(bytes(n))
         digest(store, path)
-    assert [Path(path).name for path in json.loads((store / KEPT).read_bytes())["files"]] == [
-        "2.bin",
-        "3.bin",
-    ]
+    kept = json.loads((store / KEPT).read_bytes())["files"]
+    assert [Path(path).name for path in kept] == ["2.bin", "3.bin"]
+
+
+def changing(monkeypatch, times):
+    """Files change so many times just before a part of them is read."""
+    part, changes = file_digests._part, [b"more"] * times
+
+    def changed_before(path, at, progress):
+        if changes:
+            with path.open("ab") as open_file:
+                open_file.write(changes.pop())
+        return part(path, at, progress)
+
+    monkeypatch.setattr(file_digests, "_part", changed_before)
 
 
 def test_a_file_that_changes_while_it_is_read_has_a_digest_that_nobody_else_has(
     store, file, monkeypatch, caplog
 ):
-    part = file_digests._part
-
-    def changing(path, at, progress):
-        with path.open("ab") as open_file:
-            open_file.write(b"more")
-        return part(path, at, progress)
-
-    monkeypatch.setattr(file_digests, "_part", changing)
+    changing(monkeypatch, times=1000)
     with caplog.at_level(logging.WARNING):
         assert digest(store, file) != digest(store, file)
     assert "changes while it is read" in caplog.text
@@ -195,17 +196,8 @@ def test_a_file_that_changes_while_it_is_read_has_a_digest_that_nobody_else_has(
 
 
 def test_a_file_that_changed_once_while_it_was_read_is_read_anew(store, file, monkeypatch):
-    part, changes = file_digests._part, [b"more"]
-
-    def changing(path, at, progress):
-        if changes:
-            with path.open("ab") as open_file:
-                open_file.write(changes.pop())
-        return part(path, at, progress)
-
-    monkeypatch.setattr(file_digests, "_part", changing)
-    found = digest(store, file)
-    assert found == FileDigests().of([file])[file]
+    changing(monkeypatch, times=1)
+    assert digest(store, file) == FileDigests().of([file])[file]
 
 
 def test_a_file_that_cannot_be_read_is_known_by_its_stamp(store, file, monkeypatch):
@@ -233,7 +225,7 @@ from sgl_kvtier.runtime.backend import file_digests
 part, read = file_digests._part, []
 def slowly(path, at, progress):
     read.append(at)
-    time.sleep(0.5)
+    time.sleep(0.2)
     return part(path, at, progress)
 file_digests._part = slowly
 print("ready", flush=True)

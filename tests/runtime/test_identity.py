@@ -29,14 +29,8 @@ from sgl_kvtier.runtime.backend.host_pages import shape_of, share_of
 from sgl_kvtier.runtime.backend.page_shape import PageShape, RankShare
 from sgl_kvtier.runtime.sglang import page_hash, seams
 
-TINY_QWEN3 = PageShape(
-    layout="page_first_direct",
-    page_size=PAGE,
-    dtype="torch.float32",
-    head_num=2,
-    head_dim=32,
-    v_head_dim=32,
-)
+HEADS = {"head_num": 2, "head_dim": 32, "v_head_dim": 32}
+TINY_QWEN3 = PageShape(layout="page_first_direct", page_size=PAGE, dtype="torch.float32", **HEADS)
 """A page of the lab's tiny-qwen3 on one rank, said without a host pool."""
 
 
@@ -59,6 +53,10 @@ def described(model, pools, config=None, **args):
         share_of(storage_config(**(config or {}))),
         {name: shape_of(pool) for name, pool in pools.items()},
     )
+
+
+def not_shareable(model, **args):
+    return identity.not_shareable(server_args(str(model), **args))
 
 
 def count_reads(monkeypatch):
@@ -104,7 +102,7 @@ def test_an_identity_needs_no_host_pool(written_model):
 @pytest.mark.parametrize(
     ("pool", "says"),
     [
-        (lambda: host_pool("layer_first", torch.bfloat16), {"head_num": 2, "head_dim": 32, "v_head_dim": 32, "layout": "layer_first", "page_size": 16, "dtype": "torch.bfloat16"}),
+        (lambda: host_pool("layer_first", torch.bfloat16), {**HEADS, "layout": "layer_first", "page_size": 16, "dtype": "torch.bfloat16"}),
         (lambda: latent_host_pool(latent_pool(2)), {"kv_cache_dim": 40, "layout": "page_first_direct", "page_size": 16, "dtype": "torch.float32"}),
         (index_key_pool, {"layout": "page_first_direct", "page_size": 64, "dtype": "torch.bfloat16"}),
         (state_pool, {"layout": "page_first_direct", "page_size": 1, "dtype": "torch.float32", "state_dtype": "torch.float32"}),
@@ -133,13 +131,10 @@ def test_an_argument_that_is_off_is_as_one_that_an_older_release_does_not_have(m
 
 def test_a_storage_configuration_of_an_older_release_is_one_rank_of_what_it_does_not_know():
     config = storage_config()
-    older = SimpleNamespace(
-        **{
-            f.name: getattr(config, f.name)
-            for f in dataclasses.fields(config)
-            if not f.name.startswith(("dcp", "dp_"))
-        }
-    )
+    newer = ("dcp", "dp_")
+    fields = [field.name for field in dataclasses.fields(config)]
+    known = {name: getattr(config, name) for name in fields if not name.startswith(newer)}
+    older = SimpleNamespace(**known)
     assert share_of(older) == share_of(config)
     del older.tp_size
     with pytest.raises(AttributeError):
@@ -202,10 +197,7 @@ def test_a_draft_is_known_by_its_contents_wherever_it_lies(model, tmp_path):
     assert first == second != fingerprint(model)
     save_file({"a": np.arange(500.0) + 1}, drafts[1] / "model.safetensors")
     assert fingerprint(model, speculative_draft_model_path=str(drafts[1])) != first
-    assert (
-        identity.not_shareable(server_args(str(model), speculative_draft_model_path=str(drafts[1])))
-        is None
-    )
+    assert not_shareable(model, speculative_draft_model_path=str(drafts[1])) is None
 
 
 def test_another_order_of_pages_on_the_device_is_another_identity(model, monkeypatch):
@@ -335,17 +327,17 @@ def test_a_model_named_by_its_hub_name_is_its_cached_snapshot(tmp_path, monkeypa
     assert identity.model_folder(str(snapshot)) == snapshot
 
 
-def test_pages_of_weights_that_were_read_can_be_shared(model):
-    assert identity.not_shareable(server_args(str(model))) is None
-    mtp = {"speculative_algorithm": "NEXTN", "speculative_draft_model_path": str(model)}
-    assert identity.not_shareable(server_args(str(model), **mtp)) is None
+@pytest.mark.parametrize("algorithm", [None, "NEXTN"])
+def test_pages_of_weights_that_were_read_can_be_shared(model, algorithm):
+    draft = {} if algorithm is None else {"speculative_draft_model_path": str(model)}
+    assert not_shareable(model, speculative_algorithm=algorithm, **draft) is None
 
 
-def test_pages_of_weights_of_which_only_a_path_is_known_cannot_be_shared(model, tmp_path):
-    assert "no-such-folder" in (identity.not_shareable(server_args("no-such-folder")) or "")
+def test_pages_of_weights_of_which_only_a_path_is_known_cannot_be_shared(model):
+    assert "no-such-folder" in not_shareable("no-such-folder")
     (model / "model.safetensors").unlink()
-    assert str(model) in (identity.not_shareable(server_args(str(model))) or "")
-    assert identity.not_shareable(server_args(str(model), load_format="dummy")) is None
+    assert str(model) in not_shareable(model)
+    assert not_shareable(model, load_format="dummy") is None
 
 
 @pytest.mark.parametrize(
@@ -359,11 +351,11 @@ def test_pages_of_weights_of_which_only_a_path_is_known_cannot_be_shared(model, 
     ids=lambda args: next(iter(args)),
 )
 def test_pages_that_a_file_changes_of_which_only_a_path_is_known_cannot_be_shared(model, args):
-    why = identity.not_shareable(server_args(str(model), **args)) or ""
+    why = not_shareable(model, **args)
     assert "/models/" in why or "--load-format remote" in why
 
 
 def test_pages_of_weights_changed_at_run_time_cannot_be_shared(model, monkeypatch):
     monkeypatch.setattr(identity, "_runtime_weights", None)
     identity.weights_changed()
-    assert "at run time" in (identity.not_shareable(server_args(str(model))) or "")
+    assert "at run time" in not_shareable(model)
