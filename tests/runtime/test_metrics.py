@@ -37,9 +37,7 @@ RANK = {"tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
 
 @pytest.fixture(autouse=True)
 def own_instruments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever is registered here is taken back; what other tests of this process registered stands
-    aside meanwhile.
-    """
+    """What is registered here is taken back; what other tests registered stands aside meanwhile."""
     others = metrics._instruments
     for instrument in others.values():
         REGISTRY.unregister(instrument)
@@ -85,7 +83,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, str]]]:
     for counter in (engine.proof.pages, engine.proof.attaches):
         counter["equal"] += 1
     planner = SimpleNamespace(break_even_bytes_per_s=1e9)
-    notes = RestoreNotes(PolicyConfig(), engine, planner, SimpleNamespace(reductions=1), None)  # type: ignore[arg-type]
+    notes = RestoreNotes(PolicyConfig(), engine, planner, SimpleNamespace(reductions=1), None)
     ahead: Any = object.__new__(LookaheadEngine)
     ahead.planner = make_planner(
         PolicyConfig(restore="both", prefetch="on"), EngineShape(16, 4096, 256)
@@ -94,10 +92,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, str]]]:
     ahead.context, ahead.facts = engine.context, SimpleNamespace(wasted=0)
     store: Any = SimpleNamespace(stats=StoreStats, tiered_stats=lambda: TIERED)
     tenants = partial(metrics.tenant_samples, lambda: [Holding("a", 1, 1, 1)])
-    monkeypatch.setattr(
-        "sglang.srt.runtime_context.get_parallel",
-        lambda: SimpleNamespace(pp_rank=0, attn_tp_rank=0),
-    )
+    rank = SimpleNamespace(pp_rank=0, attn_tp_rank=0)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: rank)
     count(SimpleNamespace(metrics_reporter=SimpleNamespace(enable_metrics=True)), "accepted")
     (hints,) = metrics._instruments.values()
     sources = {
@@ -115,15 +111,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, str]]]:
 
 
 def test_the_table_has_whatever_is_counted_with_its_labels_and_no_row_that_nothing_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     found = {name: tuple(labels) for name, labels in said(monkeypatch)}
     assert found == {name: metric.labels for name, metric in METRICS.items()}
 
 
-def test_tiers_and_links_are_named_device_host_and_storage_everywhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tiers_and_links_are_named_device_host_and_storage_everywhere(monkeypatch):
     labels = [labels for _, labels in said(monkeypatch)]
     tiers = {one["tier"] for one in labels if "tier" in one}
     links = {one["link"] for one in labels if "link" in one}
@@ -132,7 +126,7 @@ def test_tiers_and_links_are_named_device_host_and_storage_everywhere(
     assert {name for link in links for name in link.split("-")} == tiers - {"none"}
 
 
-def test_a_counter_grows_by_what_came_since_and_a_gauge_is_set() -> None:
+def test_a_counter_grows_by_what_came_since_and_a_gauge_is_set():
     publisher, now = Publisher(), {"victims": 3.0, "sessions": 5.0}
     source = publisher.add(
         "lookahead_", lambda: [(name, {}, number) for name, number in now.items()], RANK
@@ -143,14 +137,14 @@ def test_a_counter_grows_by_what_came_since_and_a_gauge_is_set() -> None:
     assert (value("lookahead_victims_total"), value("lookahead_sessions")) == (7.0, 2.0)
 
 
-def test_what_a_second_server_part_counts_comes_on_top() -> None:
+def test_what_a_second_server_part_counts_comes_on_top():
     publisher = Publisher()
     for _ in range(2):  # a store that was detached and attached again begins at 0
         publisher.add("", lambda: [("pages_read", {}, 4.0)], RANK).close()
     assert value("pages_read_total") == 8.0
 
 
-def test_where_restorations_met_is_observed_once() -> None:
+def test_where_restorations_met_is_observed_once():
     publisher, met = Publisher(), [0.25, 0.5]
 
     def read() -> Iterator[Sample]:
@@ -160,13 +154,11 @@ def test_where_restorations_met_is_observed_once() -> None:
     source = publisher.add("restore_", read, RANK)
     source.publish()
     source.close()
-    assert (value("restore_meeting_position_count"), value("restore_meeting_position_sum")) == (
-        2.0,
-        0.75,
-    )
+    met = "restore_meeting_position"
+    assert (value(f"{met}_count"), value(f"{met}_sum")) == (2.0, 0.75)
 
 
-def test_one_thread_publishes_for_all_and_ends_with_the_last() -> None:
+def test_one_thread_publishes_for_all_and_ends_with_the_last():
     publisher = Publisher()
     before = threading.active_count()
     sources = [publisher.add("lookahead_", list, RANK), publisher.add("restore_", list, RANK)]
@@ -176,9 +168,7 @@ def test_one_thread_publishes_for_all_and_ends_with_the_last() -> None:
     assert threading.active_count() == before
 
 
-def test_figures_that_cannot_be_read_cost_themselves_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_figures_that_cannot_be_read_cost_themselves_alone(caplog):
     publisher = Publisher()
     broken = publisher.add("restore_", lambda: [("no_such_metric", {}, 1.0)], RANK)
     well = publisher.add("lookahead_", lambda: [("drift", {}, 1.0)], RANK)
@@ -188,10 +178,8 @@ def test_figures_that_cannot_be_read_cost_themselves_alone(
     assert "not published any more" in caplog.text
 
 
-def test_every_end_of_a_restoration_is_explained_and_judged() -> None:
-    """The labels of restore_ended_total in the operators' table, and in the stress runs, which fail
-    for some of them.
-    """
+def test_every_end_of_a_restoration_is_explained_and_judged():
+    """The labels of restore_ended_total, in the operators' table and in the stress runs."""
     said = {f"{kind.one} lost" for kind in (states.States, windows.Windows)}
     for path in (Path(metrics.__file__).parent).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
