@@ -53,9 +53,7 @@ class Store:
 
 
 class Scene:
-    """A request of six stored pages whose KV is in its row's device pages, as a forward that reads
-    what was stored would leave it.
-    """
+    """A request of six stored pages whose KV is in its row, as a right forward leaves it."""
 
     def __init__(
         self, pair: tuple[Any, Any] | None = None, every: int = 1, tree: Any = None

@@ -1,6 +1,4 @@
-"""SGLang's own command line with this package's hooks in it, parsed and resolved as a launch does.
-No server is started.
-"""
+"""SGLang's own command line with this package's hooks in it, resolved as a launch does."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ PLAIN = ("--page-size", "16", "--chunked-prefill-size", "256")
 
 
 def mla_model(folder: Path) -> str:
-    """A model whose KV is one latent per token, as far as resolution asks: a configuration without
-    weights.
-    """
+    """The configuration of a model whose KV is one latent per token."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -61,9 +57,7 @@ def _written(folder: Path, config: dict[str, Any]) -> str:
 
 @contextmanager
 def launching() -> Iterator[Callable[..., Any]]:
-    """A function from flags to the arguments of a server, resolved. What SGLang and the hooks leave
-    in this process is taken back at the end.
-    """
+    """A function from flags to resolved arguments. What hooks leave here is taken back."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.server_args import prepare_server_args
 

@@ -1,6 +1,4 @@
-"""A page computed after loaded ones, compared with the stored page: which one is left out, what is
-a difference, and how all ranks come to know. Pools are SGLang's; there is no server.
-"""
+"""A page computed after loaded ones, compared with the stored one, over SGLang's pools."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The guard against slower decoding: which gaps it compares, what it takes for slower, and that all
-ranks pause in the same step. Time is the test's.
-"""
+"""The guard against slower decoding: what it takes for slower, and when all ranks pause."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a server does with an SGLang that lacks a symbol: it goes on without the feature that needs
-it, says so in one line, and is refused only where it was asked for by name or cannot store.
-"""
+"""A server with an SGLang that lacks a symbol goes on without the feature, or refuses."""
 
 from __future__ import annotations
 

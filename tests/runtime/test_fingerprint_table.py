@@ -1,6 +1,4 @@
-"""Every argument and environment variable of the installed SGLang has one place: in a page's
-fingerprint, in its name, or among those that change none of its bytes.
-"""
+"""Every argument and variable of the installed SGLang is in the fingerprint, or has a reason."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Answers kept between runs of the tests: found again for the same server and prompts, and for
-nothing else.
-"""
+"""Answers kept between runs of the tests: found again for the same server and prompts alone."""
 
 from __future__ import annotations
 

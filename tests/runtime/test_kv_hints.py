@@ -197,9 +197,7 @@ def test_no_payload_raises(kind, payload):
 
 
 def known_sessions() -> Planner:
-    """A planner that knows the idle sessions `a`, with the first four pages, and `b`, with the
-    others.
-    """
+    """A planner that knows the idle sessions `a`, of four pages, and `b`, of the others."""
     planner = make_planner(PolicyConfig(prefetch="on", eviction="next-use"), ENGINE)
     for name, keys in (("a", KEYS[:4]), ("b", KEYS[4:])):
         planner.observe(RequestArrived(f"of {name}", 0.0, 64, keys, name))

@@ -161,7 +161,5 @@ def test_no_more_sessions_are_kept_than_the_planner_keeps(monkeypatch):
     hands = made()
     for session in range(25):
         hands._park(str(session), path())
-    assert (
-        list(hands._idle) == [str(session) for session in range(15, 25)]
-        and hands._idle_tokens == 10 * PAGE
-    )
+    assert list(hands._idle) == [str(session) for session in range(15, 25)]
+    assert hands._idle_tokens == 10 * PAGE
