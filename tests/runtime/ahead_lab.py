@@ -40,7 +40,7 @@ def looking_ahead(
 
 
 def shared_server(servers: Shared) -> Served:
-    """One that restores, looks ahead and takes hints, however many pages it brought up in vain."""
+    """One that restores, looks ahead and takes hints, also after it brought up pages in vain."""
     told = {"sessions": True, "hint_limit_s": 60.0, "decision_log": "{folder}/decisions.jsonl"}
     policy = {**AHEAD, "restore": "both", "prefetch_waste": 1.0, **told}
     return servers.get(flags(**POOLS), {"policy": policy})

@@ -1,4 +1,4 @@
-"""Servers whose prompts are restored, small enough for tests."""
+"""Servers whose prompts are restored from a slow store, small enough for tests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def two_ranks(servers: Shared) -> Served:
 
 
 def change(served: Served, **values: float) -> bool:
-    """Whether the running server took settings, given as "policy__restore=4"."""
+    """Changes settings by name, "policy__restore=4"; whether the running server took them."""
     names = {"kvtier." + name.replace("__", "."): value for name, value in values.items()}
     answer = served.call("POST", "/set_internal_state", {"server_args": names}, ADMIN, raw=True)
     return "true" in json.dumps(answer).lower()

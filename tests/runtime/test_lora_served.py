@@ -1,4 +1,4 @@
-"""LoRA adapters: SGLang's `lora_id` (`LoRARef.deterministic_id`) is in their pages' names."""
+"""LoRA adapters: pages have SGLang's `lora_id`, which is the same after a restart."""
 
 from __future__ import annotations
 
