@@ -254,8 +254,7 @@ def test_where_an_admin_key_keeps_sessions_apart_actions_are_on_their_own_alone(
     planner = known_sessions()
     own = action("kv.evict")
     foreign = [
-        action("kv.evict", {"session_id": "b"}),
-        action("kv.evict", {"block_hashes": BLOCKS}),
+        action("kv.evict", whose) for whose in ({"session_id": "b"}, {"block_hashes": BLOCKS})
     ]
     assert results(planner, own, *foreign, others=False) == ["accepted", "refused", "refused"]
 
@@ -372,22 +371,16 @@ def test_of_a_thousand_envelopes_each_action_counts_once_and_each_lifetime_is_ke
 def test_ranks_with_the_same_facts_take_the_same_actions_alike():
     chance = random.Random(1)
     kinds = ("kv.retain", "kv.evict", "kv.demote", "kv.prefetch")
-    envelopes = [
-        envelope(
+    ranks = [known_sessions(), known_sessions()]
+    for number in range(50):
+        sent = envelope(
             *(
                 action(chance.choice(kinds), {"priority": chance.randrange(120), "session_id": s})
                 for s in chance.choices("abc", k=3)
             )
         )
-        for _ in range(50)
-    ]
-    ranks = [known_sessions(), known_sessions()]
-    told = [
-        [carried(rank, one, "a", COMPLETION, 2.0 + n) for n, one in enumerate(envelopes)]
-        for rank in ranks
-    ]
-    assert told[0] == told[1]
-    states = [
-        [(name, rank._ahead.sessions.expected(name, 60.0)) for name in ("a", "b")] for rank in ranks
-    ]
-    assert states[0] == states[1]
+        one, other = (carried(rank, sent, "a", COMPLETION, 2.0 + number) for rank in ranks)
+        assert one == other
+    for name in ("a", "b"):
+        one, other = (rank._ahead.sessions.expected(name, 60.0) for rank in ranks)
+        assert one == other
