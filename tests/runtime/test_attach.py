@@ -53,9 +53,10 @@ def compared(scene: Scene) -> str:
     """The result of the comparison in flight. A difference, and nothing else, is told to the tick."""
     before = Counter(scene.proof.attaches)
     told = scene.settle()
-    (result,) = (Counter(scene.proof.attaches) - before).elements()
-    assert told is (result == "differs")
-    return result
+    found = [*(Counter(scene.proof.attaches) - before).elements()]
+    assert len(found) == 1, f"one was to be compared: {found}"
+    assert told is (found == ["differs"])
+    return found[0]
 
 
 def result(scene: Scene, rid: str = "r", host_pages: int = 0, row: int = 1) -> str:
