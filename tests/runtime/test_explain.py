@@ -63,10 +63,6 @@ def test_figures_are_those_between_two_readings():
     assert found.store.pages == 9
 
 
-def test_of_several_ranks_the_first_one_counts():
-    assert figures(None, page_of(pages_read_total=7)).store.pages_read == 7
-
-
 @pytest.mark.parametrize(("value", "proof"), [(1, "proving"), (2, "proven")])
 def test_replicas_add_up_but_for_times_proofs_and_bandwidths(value, proof, capsys):
     of_both = {
