@@ -154,11 +154,11 @@ def test_a_load_that_is_in_flight_for_a_part_of_a_gap_counts(lab, when):
 def test_a_larger_batch_is_compared_with_batches_of_its_size(lab):
     """Longer steps of more requests, or of longer ones, are no work of the loads'."""
     lab.quiet(WINDOW)
-    lab.loading(2 * WINDOW, 3 * GAP_S, requests=32)
+    lab.loading(2 * WINDOW, 3 * GAP_S, requests=32, tokens=125)  # as many tokens together
     lab.loading(2 * WINDOW, 3 * GAP_S, tokens=100_000)
     assert not lab.asks
-    lab.quiet(WINDOW, GAP_S, requests=32)
-    lab.loading(WINDOW, 3 * GAP_S, requests=32)
+    lab.quiet(WINDOW, GAP_S, requests=32, tokens=125)
+    lab.loading(WINDOW, 3 * GAP_S, requests=32, tokens=125)
     assert lab.asks
 
 
