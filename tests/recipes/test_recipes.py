@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ NAMES = [one.name for one in RECIPES]
 DOCS = gauntlet.HERE.parents[1] / "docs" / "results"
 
 
-def test_there_are_recipes_for_every_family_that_agents_use() -> None:
+def test_there_are_recipes_for_every_family_that_agents_use():
     assert len(set(NAMES)) == len(NAMES) >= 20
     families = (
         "llama-3 llama-4 qwen3-32b qwen3-235b qwen3-next qwen3.5 deepseek-v3 deepseek-v3.2 "
@@ -31,7 +30,7 @@ def test_there_are_recipes_for_every_family_that_agents_use() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
-def test_a_recipe_has_a_public_source_and_a_stand_in(recipe: gauntlet.Recipe) -> None:
+def test_a_recipe_has_a_public_source_and_a_stand_in(recipe):
     assert recipe.source.startswith("https://")
     assert recipe.shape in shapes.SHAPES
     assert not recipe.draft or recipe.draft in shapes.SHAPES
@@ -39,7 +38,7 @@ def test_a_recipe_has_a_public_source_and_a_stand_in(recipe: gauntlet.Recipe) ->
     assert recipe.flags
 
 
-def test_every_reason_for_leaving_a_flag_away_is_used() -> None:
+def test_every_reason_for_leaving_a_flag_away_is_used():
     published = {flag[0] for recipe in RECIPES for flag in recipe.flags}
     assert set(DROPPED) <= published
     assert all(reason.strip() for reason in DROPPED.values())
@@ -54,9 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
-def test_sglang_takes_the_flags_that_a_server_is_started_with(
-    recipe: gauntlet.Recipe, parser: argparse.ArgumentParser, tmp_path: Path
-) -> None:
+def test_sglang_takes_the_flags_that_a_server_is_started_with(recipe, parser, tmp_path):
     words = gauntlet.arguments(recipe, DROPPED, tmp_path)
     backend = words.index("--hicache-storage-backend")
     assert words[backend + 1] == "kvtier"
@@ -70,7 +67,7 @@ def test_sglang_takes_the_flags_that_a_server_is_started_with(
             )
 
 
-def test_a_failed_server_is_told_by_its_first_error_and_sglangs_symbol(tmp_path: Path) -> None:
+def test_a_failed_server_is_told_by_its_first_error_and_sglangs_symbol(tmp_path):
     log = tmp_path / "server.log"
     log.write_text(
         '  File "/venv/site-packages/sglang/srt/mem_cache/pool.py", line 7, in make\n    raise\n'
@@ -85,7 +82,7 @@ def test_a_failed_server_is_told_by_its_first_error_and_sglangs_symbol(tmp_path:
     assert gauntlet.failure(tmp_path / "none") == ""
 
 
-def test_a_published_table_is_that_of_the_last_run() -> None:
+def test_a_published_table_is_that_of_the_last_run():
     data = json.loads((DOCS / "data" / "recipes.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in data["recipes"]] == NAMES
     assert data["grids"] == gauntlet.grids(data["recipes"])
@@ -96,7 +93,7 @@ def test_a_published_table_is_that_of_the_last_run() -> None:
         assert all(kind["wrong"] == 0 for kind in row["rows"].values())
 
 
-def test_a_changed_row_of_any_kind_of_pool_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_row_of_any_kind_of_pool_is_seen(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.syspath_prepend(str(gauntlet.HERE / "stand_in"))
     from recipe_device.rows import IndexKeys, Rows
@@ -126,7 +123,7 @@ def test_a_changed_row_of_any_kind_of_pool_is_seen(monkeypatch: pytest.MonkeyPat
     assert not bool((buffers[0][0].read(slots) == chain[:, None]).all())
 
 
-def test_states_of_a_compressor_are_signed_by_window_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_a_compressor_are_signed_by_window_page(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.syspath_prepend(str(gauntlet.HERE / "stand_in"))
     from recipe_device.rows import Rows, _keeps, _state_pages
@@ -143,7 +140,7 @@ def test_states_of_a_compressor_are_signed_by_window_page(monkeypatch: pytest.Mo
     assert _keeps(states) and not _keeps(None) and not _keeps(SimpleNamespace(ratio=128))
 
 
-def test_a_fuzzed_recipe_is_sound_when_something_was_compared_and_nothing_was_wrong() -> None:
+def test_a_fuzzed_recipe_is_sound_when_something_was_compared_and_nothing_was_wrong():
     log = fuzz.FuzzLog()
     rows = {"kv": {"checked": 9, "wrong": 0}}
     found = {**fuzz.counts(log), "rows": rows}
@@ -155,7 +152,7 @@ def test_a_fuzzed_recipe_is_sound_when_something_was_compared_and_nothing_was_wr
     assert not fuzz.is_sound({**found, "rows": {"kv": {"checked": 9, "wrong": 1}}})
 
 
-def test_fuzzed_sessions_go_on_from_the_answers_that_the_device_gives() -> None:
+def test_fuzzed_sessions_go_on_from_the_answers_that_the_device_gives():
     one, other = fuzz._sessions(3)[0], fuzz._sessions(3)[0]
     assert one == other and len(one) > 1
     for before, after in itertools.pairwise(one):
@@ -165,7 +162,7 @@ def test_fuzzed_sessions_go_on_from_the_answers_that_the_device_gives() -> None:
     assert fuzz.expected([*one[0].ids, *longer[:1]], 2) == longer[1:]
 
 
-def test_results_of_one_kind_or_recipe_leave_the_others_in_their_file(tmp_path: Path) -> None:
+def test_results_of_one_kind_or_recipe_leave_the_others_in_their_file(tmp_path):
     file = tmp_path / "results.json"
     gauntlet.keep(None, {"fuzz": []})
     gauntlet.keep(file, {"fuzz": [{"name": "a", "seed": 0}]})

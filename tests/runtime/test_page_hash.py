@@ -71,9 +71,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
 
 
-def test_a_page_hash_is_compiled_once_on_a_machine(
-    site: Path, tools: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_hash_is_compiled_once_on_a_machine(site, tools, capfd):
     (site / "native_hash.py").write_text(GOOD)
     assert compile_page_hash() == ""
     assert "Compiling SGLang's page hash" in capfd.readouterr().err
@@ -82,24 +80,22 @@ def test_a_page_hash_is_compiled_once_on_a_machine(
     assert capfd.readouterr().err == ""
 
 
-def test_a_machine_without_a_compiler_is_told_what_to_install(site: Path) -> None:
+def test_a_machine_without_a_compiler_is_told_what_to_install(site):
     (site / "native_hash.py").write_text(BAD)
     said = compile_page_hash()
     assert said.count("\n") == 0
     assert "(/bin/sh: 1: c++: not found)" in said and "apt-get install g++" in said
 
 
-def test_an_sglang_without_a_page_hash_needs_none(
-    site: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_sglang_without_a_page_hash_needs_none(site, capfd):
     assert compile_page_hash() == ""
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("missing", ["c++", "ninja"])
 def test_a_compiled_hash_is_not_enough_where_a_tool_is_missing(
-    site: Path, tools: None, tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    site, tools, tmp_path, missing, monkeypatch
+):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none" / "python"))
     kept = tmp_path / "compiled" / "hicache_hash_cpp"
     kept.mkdir(parents=True)
@@ -110,8 +106,8 @@ def test_a_compiled_hash_is_not_enough_where_a_tool_is_missing(
 
 
 def test_ninja_is_found_beside_the_interpreter_of_an_environment_that_is_not_active(
-    tools: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tools, tmp_path, monkeypatch
+):
     own = tmp_path / "venv" / "bin"
     own.mkdir(parents=True)
     (tmp_path / "bin" / "ninja").rename(own / "ninja")
@@ -133,7 +129,7 @@ def test_ninja_is_found_beside_the_interpreter_of_an_environment_that_is_not_act
         ("", "no reason was given", "apt-get install"),
     ],
 )
-def test_every_reason_is_named_in_one_line_with_what_to_do(said: str, why: str, what: str) -> None:
+def test_every_reason_is_named_in_one_line_with_what_to_do(said, why, what):
     line = refusal(said + "\nFailed to load HiCache native hash extension" if said else "")
     assert why in line and what in line and "\n" not in line and len(line) < 500
 
@@ -147,9 +143,7 @@ def test_every_reason_is_named_in_one_line_with_what_to_do(said: str, why: str, 
         ("Python.h", "python3-dev"),
     ],
 )
-def test_only_the_packages_that_are_missing_are_named(
-    lacks: str, package: str, tools: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_packages_that_are_missing_are_named(lacks, package, tools, tmp_path, monkeypatch):
     for file in ("openssl/sha.h", "Python.h"):
         place = tmp_path / "include" / file
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -173,8 +167,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, load: object) -> None:
     monkeypatch.setattr(in_process, "is_compiled", lambda: True)
 
 
-def test_a_launch_is_refused_with_the_first_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load() -> None:
+def test_a_launch_is_refused_with_the_first_cause(monkeypatch):
+    def load():
         try:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/home/x/.cache")
         except OSError as error:
@@ -186,9 +180,7 @@ def test_a_launch_is_refused_with_the_first_cause(monkeypatch: pytest.MonkeyPatc
     assert "TORCH_EXTENSIONS_DIR" in str(found.value) and "\n" not in str(found.value)
 
 
-def test_another_process_that_stands_still_while_it_compiles_ends_the_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_process_that_stands_still_while_it_compiles_ends_the_wait(monkeypatch):
     stopped = threading.Event()
     stand_in(monkeypatch, stopped.wait)
     try:
@@ -198,9 +190,7 @@ def test_another_process_that_stands_still_while_it_compiles_ends_the_wait(
         stopped.set()
 
 
-def test_serve_refuses_to_start_a_server_that_would_store_nothing(
-    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_serve_refuses_to_start_a_server_that_would_store_nothing(site, tmp_path, capsys):
     (site / "native_hash.py").write_text(BAD)
     words = ["serve", "m", "--store", str(tmp_path / "s"), "--port", "1025"]
     assert cli.main(words) == 1
@@ -214,9 +204,7 @@ def test_serve_refuses_to_start_a_server_that_would_store_nothing(
     importlib.util.find_spec("sglang") is None,
     reason="sglang is not installed: pip install '.[sglang]'",
 )
-def test_sglangs_own_loader_without_a_compiler_in_path_is_refused_in_one_line(
-    tmp_path: Path,
-) -> None:
+def test_sglangs_own_loader_without_a_compiler_in_path_is_refused_in_one_line(tmp_path):
     env = {
         **os.environ,
         "PATH": programs(tmp_path),

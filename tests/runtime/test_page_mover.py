@@ -124,7 +124,7 @@ def load_of(pages: int, owns_host: bool = True) -> Load:
     )
 
 
-def test_a_load_that_is_read_page_by_page_is_one_copy(mover: PageMover, device: Device) -> None:
+def test_a_load_that_is_read_page_by_page_is_one_copy(mover, device):
     storage, load = Storage(), load_of(5)
     mover.submit(load, storage, 1.0)
     for index in range(4):
@@ -136,7 +136,7 @@ def test_a_load_that_is_read_page_by_page_is_one_copy(mover: PageMover, device: 
     assert device.copied == [[0, 4, 8, 12, 16]]
 
 
-def test_a_load_that_is_read_takes_along_what_others_have(mover: PageMover, device: Device) -> None:
+def test_a_load_that_is_read_takes_along_what_others_have(mover, device):
     storage, first, second = Storage(), load_of(2), load_of(2)
     mover.submit(first, storage, 1.0)
     mover.submit(second, storage, 1.0)
@@ -149,9 +149,7 @@ def test_a_load_that_is_read_takes_along_what_others_have(mover: PageMover, devi
     until(lambda: OPEN not in second.poll.local)
 
 
-def test_neighbours_are_copied_together_and_what_lies_apart_by_itself(
-    mover: PageMover, device: Device
-) -> None:
+def test_neighbours_are_copied_together_and_what_lies_apart_by_itself(mover, device):
     # Slots of an accelerator may only be sliced here: they are computed on a stream that the fence
     # waits for.
     storage, load = Storage(), load_of(5)
@@ -163,15 +161,15 @@ def test_neighbours_are_copied_together_and_what_lies_apart_by_itself(
     assert device.copied == [[0, 4], [12, 16]]
 
 
-def test_a_load_that_cannot_be_begun_ends(mover: PageMover, device: Device) -> None:
+def test_a_load_that_cannot_be_begun_ends(mover, device):
     first, second = load_of(2), load_of(2)
     mover.submit(first, SimpleNamespace(), 1.0)  # a store that cannot read
     until(lambda: OPEN not in first.poll.local)
 
-    def broken() -> None:
+    def broken():
         raise RuntimeError("the device is gone")
 
-    device.fence = broken  # type: ignore[method-assign]
+    device.fence = broken
     mover.submit(second, Storage(), 1.0)
     until(lambda: OPEN not in second.poll.local)
     failed = LOST[ReadOutcome.FAILED]
@@ -215,9 +213,7 @@ def in_host(moving: PageMover, pages: int = 1) -> Load:
     return load
 
 
-def test_a_copy_whose_fence_has_not_come_is_begun_and_not_placed(
-    late: tuple[Late, PageMover],
-) -> None:
+def test_a_copy_whose_fence_has_not_come_is_begun_and_not_placed(late):
     device, moving = late
     load = in_host(moving)
     until(lambda: len(device.copies) == 1)
@@ -226,13 +222,11 @@ def test_a_copy_whose_fence_has_not_come_is_begun_and_not_placed(
     device.fences[0].come()
     until(lambda: device.copies[0].placed)
     assert load.poll.local[0] == OPEN
-    device.copies[0].ended.come()  # type: ignore[union-attr]
+    device.copies[0].ended.come()
     until(lambda: load.poll.local[0] == LANDED)
 
 
-def test_a_page_read_later_is_placed_before_one_whose_fence_has_not_come(
-    late: tuple[Late, PageMover],
-) -> None:
+def test_a_page_read_later_is_placed_before_one_whose_fence_has_not_come(late):
     device, moving = late
     storage, first = Storage(), load_of(1)
     moving.submit(first, storage, 1.0)  # its fence comes first, and its page later
@@ -241,17 +235,15 @@ def test_a_page_read_later_is_placed_before_one_whose_fence_has_not_come(
     until(lambda: len(device.copies) == 1)
     storage.on_page[0](0, ReadOutcome.OK)
     until(lambda: len(device.copies) == 2 and device.copies[1].placed)
-    device.copies[1].ended.come()  # type: ignore[union-attr]
+    device.copies[1].ended.come()
     until(lambda: first.poll.local[0] == LANDED)
     assert second.poll.local[0] == OPEN and not device.copies[0].placed
 
 
-def test_pages_for_which_there_is_no_room_are_begun_when_a_fence_has_come(
-    late: tuple[Late, PageMover], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_for_which_there_is_no_room_are_begun_when_a_fence_has_come(late, monkeypatch):
     device, moving = late
     begin = device.begin
-    device.begin = lambda host, slots, fence: (  # type: ignore[method-assign]
+    device.begin = lambda host, slots, fence: (
         begin(host, slots, fence) if fence.query() or not device.copies else None
     )
     first, second = in_host(moving), in_host(moving)
@@ -260,68 +252,64 @@ def test_pages_for_which_there_is_no_room_are_begun_when_a_fence_has_come(
         fence.come()
     until(lambda: [copy.placed for copy in device.copies] == [True, True])
     for copy in device.copies:
-        copy.ended.come()  # type: ignore[union-attr]
+        copy.ended.come()
     until(lambda: (first.poll.local[0], second.poll.local[0]) == (LANDED, LANDED))
 
 
-def test_a_copy_has_no_more_pages_than_the_device_takes(mover: PageMover, device: Device) -> None:
+def test_a_copy_has_no_more_pages_than_the_device_takes(mover, device):
     device.most_tokens = 2 * PAGE
     load = in_host(mover, pages=5)
     until(lambda: OPEN not in load.poll.local)
     assert device.copied == [[0, 4], [8, 12], [16]]
 
 
-def test_a_load_that_waited_for_slots_ended_when_its_link_was_done(
-    late: tuple[Late, PageMover],
-) -> None:
+def test_a_load_that_waited_for_slots_ended_when_its_link_was_done(late):
     device, moving = late
     load, begun = in_host(moving), time.monotonic()
     until(lambda: len(device.copies) == 1)
     device.copies[0].seconds = 0.001
     time.sleep(0.2)
     device.fences[0].come()
-    device.copies[0].ended.come()  # type: ignore[union-attr]
+    device.copies[0].ended.come()
     until(lambda: load.poll.local[0] == LANDED)
     assert load.poll.ended_at[0] - begun < 0.2
 
 
-def test_a_copy_that_fails_costs_its_own_pages(late: tuple[Late, PageMover]) -> None:
+def test_a_copy_that_fails_costs_its_own_pages(late):
     device, moving = late
     begin, broken = device.begin, []
 
-    def breaks_once(host: torch.Tensor, slots: torch.Tensor, fence: Any) -> Any:
+    def breaks_once(host, slots, fence):
         if not broken:
             broken.append(True)
             raise RuntimeError("a driver's error")
         return begin(host, slots, fence)
 
-    device.begin = breaks_once  # type: ignore[method-assign]
+    device.begin = breaks_once
     first, second = in_host(moving), in_host(moving)
     until(lambda: first.poll.local[0] == LOST[ReadOutcome.FAILED])
     for fence in device.fences:
         fence.come()
     until(lambda: bool(device.copies) and device.copies[0].placed)
-    device.copies[0].ended.come()  # type: ignore[union-attr]
+    device.copies[0].ended.come()
     until(lambda: second.poll.local[0] == LANDED)
 
 
-def test_a_copy_whose_fence_fails_is_dropped_and_not_placed(late: tuple[Late, PageMover]) -> None:
+def test_a_copy_whose_fence_fails_is_dropped_and_not_placed(late):
     device, moving = late
     load = in_host(moving)
     until(lambda: len(device.copies) == 1)
 
-    def broken() -> bool:
+    def broken():
         raise RuntimeError("a device's error")
 
-    device.fences[0].query = broken  # type: ignore[method-assign]
+    device.fences[0].query = broken
     device.fences[0].come()
     until(lambda: load.poll.local[0] == LOST[ReadOutcome.FAILED])
     assert (device.copies[0].dropped, device.copies[0].placed) == (1, False)
 
 
-def test_closing_leaves_a_copy_behind_that_never_ends(
-    late: tuple[Late, PageMover], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_leaves_a_copy_behind_that_never_ends(late, monkeypatch):
     device, moving = late
     monkeypatch.setattr(page_mover, "_CLOSE_S", 0.05)
     in_host(moving)
@@ -333,9 +321,7 @@ def test_closing_leaves_a_copy_behind_that_never_ends(
     assert not closing.is_alive()
 
 
-def test_a_page_does_not_wait_for_a_slow_one(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_does_not_wait_for_a_slow_one(device, monkeypatch):
     monkeypatch.setattr(page_mover, "_GATHER_S", 0.001)
     moving, storage, load = PageMover(device, PAGE), Storage(), load_of(2)
     moving.submit(load, storage, 1.0)
@@ -347,7 +333,7 @@ def test_a_page_does_not_wait_for_a_slow_one(
     moving.close()
 
 
-def test_closing_copies_what_was_read(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_copies_what_was_read(device, monkeypatch):
     monkeypatch.setattr(page_mover, "_GATHER_S", 60.0)
     moving, storage, load = PageMover(device, PAGE), Storage(), load_of(2)
     moving.submit(load, storage, 1.0)
@@ -356,27 +342,23 @@ def test_closing_copies_what_was_read(device: Device, monkeypatch: pytest.Monkey
     assert load.poll.local == bytearray([OPEN, LANDED])
 
 
-def test_a_copy_that_has_not_ended_although_it_was_waited_for_is_lost(
-    late: tuple[Late, PageMover],
-) -> None:
+def test_a_copy_that_has_not_ended_although_it_was_waited_for_is_lost(late):
     device, moving = late
     load = in_host(moving)
     until(lambda: len(device.copies) == 1)
-    device.copies[0].done = lambda: False  # type: ignore[method-assign]
-    device.copies[0].ended.come()  # type: ignore[union-attr]
+    device.copies[0].done = lambda: False
+    device.copies[0].ended.come()
     device.fences[0].come()
     until(lambda: load.poll.local[0] == LOST[ReadOutcome.FAILED])
 
 
-def test_two_copies_that_waited_for_slots_had_the_link_one_after_the_other(
-    late: tuple[Late, PageMover],
-) -> None:
+def test_two_copies_that_waited_for_slots_had_the_link_one_after_the_other(late):
     device, moving = late
     loads = in_host(moving), in_host(moving)
     until(lambda: len(device.copies) == 2)
     for copy in device.copies:
         copy.seconds = 0.01
-        copy.ended.come()  # type: ignore[union-attr]
+        copy.ended.come()
     time.sleep(0.1)
     for fence in device.fences:
         fence.come()
@@ -385,12 +367,12 @@ def test_two_copies_that_waited_for_slots_had_the_link_one_after_the_other(
     assert second - first >= 0.01 - 1e-6
 
 
-def test_pages_that_are_compared_end_one_after_the_other_when_that_is_done() -> None:
+def test_pages_that_are_compared_end_one_after_the_other_when_that_is_done():
     """What a comparison takes counts as the load's time, and what was waited for before does not."""
     device = Late()
 
     class Slow:
-        def look(self, load: Load, first: int, stop: int) -> list[int]:
+        def look(self, load, first, stop):
             time.sleep(0.05)
             return []
 
@@ -399,7 +381,7 @@ def test_pages_that_are_compared_end_one_after_the_other_when_that_is_done() -> 
     until(lambda: len(device.copies) == 2)
     for copy in device.copies:
         copy.seconds = 0.01
-        copy.ended.come()  # type: ignore[union-attr]
+        copy.ended.come()
     for fence in device.fences:
         fence.come()
     until(lambda: all(load.poll.local[0] == LANDED for load in loads))
@@ -409,8 +391,8 @@ def test_pages_that_are_compared_end_one_after_the_other_when_that_is_done() -> 
 
 
 def test_pages_whose_slots_are_free_go_before_those_that_were_read_sooner(
-    mover: PageMover, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    mover, device, monkeypatch
+):
     fences = [Event(), Event()]
     remaining = iter(fences)
     monkeypatch.setattr(device, "fence", lambda: next(remaining))
@@ -427,11 +409,11 @@ def test_pages_whose_slots_are_free_go_before_those_that_were_read_sooner(
     until(lambda: OPEN not in held.poll.local)
 
 
-def test_a_read_that_is_cancelled_while_it_is_begun_is_cancelled(mover: PageMover) -> None:
+def test_a_read_that_is_cancelled_while_it_is_begun_is_cancelled(mover):
     load, cancelled = load_of(1), []
 
     class Cancelling(Storage):
-        def begin_read(self, *how: Any, **named: Any) -> Any:
+        def begin_read(self, *how, **named):
             super().begin_read(*how, **named)
             load.cancel()  # there is no job yet that it could cancel
             return SimpleNamespace(cancel=lambda: cancelled.append(True))
@@ -443,9 +425,7 @@ def test_a_read_that_is_cancelled_while_it_is_begun_is_cancelled(mover: PageMove
     until(lambda: OPEN not in load.poll.local)
 
 
-def test_a_lost_page_hurries_those_that_were_read_although_others_are_still_to_come(
-    mover: PageMover, device: Device
-) -> None:
+def test_a_lost_page_hurries_those_that_were_read_although_others_are_still_to_come(mover, device):
     storage, load = Storage(), load_of(3)
     mover.submit(load, storage, 1.0)
     storage.on_page[0](0, ReadOutcome.OK)
@@ -461,8 +441,8 @@ def test_a_lost_page_hurries_those_that_were_read_although_others_are_still_to_c
     [(False, True, True), (True, True, False), (False, False, False)],
 )
 def test_of_a_load_that_was_taken_back_only_what_was_read_for_a_living_request_is_copied(
-    mover: PageMover, device: Device, closed: bool, owns_host: bool, landed: bool
-) -> None:
+    mover, device, closed, owns_host, landed
+):
     storage, load = Storage(), load_of(1, owns_host)
     load.restoration.closed = closed
     load.cancelled = True
@@ -474,13 +454,9 @@ def test_of_a_load_that_was_taken_back_only_what_was_read_for_a_living_request_i
     assert device.copied == ([[0]] if landed else [])
 
 
-def test_pages_of_a_read_that_breaks_after_it_began_are_not_said_to_have_ended(
-    mover: PageMover, device: Device
-) -> None:
+def test_pages_of_a_read_that_breaks_after_it_began_are_not_said_to_have_ended(mover, device):
     class Breaking(Storage):
-        def begin_read(
-            self, keys: Any, slots: Any, deadline_s: float, on_page: Callable[..., None]
-        ) -> Any:
+        def begin_read(self, keys, slots, deadline_s, on_page):
             on_page(0, ReadOutcome.OK)
             raise RuntimeError("the store's, and nobody knows what it still writes to")
 

@@ -43,14 +43,14 @@ class Queue:
 def parts_with(query: Any, queue: Queue) -> Parts:
     """Parts with this view of the queue, and whose planner answers so."""
     parts = object.__new__(Parts)
-    parts.context = SimpleNamespace(page=PAGE, scheduler=object(), moment=lambda: 3.0)  # type: ignore[assignment]
-    parts.views = queue  # type: ignore[assignment]
-    parts.planner = SimpleNamespace(query=query)  # type: ignore[assignment]
-    parts.engine = SimpleNamespace(counters=RestoreCounters())  # type: ignore[assignment]
+    parts.context = SimpleNamespace(page=PAGE, scheduler=object(), moment=lambda: 3.0)
+    parts.views = queue
+    parts.planner = SimpleNamespace(query=query)
+    parts.engine = SimpleNamespace(counters=RestoreCounters())
     return parts
 
 
-def test_only_what_is_computed_before_a_request_is_fresh_in_the_view_it_is_asked_with() -> None:
+def test_only_what_is_computed_before_a_request_is_fresh_in_the_view_it_is_asked_with():
     asked: list[LeftToEngine] = []
     parts = parts_with(asked.append, Queue(fresh=100, ahead=30))
     assert parts._why_left(OFFER) is None
@@ -59,20 +59,20 @@ def test_only_what_is_computed_before_a_request_is_fresh_in_the_view_it_is_asked
     assert question.view.fresh_tokens == 30
 
 
-def test_a_prefix_that_is_left_to_sglang_is_told_to_those_behind_it() -> None:
+def test_a_prefix_that_is_left_to_sglang_is_told_to_those_behind_it():
     queue = Queue(fresh=0, ahead=0)
     assert parts_with(lambda question: "no room", queue)._why_left(OFFER) == "no room"
     assert queue.left_tokens == {"r": 10 * PAGE}
 
 
-def test_a_prefix_that_is_offered_is_not_loaded_by_sglang() -> None:
+def test_a_prefix_that_is_offered_is_not_loaded_by_sglang():
     queue = Queue(fresh=0, ahead=0)
     assert parts_with(lambda question: None, queue)._why_left(OFFER) is None
     assert queue.left_tokens == {"r": 0}
 
 
-def test_a_planner_that_fails_leaves_the_prefix_to_sglang_and_is_counted() -> None:
-    def fails(question: Any) -> str:
+def test_a_planner_that_fails_leaves_the_prefix_to_sglang_and_is_counted():
+    def fails(question):
         raise ValueError("a defect")
 
     parts = parts_with(fails, Queue(fresh=0, ahead=0))
@@ -80,16 +80,16 @@ def test_a_planner_that_fails_leaves_the_prefix_to_sglang_and_is_counted() -> No
     assert parts.engine.counters.planner_failures == 1
 
 
-def test_whether_one_waits_is_asked_with_the_empty_pages_of_host_memory() -> None:
+def test_whether_one_waits_is_asked_with_the_empty_pages_of_host_memory():
     asked: list[Any] = []
 
-    def held_back(*question: Any) -> bool:
+    def held_back(*question):
         asked.append(question)
         return True
 
     parts = parts_with(None, Queue(fresh=0, ahead=0))
-    parts.context.host = SimpleNamespace(available=lambda: 7 * PAGE)  # type: ignore[assignment]
-    parts.queue = SimpleNamespace(held_back=held_back)  # type: ignore[assignment]
+    parts.context.host = SimpleNamespace(available=lambda: 7 * PAGE)
+    parts.queue = SimpleNamespace(held_back=held_back)
     req: Any = object()
     assert parts.held_back(req)
     assert asked == [(req, 7, 3.0)]
@@ -98,14 +98,14 @@ def test_whether_one_waits_is_asked_with_the_empty_pages_of_host_memory() -> Non
 def parts_that_order(proof: Proof) -> tuple[Parts, list[float]]:
     """Parts whose queue notes when it was sorted."""
     parts, sorted_at = parts_with(None, Queue(fresh=0, ahead=0)), list[float]()
-    parts.context.tree = SimpleNamespace(pp_size=1)  # type: ignore[assignment]
+    parts.context.tree = SimpleNamespace(pp_size=1)
     parts.engine.proof = proof
     queue = SimpleNamespace(sort=lambda waiting, now: sorted_at.append(now), in_force=True)
-    parts.queue = queue  # type: ignore[assignment]
+    parts.queue = queue
     return parts, sorted_at
 
 
-def test_the_queue_is_ordered_while_restoring_is_proven_and_no_more_once_refuted() -> None:
+def test_the_queue_is_ordered_while_restoring_is_proven_and_no_more_once_refuted():
     proof = Proof(looks=True)
     parts, sorted_at = parts_that_order(proof)
     parts.order_queue([])
@@ -116,13 +116,13 @@ def test_the_queue_is_ordered_while_restoring_is_proven_and_no_more_once_refuted
     assert sorted_at == [3.0] and not parts.orders
 
 
-def test_where_nothing_is_compared_the_queue_is_ordered_from_the_start() -> None:
+def test_where_nothing_is_compared_the_queue_is_ordered_from_the_start():
     parts, sorted_at = parts_that_order(Proof())
     parts.order_queue([])
     assert sorted_at == [3.0]
 
 
-def test_a_cache_of_sglangs_own_has_no_parts() -> None:
+def test_a_cache_of_sglangs_own_has_no_parts():
     assert parts_of(SimpleNamespace()) is None
 
 
@@ -143,7 +143,7 @@ def full(requests: Requests) -> Any:
     return record
 
 
-def test_a_request_that_is_gone_leaves_no_record() -> None:
+def test_a_request_that_is_gone_leaves_no_record():
     requests = Requests()
     full(requests)
     requests.forget("a")
@@ -151,7 +151,7 @@ def test_a_request_that_is_gone_leaves_no_record() -> None:
     assert not requests.records and not requests.candidates
 
 
-def test_a_retracted_request_is_still_known_to_the_planner_and_nothing_else() -> None:
+def test_a_retracted_request_is_still_known_to_the_planner_and_nothing_else():
     requests = Requests()
     full(requests).announced = announced = Announced(NO_REQ, (), "s", 16)
     requests.forget("a")
@@ -163,7 +163,7 @@ def test_a_retracted_request_is_still_known_to_the_planner_and_nothing_else() ->
     assert requests.get("a") is None and requests.drop_announced("a") is None
 
 
-def test_a_look_at_a_request_outlives_it_until_the_next_tick() -> None:
+def test_a_look_at_a_request_outlives_it_until_the_next_tick():
     requests = Requests()
     record = requests.record("a")
     record.look = Look(HANDLE, None)
@@ -172,7 +172,7 @@ def test_a_look_at_a_request_outlives_it_until_the_next_tick() -> None:
     assert list(requests.candidates) == ["a"]
 
 
-def test_a_record_says_in_one_line_what_every_part_knows_of_it() -> None:
+def test_a_record_says_in_one_line_what_every_part_knows_of_it():
     requests = Requests()
     record = full(requests)
     record.look = Look(HANDLE, None)
@@ -189,7 +189,7 @@ def test_a_record_says_in_one_line_what_every_part_knows_of_it() -> None:
     assert str(requests.record("b")) == "request b: nothing noted"
 
 
-def test_no_request_is_forgotten_while_it_is_restored() -> None:
+def test_no_request_is_forgotten_while_it_is_restored():
     requests = Requests()
     restored: Any = SimpleNamespace()
     requests.record("a").restoration = restored
@@ -197,11 +197,11 @@ def test_no_request_is_forgotten_while_it_is_restored() -> None:
         requests.forget("a")
 
 
-def test_candidates_keep_the_order_in_which_they_came() -> None:
+def test_candidates_keep_the_order_in_which_they_came():
     requests = Requests()
     for rid in ("a", "b"):
         record = requests.record(rid)
-        record.look = Look(SimpleNamespace(rid=rid), None)  # type: ignore[arg-type]
+        record.look = Look(SimpleNamespace(rid=rid), None)
         requests.note_candidate(record)
     first = requests.record("a")
     first.look, first.candidate = None, Candidate(Waits.OLD_LOADS, HANDLE)
@@ -209,7 +209,7 @@ def test_candidates_keep_the_order_in_which_they_came() -> None:
     assert list(requests.candidates) == ["a", "b"]
 
 
-def test_who_left_without_a_call_is_gone_after_two_sweeps_and_who_comes_back_is_not() -> None:
+def test_who_left_without_a_call_is_gone_after_two_sweeps_and_who_comes_back_is_not():
     requests, gone = Requests(), list[str]()
     for rid in ("a", "b", "c"):
         requests.record(rid).prefix = torch.empty(0)

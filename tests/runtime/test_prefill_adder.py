@@ -88,7 +88,7 @@ def test_a_page_that_is_spliced_at_admission_is_not_credited_a_second_time(monke
     )
     adder, seen = adder_with(engine), []
 
-    def charged(self: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
+    def charged(self, req, has_chunked_req, align):
         seen.append((self.memory_budget.total_offset, req.prefix_len, req.storage_hit_length))
         return AddReqResult.OTHER
 
@@ -125,7 +125,7 @@ def test_the_next_chunk_of_any_request_is_what_there_is_room_for(monkeypatch):
     )
     limits: list[int | None] = []
 
-    def add(self: Any, req: Any) -> None:
+    def add(self, req):
         limits.append(self.chunked_req_limit)
 
     monkeypatch.setattr(PrefillAdder, "add_chunked_req", add)
@@ -168,7 +168,7 @@ def asking(tokens: int) -> tuple[KVTierPrefillAdder, list[tuple[str, int, int, i
 def test_the_next_chunk_is_as_long_as_the_planner_says_and_its_rest_is_kept_for_it(monkeypatch):
     limits: list[int | None] = []
 
-    def add(self: Any, req: Any) -> Any:
+    def add(self, req):
         limits.append(self.chunked_req_limit)
         req.extend_end = req.prefix_len + (self.chunked_req_limit or self.rem_chunk_tokens)
         self.rem_chunk_tokens -= req.extend_end - req.prefix_len
@@ -198,7 +198,7 @@ def test_the_next_chunk_is_as_long_as_the_planner_says_and_its_rest_is_kept_for_
 def test_the_first_chunk_is_as_long_as_the_planner_says(monkeypatch):
     limits: list[int | None] = []
 
-    def add(self: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
+    def add(self, req, has_chunked_req, align):
         limits.append(self.rem_chunk_tokens)
         req.extend_end = self.rem_chunk_tokens
         self.rem_chunk_tokens, self.new_chunked_req = 0, req
@@ -230,7 +230,7 @@ def left_to_sglang(monkeypatch: Any) -> list[str]:
 def test_one_that_needs_the_taken_slot_keeps_none_waiting_that_a_chunk_was_cut_for(monkeypatch):
     seen = left_to_sglang(monkeypatch)
 
-    def add_next(self: Any, req: Any) -> Any:
+    def add_next(self, req):
         req.extend_end = req.prefix_len + 64
         self.can_run_list.append(req)
         return req
@@ -379,7 +379,7 @@ def test_with_write_back_a_request_is_admitted_into_empty_slots_alone(monkeypatc
     monkeypatch.setattr(PrefillAdder, "_select_prefill_admission", lambda *a, **how: admission)
     req = SimpleNamespace(rid="r", prefix_len=0, host_hit_length=0)
 
-    def admitted(free: int, transfers: int) -> Any:
+    def admitted(free, transfers):
         adder, room = writing_back(free, transfers)
         verdict = adder._select_prefill_admission(req, total_tokens=500)
         assert room.asked == [1000 + 500], "what was promised to others is counted"
@@ -395,7 +395,7 @@ def test_a_request_waits_while_restorations_hold_the_last_slots_of_states(monkey
     monkeypatch.setattr(PrefillAdder, "_select_prefill_admission", lambda *a, **how: admission)
     req = SimpleNamespace(rid="r", prefix_len=0, host_hit_length=0)
 
-    def admitted(held: int, short: bool) -> Any:
+    def admitted(held, short):
         adder, room = writing_back(4096)
         room.matters = False
         context = adder.tree_cache.kvtier.engine.context
@@ -444,7 +444,7 @@ def test_with_write_back_pages_that_a_request_has_in_host_memory_do_not_leave_fo
 def test_with_write_back_a_chunk_is_as_long_as_slots_are_empty(monkeypatch):
     limits: list[int | None] = []
 
-    def add(self: Any, req: Any) -> None:
+    def add(self, req):
         limits.append(self.chunked_req_limit)
 
     monkeypatch.setattr(PrefillAdder, "add_chunked_req", add)

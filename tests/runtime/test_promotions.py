@@ -51,7 +51,7 @@ def made() -> tuple[Promotions, list[torch.Tensor], list[Any]]:
         tokens=0,
     )
     context = StepContext(tree)
-    context.now, context.slots = 10.0, slots  # type: ignore[assignment]
+    context.now, context.slots = 10.0, slots
     facts: Any = SimpleNamespace(failed=lambda keys, target: failed.append((keys, target)))
     return Promotions(context, facts, lambda fact: None, LookaheadCounters()), given_back, failed
 
@@ -74,9 +74,7 @@ def fetch(deadline_at: float, ended: bool, source: Tier = Tier.STORAGE) -> _Fetc
     )
 
 
-def test_host_pages_of_a_read_that_hangs_are_not_given_to_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_host_pages_of_a_read_that_hangs_are_not_given_to_others(monkeypatch):
     monkeypatch.setattr(promotions, "_RESET_S", 0.0)
     moves, given_back, failed = made()
     hung = fetch(9.0, ended=False)
@@ -89,18 +87,18 @@ def test_host_pages_of_a_read_that_hangs_are_not_given_to_others(
     assert failed == [(KEYS, Tier.HOST)] * 2
 
 
-def test_pages_that_other_servers_have_no_more_are_taken_off_the_map() -> None:
+def test_pages_that_other_servers_have_no_more_are_taken_off_the_map():
     moves, _, _ = made()
     dropped: list[Any] = []
-    moves._facts.dropped = lambda keys, tier: dropped.append((keys, tier))  # type: ignore
-    moves._facts.brought = lambda keys: None  # type: ignore[method-assign]
+    moves._facts.dropped = lambda keys, tier: dropped.append((keys, tier))
+    moves._facts.brought = lambda keys: None
     moves._land(fetch(11.0, ended=True, source=Tier.STORAGE), 0)
     assert dropped == []
     moves._land(fetch(11.0, ended=True, source=Tier.REMOTE), 0)
     assert dropped == [(KEYS, Tier.REMOTE)]
 
 
-def test_a_read_in_its_time_does_not_keep_a_server_from_being_idle() -> None:
+def test_a_read_in_its_time_does_not_keep_a_server_from_being_idle():
     moves, _, _ = made()
     moves._fetches = [fetch(11.0, ended=False)]
     assert not moves.hangs
@@ -112,14 +110,12 @@ def tree_with(moves: Promotions, ahead: Any, agreement: Any) -> SimpleNamespace:
     parts.engine = object.__new__(RestoreEngine)
     parts.context = parts.engine.context = moves._context
     parts.engine.loads, parts.agreement = [], agreement
-    parts.tick = SimpleNamespace(ahead=ahead)  # type: ignore[assignment]
+    parts.tick = SimpleNamespace(ahead=ahead)
     return SimpleNamespace(kvtier=parts)
 
 
 @pytest.mark.parametrize("paused", [True, False])
-def test_a_server_is_not_idle_before_a_read_that_hangs_has_ended(
-    paused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_is_not_idle_before_a_read_that_hangs_has_ended(paused, monkeypatch):
     monkeypatch.setattr(promotions, "_RESET_S", 0.0)
     moves, given_back, _ = made()
     hung = fetch(9.0, ended=False)
@@ -135,7 +131,7 @@ def test_a_server_is_not_idle_before_a_read_that_hangs_has_ended(
     assert not given_back
 
 
-def test_nor_after_a_failure_has_ended_all_looking_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_after_a_failure_has_ended_all_looking_ahead(monkeypatch):
     monkeypatch.setattr(promotions, "_RESET_S", 0.0)
     moves, _, _ = made()
     hung = fetch(9.0, ended=False)
@@ -153,7 +149,7 @@ def test_nor_after_a_failure_has_ended_all_looking_ahead(monkeypatch: pytest.Mon
     assert restore_hooks.is_fully_idle(lambda scheduler: True, scheduler)
 
 
-def test_copies_to_the_device_have_ended_when_nobody_heeds_their_counter_any_more() -> None:
+def test_copies_to_the_device_have_ended_when_nobody_heeds_their_counter_any_more():
     """The tree has their pages since they began, and a batch may be launched on them."""
     moves, _, _ = made()
     waited: list[int] = []
@@ -189,28 +185,28 @@ def test_a_server_with_nothing_to_do_is_idle_for_a_flush_although_it_prefetches(
 
 
 @pytest.mark.parametrize("released", [True, False])
-def test_nothing_is_moved_into_memory_that_was_released(released: bool) -> None:
+def test_nothing_is_moved_into_memory_that_was_released(released):
     moves, _, _ = made()
     begun: list[Any] = []
-    moves.carry_out = lambda *how: begun.append(how)  # type: ignore[method-assign, assignment]
+    moves.carry_out = lambda *how: begun.append(how)
     hands = object.__new__(LookaheadEngine)
     updater = SimpleNamespace(offload_tags={"kv_cache"} if released else set())
-    hands.context = SimpleNamespace(scheduler=SimpleNamespace(weight_updater=updater))  # type: ignore[assignment]
-    hands.promotions, hands._config = moves, SimpleNamespace(load_deadline_s=1.0)  # type: ignore[assignment]
+    hands.context = SimpleNamespace(scheduler=SimpleNamespace(weight_updater=updater))
+    hands.promotions, hands._config = moves, SimpleNamespace(load_deadline_s=1.0)
     hands.carry_out((Move(KEYS, Tier.HOST, Tier.DEVICE, "r"),), 0)
     assert len(begun) == (0 if released else 1)
     assert moves._counters.failed_moves == ({"released": 2} if released else {})
 
 
 @pytest.mark.parametrize(("owed", "moved"), [(6, 0), (5, 2), (0, 2)])
-def test_what_a_move_locks_is_not_what_running_prompts_will_claim(owed: int, moved: int) -> None:
+def test_what_a_move_locks_is_not_what_running_prompts_will_claim(owed, moved):
     """Of 12 claimable pages a move takes two, and five that the device has already are locked until
     its copies have come.
     """
     moves, _, _ = made()
     locked, queued = [], list[int]()
 
-    def lock(node: int) -> int:
+    def lock(node):
         locked.append(node)
         return node
 
@@ -218,11 +214,11 @@ def test_what_a_move_locks_is_not_what_running_prompts_will_claim(owed: int, mov
     tree.token_to_kv_pool_allocator.available_size = lambda: 4 * PAGE
     tree.evictable_size = lambda: (3 if locked else 8) * PAGE
     tree.lock, tree.unlock = lock, locked.remove
-    tree.load_back = lambda node: queued.append(node) or True  # type: ignore[func-returns-value]
-    moves._facts.placed = lambda keys, tier: None  # type: ignore[method-assign]
+    tree.load_back = lambda node: queued.append(node) or True
+    moves._facts.placed = lambda keys, tier: None
     there = SimpleNamespace(node_id=7, full_value_len=5 * PAGE, path_start=0, path_end=5 * PAGE)
     absent = SimpleNamespace(node_id=8, full_value_len=None, path_start=5 * PAGE, path_end=7 * PAGE)
-    moves._nodes = lambda path: [there, absent]  # type: ignore[method-assign]
+    moves._nodes = lambda path: [there, absent]
     keys = tuple(PageKey(bytes([n]) * 32) for n in range(7))
     assert moves._load_back(Path([], keys, None, None), keys[5:], owed * PAGE) == moved
     assert queued == [8] * bool(moved) and not locked
@@ -274,30 +270,26 @@ def fetching(
     """Promotions whose host pool gives out `room`, for pages that the tree lacks as a whole."""
     moves, _, _ = made()
     host, storage = HostTier(), Reads()
-    moves._host, moves._slots.claim_host = host, lambda tokens: room  # type: ignore
-    moves._facts.unused = 0  # type: ignore[misc]
-    moves._find = lambda path: Found(0, 1, 1)  # type: ignore[method-assign]
+    moves._host, moves._slots.claim_host = host, lambda tokens: room
+    moves._facts.unused = 0
+    moves._find = lambda path: Found(0, 1, 1)
     monkeypatch.setattr(promotions, "store_of", lambda controller: storage)
     return moves, host, storage
 
 
-def test_pages_for_which_the_host_has_no_room_leave_nothing_pinned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pages_for_which_the_host_has_no_room_leave_nothing_pinned(monkeypatch):
     moves, host, storage = fetching(monkeypatch, None)
     moves._fetch(Move(KEYS, Tier.STORAGE, Tier.HOST), Path([], KEYS, None, None), 1.0)
     assert (host.pinned, storage.begun, moves._fetches) == ([], [], [])
     assert moves._counters.failed_moves == {"no room": 2}
 
 
-def test_the_node_behind_which_pages_come_is_pinned_until_they_are_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_node_behind_which_pages_come_is_pinned_until_they_are_there(monkeypatch):
     moves, host, storage = fetching(monkeypatch, torch.arange(2 * PAGE))
     moves._fetch(Move(KEYS, Tier.STORAGE, Tier.HOST), Path([], KEYS, None, None), 1.0)
     assert storage.begun == [(KEYS, list(range(2 * PAGE)))]
     assert [pin.node for pin in host.pinned] == [1]
-    moves._facts.brought = lambda keys: None  # type: ignore[method-assign]
+    moves._facts.brought = lambda keys: None
     moves._land(moves._fetches[0], 0)
     assert host.pinned == []
 
@@ -316,17 +308,15 @@ def fetching_with_anchors(
 ) -> tuple[Promotions, Path, Reads]:
     """Promotions of a tree with anchors that has the first `there` pages of a path of four."""
     moves, _, storage = fetching(monkeypatch, torch.arange((4 - there) * PAGE))
-    moves._anchors = Anchors()  # type: ignore[assignment]
+    moves._anchors = Anchors()
     moves._slots.claim_host_anchors = lambda pages: torch.arange(100, 100 + pages * 2)
-    moves._find = lambda path: Found(there * PAGE, 1, 1)  # type: ignore[method-assign]
-    moves._facts.brought = lambda keys: None  # type: ignore[method-assign]
-    moves._facts.stored = len  # type: ignore[method-assign, assignment]
+    moves._find = lambda path: Found(there * PAGE, 1, 1)
+    moves._facts.brought = lambda keys: None
+    moves._facts.stored = len
     return moves, Path(list(range(4 * PAGE)), LONG, None, None), storage
 
 
-def test_with_anchors_a_path_comes_whole_its_end_first_with_the_anchor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_anchors_a_path_comes_whole_its_end_first_with_the_anchor(monkeypatch):
     moves, path, storage = fetching_with_anchors(monkeypatch)
     given = list[Any]()
     monkeypatch.setattr(promotions.anchors, "given", lambda *what: given.append(what[1:]))
@@ -345,7 +335,7 @@ def test_with_anchors_a_path_comes_whole_its_end_first_with_the_anchor(
     assert moves._counters.moved_bytes == {Link.STORAGE_TO_HOST: 4 * PAGE * 4 + 2 * 1000}
 
 
-def test_bytes_of_anchors_that_sglang_copies_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_anchors_that_sglang_copies_are_counted(monkeypatch):
     moves, _, _ = fetching_with_anchors(monkeypatch)
     for by_pool, own in (({"kv": 3 * PAGE, "swa": 4}, 2 * 1000), ({"kv": 3 * PAGE}, 0), (None, 0)):
         moves._counters.moved_bytes.clear()
@@ -358,21 +348,19 @@ def test_bytes_of_anchors_that_sglang_copies_are_counted(monkeypatch: pytest.Mon
         assert moves._counters.moved_bytes == {Link.HOST_TO_DEVICE: 3 * PAGE * 4 + own}
 
 
-def test_with_anchors_a_path_comes_as_far_as_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_anchors_a_path_comes_as_far_as_it_is_stored(monkeypatch):
     moves, path, storage = fetching_with_anchors(monkeypatch)
-    moves._slots.claim_host = torch.arange  # type: ignore[method-assign]
-    moves._facts.stored = lambda keys: 3  # type: ignore[method-assign, assignment]
+    moves._slots.claim_host = torch.arange
+    moves._facts.stored = lambda keys: 3
     moves._fetch(Move(LONG, Tier.STORAGE, Tier.HOST), path, 1.0)
     assert [keys for keys, _ in storage.begun] == [LONG[2::-1]]
 
 
-def test_with_anchors_a_path_that_does_not_come_whole_is_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_anchors_a_path_that_does_not_come_whole_is_given_back(monkeypatch):
     moves, path, _ = fetching_with_anchors(monkeypatch)
     back, dropped = list[Any](), list[Any]()
-    moves._slots.put_back_host = moves._slots.put_back_host_anchors = back.append  # type: ignore
-    moves._facts.dropped = lambda keys, tier: dropped.append((keys, tier))  # type: ignore
+    moves._slots.put_back_host = moves._slots.put_back_host_anchors = back.append
+    moves._facts.dropped = lambda keys, tier: dropped.append((keys, tier))
     moves._fetch(Move(LONG[:1], Tier.STORAGE, Tier.HOST), path, 1.0)
     moves._land(moves._fetches[0], 3)
     assert sorted(slot for slots in back for slot in slots.tolist()) == [
@@ -380,33 +368,31 @@ def test_with_anchors_a_path_that_does_not_come_whole_is_given_back(
         *range(100, 104),
     ]
     assert dropped == [(LONG, Tier.STORAGE)], "it is not read in vain again"
-    assert moves._host.grafted == [] == moves._host.pinned  # type: ignore[attr-defined]
+    assert moves._host.grafted == [] == moves._host.pinned
 
 
 @pytest.mark.parametrize(
     ("there", "room", "reason"),
     [pytest.param(3, 64, "no room", id="anchor begins earlier"), (0, 3, "no room")],
 )
-def test_with_anchors_what_cannot_come_whole_is_not_read(
-    monkeypatch: pytest.MonkeyPatch, there: int, room: int, reason: str
-) -> None:
+def test_with_anchors_what_cannot_come_whole_is_not_read(monkeypatch, there, room, reason):
     moves, path, storage = fetching_with_anchors(monkeypatch, there)
     moves._most_unused = room
     moves._fetch(Move(LONG[there:], Tier.STORAGE, Tier.HOST), path, 1.0)
-    assert storage.begun == [] == moves._host.pinned  # type: ignore[attr-defined]
+    assert storage.begun == [] == moves._host.pinned
     assert moves._counters.failed_moves == {reason: 4 - there}
 
 
-def test_pages_that_the_tree_has_already_are_given_back_and_the_others_are_its_own() -> None:
+def test_pages_that_the_tree_has_already_are_given_back_and_the_others_are_its_own():
     moves, given_back, _ = made()
     given = list[int]()
-    moves._host = HostTier(known=1)  # type: ignore[assignment]
-    moves._slots.give_host = given.append  # type: ignore[method-assign]
+    moves._host = HostTier(known=1)
+    moves._slots.give_host = given.append
     brought = list[Any]()
-    moves._facts.brought = brought.append  # type: ignore[method-assign]
+    moves._facts.brought = brought.append
     one = fetch(11.0, ended=True)
     one.path.tokens = list(range(2 * PAGE))
-    moves._host.pinned.append(one.pin)  # type: ignore[attr-defined]
+    moves._host.pinned.append(one.pin)
     counted = list[int]()
     metrics = SimpleNamespace(log_prefetched_tokens=counted.append)
     moves._context.tree.storage_metrics_collector = metrics
@@ -416,7 +402,7 @@ def test_pages_that_the_tree_has_already_are_given_back_and_the_others_are_its_o
     assert (given, brought) == ([PAGE], [KEYS[1:]])
 
 
-def test_a_read_is_cancelled_once_its_time_is_over_and_not_before() -> None:
+def test_a_read_is_cancelled_once_its_time_is_over_and_not_before():
     moves, _, _ = made()
     cancelled = list[str]()
     late, early = fetch(9.0, ended=False), fetch(11.0, ended=False)
@@ -427,18 +413,18 @@ def test_a_read_is_cancelled_once_its_time_is_over_and_not_before() -> None:
     assert (cancelled, moves._fetches) == (["late"], [late, early])
 
 
-def test_only_pages_of_nodes_that_were_queued_count_as_come() -> None:
+def test_only_pages_of_nodes_that_were_queued_count_as_come():
     moves, _, _ = made()
     came = list[Any]()
-    moves._facts.placed = lambda keys, tier: came.append((keys, tier))  # type: ignore
-    moves._device = SimpleNamespace(  # type: ignore[assignment]
+    moves._facts.placed = lambda keys, tier: came.append((keys, tier))
+    moves._device = SimpleNamespace(
         claimable=lambda: 64 * PAGE, locked_by_copies=lambda node: 0, queue_copies=lambda node: True
     )
     nodes = [
         SimpleNamespace(node_id=8, full_value_len=None, path_start=0, path_end=2 * PAGE),
         SimpleNamespace(node_id=9, full_value_len=None, path_start=2 * PAGE, path_end=4 * PAGE),
     ]
-    moves._nodes = lambda path: nodes  # type: ignore[method-assign]
+    moves._nodes = lambda path: nodes
     keys = tuple(PageKey(bytes([n]) * 32) for n in range(4))
     assert moves._load_back(Path([], keys, None, None), keys[:3], 0) == 2
     assert came == [(keys[:2], Tier.DEVICE)]

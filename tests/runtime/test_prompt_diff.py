@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sgl_kvtier.runtime.tools.prompt_diff import Parting, Prompt, parse, part
+from sgl_kvtier.runtime.tools.prompt_diff import Parting, parse, part
 
 PAGE = 16
 TOOLS = [
@@ -62,23 +62,23 @@ USER = says("user", "The tests of the parser fail since yesterday. Please look i
         ("Be short.", "Be short.", "equal"),
     ],
 )  # fmt: skip
-def test_what_differs_in_a_text_is_named(a: str, b: str, kind: str) -> None:
+def test_what_differs_in_a_text_is_named(a, b, kind):
     assert texts(a, b).kind == kind
     assert texts(b, a).kind == kind
 
 
-def test_the_character_at_which_texts_part_is_told_with_what_stands_there() -> None:
+def test_the_character_at_which_texts_part_is_told_with_what_stands_there():
     found = texts("Today is 2026-11-27. Help.", "Today is 2026-11-28. Help.")
     assert (found.part, found.character) == ("text", 18)
     assert [found.excerpts[0][-7:], found.excerpts[1][-7:]] == [". Help."] * 2
     assert "11-27" in found.excerpts[0] and "11-28" in found.excerpts[1]
 
 
-def test_a_timestamp_elsewhere_in_the_text_is_not_blamed() -> None:
+def test_a_timestamp_elsewhere_in_the_text_is_not_blamed():
     assert texts("2026-11-27: you have cats", "2026-11-27: you have dogs").kind == "other"
 
 
-def test_a_timestamp_in_the_system_block_is_found_in_its_message() -> None:
+def test_a_timestamp_in_the_system_block_is_found_in_its_message():
     later = says("system", SYSTEM["content"] + " It is 10:15.")
     earlier = says("system", SYSTEM["content"] + " It is 10:12.")
     found = chats([earlier, USER], [later, USER])
@@ -86,26 +86,26 @@ def test_a_timestamp_in_the_system_block_is_found_in_its_message() -> None:
     assert found.character == len(SYSTEM["content"]) + len(" It is 10:1")
 
 
-def test_the_same_tools_in_another_order_are_no_other_tools() -> None:
+def test_the_same_tools_in_another_order_are_no_other_tools():
     found = chats([SYSTEM], [SYSTEM], tools=TOOLS, other={"tools": TOOLS[::-1]})
     assert (found.kind, found.part, found.message) == ("tool order", "tools", None)
     assert chats([SYSTEM], [SYSTEM], tools=TOOLS, other={"tools": TOOLS[:2]}).kind == "tools"
     assert chats([SYSTEM], [SYSTEM], tools=TOOLS, other={}).kind == "tools"
 
 
-def test_keys_in_another_order_are_a_rendering_of_the_same_tools() -> None:
+def test_keys_in_another_order_are_a_rendering_of_the_same_tools():
     turned = [dict(reversed(tool.items())) for tool in TOOLS]
     assert chats([SYSTEM], [SYSTEM], tools=TOOLS, other={"tools": turned}).kind == "template"
 
 
-def test_reasoning_that_is_dropped_from_the_history_is_a_matter_of_the_template() -> None:
+def test_reasoning_that_is_dropped_from_the_history_is_a_matter_of_the_template():
     thought = says("assistant", "<think>The parser reads twice.</think>\nFixed it.")
     bare = says("assistant", "Fixed it.")
     found = chats([SYSTEM, USER, thought], [SYSTEM, USER, bare, USER])
     assert (found.kind, found.message) == ("template", 2)
 
 
-def test_arguments_of_a_call_that_are_written_anew_are_a_matter_of_the_template() -> None:
+def test_arguments_of_a_call_that_are_written_anew_are_a_matter_of_the_template():
     call = {"function": {"name": "run", "arguments": '{"a": 1, "b": 2}'}}
     anew = {"function": {"name": "run", "arguments": '{"a":1,"b":2}'}}
     found = chats(
@@ -115,23 +115,23 @@ def test_arguments_of_a_call_that_are_written_anew_are_a_matter_of_the_template(
     assert (found.kind, found.message) == ("template", 1)
 
 
-def test_messages_that_were_dropped_from_the_history_are_noticed() -> None:
+def test_messages_that_were_dropped_from_the_history_are_noticed():
     answer = says("assistant", "The parser reads the file twice, so that the second read is empty.")
     found = chats([SYSTEM, USER, answer, USER], [SYSTEM, answer, USER])
     assert (found.kind, found.message) == ("messages dropped", 1)
 
 
-def test_a_conversation_that_goes_on_is_no_difference() -> None:
+def test_a_conversation_that_goes_on_is_no_difference():
     found = chats([SYSTEM, USER], [SYSTEM, USER, says("assistant", "Yes."), USER])
     assert (found.kind, found.part, found.message) == ("extended", "message 2 (assistant)", 2)
 
 
-def test_messages_that_go_on_after_others_were_rendered_anew_are_a_matter_of_the_template() -> None:
+def test_messages_that_go_on_after_others_were_rendered_anew_are_a_matter_of_the_template():
     """As templates do that leave reasoning out of earlier turns, or end with how they ask for an
     answer, which is shorter than a page.
     """
 
-    def with_tokens(messages: list[Any], tokens: list[int]) -> Prompt:
+    def with_tokens(messages, tokens):
         return replace(parse(json.dumps({"messages": messages})), tokens=tuple(tokens))
 
     answered = [SYSTEM, USER, says("assistant", "Yes."), USER]
@@ -145,18 +145,18 @@ def test_messages_that_go_on_after_others_were_rendered_anew_are_a_matter_of_the
     assert (found.kind, found.token, found.message) == ("extended", 56, 2)
 
 
-def test_a_longer_text_before_other_messages_is_a_difference() -> None:
+def test_a_longer_text_before_other_messages_is_a_difference():
     more = says("system", SYSTEM["content"] + " You like cats.")
     assert chats([SYSTEM, USER], [more, USER]).kind == "other"
 
 
-def test_another_role_is_a_difference() -> None:
+def test_another_role_is_a_difference():
     found = chats([says("user", "Go on.")], [says("tool", "Go on.")])
     assert (found.kind, found.text) == ("other", "the roles of the messages differ")
 
 
 @pytest.mark.parametrize("key", ["cache_salt", "extra_key", "lora_path"])
-def test_another_salt_shares_no_page_however_equal_the_prompts_are(key: str) -> None:
+def test_another_salt_shares_no_page_however_equal_the_prompts_are(key):
     ids = list(range(100))
     a = parse(json.dumps({"input_ids": ids, key: "a"}))
     b = parse(json.dumps({"input_ids": ids, key: "b"}))
@@ -177,29 +177,29 @@ def tokens(a: list[int], b: list[int], page: int = PAGE) -> Parting:
 @pytest.mark.parametrize(
     ("place", "page", "hit"), [(0, 0, 0), (15, 0, 0), (16, 1, 16), (47, 2, 32), (99, 6, 96)]
 )
-def test_whole_pages_before_the_parting_can_be_hit(place: int, page: int, hit: int) -> None:
+def test_whole_pages_before_the_parting_can_be_hit(place, page, hit):
     found = tokens(ids(), ids(place))
     assert (found.kind, found.token, found.page, found.hit_tokens) == ("other", place, page, hit)
     assert found.hit_fraction == hit / 100
 
 
-def test_a_prompt_that_goes_on_hits_the_whole_pages_of_the_shorter_one() -> None:
+def test_a_prompt_that_goes_on_hits_the_whole_pages_of_the_shorter_one():
     found = tokens(ids(length=40), ids(length=160))
     assert (found.kind, found.token, found.page) == ("extended", 40, 2)
     assert (found.hit_tokens, found.longer_tokens, found.hit_fraction) == (32, 160, 0.2)
 
 
-def test_of_an_equal_prompt_of_whole_pages_the_last_page_is_computed() -> None:
+def test_of_an_equal_prompt_of_whole_pages_the_last_page_is_computed():
     found = tokens(ids(length=64), ids(length=64))
     assert (found.kind, found.token, found.page, found.hit_tokens) == ("equal", None, None, 48)
 
 
-def test_text_alone_has_no_pages() -> None:
+def test_text_alone_has_no_pages():
     found = texts("cats", "dogs")
     assert (found.token, found.page, found.hit_tokens, found.hit_fraction) == (None,) * 4
 
 
-def test_token_ids_and_text_cannot_be_compared_without_a_tokenizer() -> None:
+def test_token_ids_and_text_cannot_be_compared_without_a_tokenizer():
     found = part(parse("[1, 2, 3]"), parse("cats"), PAGE)
     assert found.kind == "not comparable" and "--model-path" in found.text
 
@@ -207,29 +207,29 @@ def test_token_ids_and_text_cannot_be_compared_without_a_tokenizer() -> None:
 @pytest.mark.parametrize(
     "text", ["[1, 2, 3]", '{"input_ids": [1, 2, 3]}', '{"prompt": [1, 2, 3], "model": "m"}']
 )
-def test_token_ids_are_read_from_a_list_or_a_request(text: str) -> None:
+def test_token_ids_are_read_from_a_list_or_a_request(text):
     assert parse(text).tokens == (1, 2, 3)
 
 
 @pytest.mark.parametrize(
     "text", ["Go on.", '{"text": "Go on."}', '{"prompt": "Go on.", "temperature": 0}']
 )
-def test_text_is_read_as_it_is_or_from_a_request(text: str) -> None:
+def test_text_is_read_as_it_is_or_from_a_request(text):
     assert [one.text for one in parse(text).parts] == ["Go on."]
 
 
-def test_a_list_of_messages_is_a_chat_request() -> None:
+def test_a_list_of_messages_is_a_chat_request():
     assert [one.name for one in parse(json.dumps([SYSTEM, USER])).parts] == [
         "message 0 (system)", "message 1 (user)",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ['{"model": "m"}', '{"messages": "Go on."}', '{"messages": [1]}'])
-def test_a_request_without_a_prompt_is_refused(text: str) -> None:
+def test_a_request_without_a_prompt_is_refused(text):
     with pytest.raises(ValueError, match="has to "):
         parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "3", "[]", "[1, -2]", '"Go on."', "{ no json"])
-def test_what_is_no_request_is_text(text: str) -> None:
+def test_what_is_no_request_is_text(text):
     assert [one.text for one in parse(text).parts] == [text]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,26 +42,24 @@ def ids(*other: int, length: int, session: str | None = None) -> dict[str, Any]:
         ({"session_id": 7}, "7"),
     ],
 )
-def test_the_session_is_found_where_a_server_finds_it(
-    fields: dict[str, Any], session: str | None
-) -> None:
+def test_the_session_is_found_where_a_server_finds_it(fields, session):
     assert [one.session for one in logged({"prompt": "Go on.", **fields})] == [session]
 
 
-def test_requests_without_a_session_follow_each_other() -> None:
+def test_requests_without_a_session_follow_each_other():
     found = compared(
         {"prompt": "a"}, {"prompt": "b", "session_id": "s"}, {"prompt": "c"}, {"prompt": "d"}
     )
     assert [(one.earlier_line, one.line) for one in found] == [(1, 3), (3, 4)]
 
 
-def test_empty_lines_count_and_are_no_requests() -> None:
+def test_empty_lines_count_and_are_no_requests():
     log = [b'{"prompt": "a"}\n', b"\n", b'{"prompt": "a"}']
     assert [one.line for one in read(log, 100)] == [1, 3]
 
 
-def test_a_log_of_sglangs_is_read_once_for_each_request() -> None:
-    def event(name: str, prompt: dict[str, Any]) -> bytes:
+def test_a_log_of_sglangs_is_read_once_for_each_request():
+    def event(name, prompt):
         said = {"timestamp": "2026-11-28T10:00:00", "event": name, "rid": "1", "obj": prompt}
         said["headers"] = {"x-smg-routing-key": "agent-7"}
         return b"[2026-11-28 10:00:00] " + json.dumps(said).encode()
@@ -76,7 +73,7 @@ def test_a_log_of_sglangs_is_read_once_for_each_request() -> None:
     assert (one.line, one.session, one.prompt.tokens) == (2, "agent-7", (1, 2, 3))
 
 
-def test_what_sglangs_own_logger_writes_is_read(tmp_path: Path) -> None:
+def test_what_sglangs_own_logger_writes_is_read(tmp_path):
     pytest.importorskip("sglang")
     from sglang.srt.managers.io_struct import GenerateReqInput
     from sglang.srt.utils.request_logger import RequestLogger
@@ -91,12 +88,12 @@ def test_what_sglangs_own_logger_writes_is_read(tmp_path: Path) -> None:
     assert (second.session, second.prompt.parts[0].text) == (None, "Gehe über los.")
 
 
-def test_brackets_in_a_prompt_are_no_time_stamp() -> None:
+def test_brackets_in_a_prompt_are_no_time_stamp():
     (one,) = logged({"prompt": "[12:30] {x}"})
     assert one.prompt.parts[0].text == "[12:30] {x}"
 
 
-def test_a_line_that_is_too_long_is_named() -> None:
+def test_a_line_that_is_too_long_is_named():
     with pytest.raises(ValueError, match="line 2: it has more than 20 bytes"):
         list(read([b"{}"[:0], b'{"prompt": "aaaaaaaaaaaaaa"}'], 20))
 
@@ -113,14 +110,14 @@ def test_a_line_that_is_too_long_is_named() -> None:
     ],
 )
 def test_a_difference_costs_the_pages_that_the_later_prompt_could_have_had(
-    earlier: dict[str, Any], later: dict[str, Any], hit: int, lost: int
-) -> None:
+    earlier, later, hit, lost
+):
     (one,) = compared(earlier, later)
     assert (one.hit_tokens, one.lost_tokens) == (hit, lost)
     assert one.lost_fraction == (lost / (hit + lost) if hit + lost else None)
 
 
-def test_the_most_frequent_cause_is_named_and_of_equals_the_most_costly() -> None:
+def test_the_most_frequent_cause_is_named_and_of_equals_the_most_costly():
     found = compared(
         ids(length=80, session="a"),
         ids(70, length=80, session="a"),
@@ -136,6 +133,6 @@ def test_the_most_frequent_cause_is_named_and_of_equals_the_most_costly() -> Non
     assert "cause is other" in summary(once_more) and "2 of 3" in summary(once_more)
 
 
-def test_a_log_in_which_nothing_follows_says_so() -> None:
+def test_a_log_in_which_nothing_follows_says_so():
     found = compared({"prompt": "a", "session_id": "a"}, {"prompt": "b", "session_id": "b"})
     assert found == [] and "nothing to compare" in summary(found)

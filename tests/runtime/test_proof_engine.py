@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,9 +69,9 @@ class Rank:
         views = SimpleNamespace(of=lambda scheduler, now: None)
         self.ahead = Ahead() if ahead else None
         self.tick = RestoreTick(
-            self.engine, planner, self.agreement, turns, views, self.ahead  # type: ignore[arg-type]
+            self.engine, planner, self.agreement, turns, views, self.ahead
         )  # fmt: skip
-        self.tick._unblock = lambda scheduler, tried: None  # type: ignore[method-assign]
+        self.tick._unblock = lambda scheduler, tried: None
         self.load = load(self.engine, Span(0, 8))
         self.load.due = math.inf  # the ticks have the real clock
 
@@ -127,9 +125,7 @@ def ranks_of(count: int, ahead: bool) -> list[Rank]:
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["looks ahead", "restores only"])
 @pytest.mark.parametrize("finder", [0, 1])
-def test_a_difference_on_one_rank_ends_restoring_on_both_in_the_same_step(
-    finder: int, ahead: bool
-) -> None:
+def test_a_difference_on_one_rank_ends_restoring_on_both_in_the_same_step(finder, ahead):
     ranks = ranks_of(2, ahead)
     for rank in ranks:
         rank.load.poll.mark(7, LANDED, 1.0)
@@ -157,9 +153,7 @@ def test_a_difference_on_one_rank_ends_restoring_on_both_in_the_same_step(
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["looks ahead", "restores only"])
-def test_a_difference_that_no_load_brought_ends_restoring_of_a_rank_alone_in_the_next_step(
-    ahead: bool,
-) -> None:
+def test_a_difference_that_no_load_brought_ends_restoring_of_a_rank_alone_in_the_next_step(ahead):
     (rank,) = ranks_of(1, ahead)
     step(rank)
     assert not rank.is_off
@@ -168,7 +162,7 @@ def test_a_difference_that_no_load_brought_ends_restoring_of_a_rank_alone_in_the
     assert rank.is_off and rank.load.cancelled
 
 
-def test_without_a_difference_nothing_ends() -> None:
+def test_without_a_difference_nothing_ends():
     ranks = ranks_of(2, ahead=True)
     for rank in ranks:
         rank.mark(page2=CORRUPT)
@@ -178,7 +172,7 @@ def test_without_a_difference_nothing_ends() -> None:
         assert rank.engine.proof.state is State.PROVING and rank.engine.restorations
 
 
-def test_ranks_become_proven_in_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_become_proven_in_the_same_step(monkeypatch):
     monkeypatch.setattr(record, "FIRST_LOADS", 1)
     ranks = ranks_of(2, ahead=False)
     monkeypatch.setattr(record, "FIRST_BYTES", 7 * ranks[0].engine.context.page_bytes)
@@ -197,7 +191,7 @@ def test_ranks_become_proven_in_the_same_step(monkeypatch: pytest.MonkeyPatch) -
     assert told == [State.PROVEN] * 2
 
 
-def test_pages_that_differ_are_the_fronts_and_their_slots_are_freed() -> None:
+def test_pages_that_differ_are_the_fronts_and_their_slots_are_freed():
     engine, r, _ = engine_with()
     one = load(engine, Span(4, 8))
     for offset, state in enumerate([LANDED, DIFFERS, LANDED, OPEN]):
@@ -212,12 +206,12 @@ def test_pages_that_differ_are_the_fronts_and_their_slots_are_freed() -> None:
     assert not engine.holds_memory
 
 
-def test_the_settings_of_a_refuted_server_do_not_open_it_again() -> None:
+def test_the_settings_of_a_refuted_server_do_not_open_it_again():
     engine, _, _ = engine_with()
     planner = SimpleNamespace(
         observe=lambda fact: None, close=lambda: None, break_even_bytes_per_s=None
     )
-    notes = RestoreNotes(PolicyConfig(), engine, planner, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
+    notes = RestoreNotes(PolicyConfig(), engine, planner, SimpleNamespace(reductions=0), None)
     assert "proof" not in {name for name, _, _ in notes.samples()}
     engine.refute()
     for restore in ("off", "both"):
@@ -233,7 +227,7 @@ HERE = {"device": "NVIDIA H100", "driver": "580.95.05", "way": "staged"}
 OTHER = {**HERE, "driver": "590.1"}
 
 
-def test_what_was_kept_is_found_under_its_own_conditions_alone(tmp_path: Path) -> None:
+def test_what_was_kept_is_found_under_its_own_conditions_alone(tmp_path):
     path = tmp_path / NAME
     assert find(path, HERE) is None and find(None, HERE) is None
     keep(path, Shown(HERE, "proven", pages=9, nbytes=900))
@@ -247,14 +241,14 @@ def test_what_was_kept_is_found_under_its_own_conditions_alone(tmp_path: Path) -
     assert [one.name for one in tmp_path.iterdir()] == [NAME]
 
 
-def test_a_later_entry_takes_the_place_of_the_earlier_one(tmp_path: Path) -> None:
+def test_a_later_entry_takes_the_place_of_the_earlier_one(tmp_path):
     path = tmp_path / NAME
     keep(path, Shown(HERE, "proven", pages=9))
     keep(path, Shown(HERE, "refuted"))
     assert [shown.state for shown in read(path)] == ["refuted"]
 
 
-def test_the_oldest_of_too_many_is_dropped(tmp_path: Path) -> None:
+def test_the_oldest_of_too_many_is_dropped(tmp_path):
     path = tmp_path / NAME
     for number in range(memory._MOST_ENTRIES + 3):
         keep(path, Shown({"driver": str(number)}, "proven"))
@@ -279,9 +273,7 @@ def test_the_oldest_of_too_many_is_dropped(tmp_path: Path) -> None:
         lambda text: "[" * 100_000,
     ],
 )
-def test_a_damaged_file_is_no_memory_and_is_written_anew(
-    tmp_path: Path, damage: Callable[[str], str]
-) -> None:
+def test_a_damaged_file_is_no_memory_and_is_written_anew(tmp_path, damage):
     path = tmp_path / NAME
     keep(path, Shown(HERE, "proven", pages=9))
     path.write_text(damage(path.read_text()))
@@ -290,7 +282,7 @@ def test_a_damaged_file_is_no_memory_and_is_written_anew(
     assert json.loads(path.read_text())["shown"][0]["pages"] == 1
 
 
-def test_a_sound_entry_is_read_beside_a_damaged_one(tmp_path: Path) -> None:
+def test_a_sound_entry_is_read_beside_a_damaged_one(tmp_path):
     path = tmp_path / NAME
     keep(path, Shown(HERE, "proven"))
     keep(path, Shown(OTHER, "refuted"))
@@ -318,22 +310,20 @@ GIB = 1 << 30
         (1000, 8000, State.PROVING),
     ],
 )
-def test_as_many_loads_and_as_many_bytes_have_to_be_right(
-    loads: int, nbytes: int, state: State
-) -> None:
+def test_as_many_loads_and_as_many_bytes_have_to_be_right(loads, nbytes, state):
     proof = proof_after(loads, nbytes)
     proof.conclude()
     assert proof.state is state
 
 
-def test_loads_of_which_nothing_landed_show_nothing() -> None:
+def test_loads_of_which_nothing_landed_show_nothing():
     proof = proof_after(15, 15 * GIB)
     proof.note_load(0)
     proof.conclude()
     assert proof.state is State.PROVING
 
 
-def test_attaches_have_to_be_right_as_well_where_they_are_looked_at() -> None:
+def test_attaches_have_to_be_right_as_well_where_they_are_looked_at():
     proof = proof_after(16, 16 * GIB)
     proof.looks_at_attaches = True
     proof.attaches["equal"] = record.FIRST_ATTACHES - 1
@@ -344,7 +334,7 @@ def test_attaches_have_to_be_right_as_well_where_they_are_looked_at() -> None:
     assert proof.state is State.PROVEN
 
 
-def test_attaches_that_cannot_be_compared_do_not_keep_a_server_proving_for_ever() -> None:
+def test_attaches_that_cannot_be_compared_do_not_keep_a_server_proving_for_ever():
     proof = proof_after(16, 16 * GIB)
     proof.looks_at_attaches = True
     proof.attaches["skipped"] = 4 * record.FIRST_ATTACHES - 1
@@ -355,7 +345,7 @@ def test_attaches_that_cannot_be_compared_do_not_keep_a_server_proving_for_ever(
     assert proof.state is State.PROVEN
 
 
-def test_nothing_is_proven_after_a_difference_and_a_refuted_server_stays_so() -> None:
+def test_nothing_is_proven_after_a_difference_and_a_refuted_server_stays_so():
     proof = proof_after(16, 16 * GIB)
     told: list[State] = []
     proof.changed = lambda proof: told.append(proof.state)
@@ -369,7 +359,7 @@ def test_nothing_is_proven_after_a_difference_and_a_refuted_server_stays_so() ->
 
 
 @pytest.mark.parametrize(("equal", "skipped"), [(0, 16), (15, 1)])
-def test_pages_that_cannot_be_compared_prove_nothing(equal: int, skipped: int) -> None:
+def test_pages_that_cannot_be_compared_prove_nothing(equal, skipped):
     proof = Proof(looks=True)
     proof.changed = lambda proof: pytest.fail("it would be kept for the next server")
     for _ in range(16):
@@ -388,9 +378,7 @@ def test_pages_that_cannot_be_compared_prove_nothing(equal: int, skipped: int) -
         {"disable_overlap_schedule": True},
     ],
 )
-def test_other_kernels_or_scheduling_begin_with_no_proof(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
-) -> None:
+def test_other_kernels_or_scheduling_begin_with_no_proof(tmp_path, monkeypatch, other):
     args = {
         "attention_backend": "flashinfer",
         "prefill_attention_backend": None,
@@ -406,7 +394,7 @@ def test_other_kernels_or_scheduling_begin_with_no_proof(
     assert find(tmp_path / NAME, now) is None
 
 
-def test_where_nothing_is_compared_nothing_is_proven() -> None:
+def test_where_nothing_is_compared_nothing_is_proven():
     proof = Proof()
     for _ in range(20):
         proof.note_load(GIB)

@@ -70,18 +70,14 @@ PIECES = (16 << 20, 3000, 1)
 
 @pytest.mark.parametrize("piece_bytes", PIECES)
 @each_pool
-def test_pages_that_were_copied_right_do_not_differ(
-    made: Any, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_that_were_copied_right_do_not_differ(made, piece_bytes, monkeypatch):
     monkeypatch.setattr(pages, "PIECE_BYTES", piece_bytes)
     assert differing(loaded(made())) == {}
 
 
 @pytest.mark.parametrize("piece_bytes", PIECES)
 @each_pool
-def test_one_bit_anywhere_on_the_device_is_found_where_it_is(
-    made: Any, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_bit_anywhere_on_the_device_is_found_where_it_is(made, piece_bytes, monkeypatch):
     monkeypatch.setattr(pages, "PIECE_BYTES", piece_bytes)
     pair = made()
     back = loaded(pair)
@@ -96,7 +92,7 @@ def test_one_bit_anywhere_on_the_device_is_found_where_it_is(
 
 
 @each_pool
-def test_every_mistake_of_order_is_found(made: Any) -> None:
+def test_every_mistake_of_order_is_found(made):
     """Layers, halves, pages or tokens exchanged: each leaves the same bytes in another place."""
     pair = made()
     back = loaded(pair)
@@ -112,7 +108,7 @@ def test_every_mistake_of_order_is_found(made: Any) -> None:
     assert differing(back) == {}
 
 
-def test_pages_that_cannot_be_compared_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_cannot_be_compared_say_why(monkeypatch):
     pair = pools("cpu", "page_first")
     proof = Proof()
     for change, why in (
@@ -132,7 +128,7 @@ def test_pages_that_cannot_be_compared_say_why(monkeypatch: pytest.MonkeyPatch) 
         ReadBack(controller(*pair, "direct"), PAGE, None)
 
 
-def test_c_compares_nothing_outside_of_what_it_was_given() -> None:
+def test_c_compares_nothing_outside_of_what_it_was_given():
     found, host = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
     starts, axes = np.zeros(2, np.int64), ((2, 8, 16), (1, 0, 0), (2, 4, 8))
     assert pages.compare(found, host, starts, 32, axes, 4) == [-1, -1]
@@ -168,7 +164,7 @@ def taken(sampling: Sampling, loads: int, each: int, page_bytes: int, first: int
     return counts
 
 
-def test_all_pages_of_the_first_loads_and_bytes_are_looked_at_then_one_in_64() -> None:
+def test_all_pages_of_the_first_loads_and_bytes_are_looked_at_then_one_in_64():
     sampling = Sampling(every_page=False, proven=False)
     assert taken(sampling, 16, 64, GIB // 64) == [64] * 16  # 16 loads, 16 GiB
     assert taken(sampling, 4, 64, GIB // 64, 17) == [1] * 4
@@ -177,7 +173,7 @@ def test_all_pages_of_the_first_loads_and_bytes_are_looked_at_then_one_in_64() -
     assert taken(sampling, 4, 64, GIB // 512, 65) == [1] * 4
 
 
-def test_the_copies_of_a_load_count_as_one_load() -> None:
+def test_the_copies_of_a_load_count_as_one_load():
     sampling = Sampling(every_page=False, proven=False)
     assert sum(taken(sampling, 15, 1024, GIB)) == 15 * 1024
     assert sampling.looks_again
@@ -185,19 +181,19 @@ def test_the_copies_of_a_load_count_as_one_load() -> None:
     assert not sampling.looks_again
 
 
-def test_after_64_gib_one_page_in_1024_is_looked_at() -> None:
+def test_after_64_gib_one_page_in_1024_is_looked_at():
     sampling = Sampling(every_page=False, proven=True)
     assert sum(taken(sampling, 64, 64, GIB // 64)) == 64
     assert sum(taken(sampling, 64, 64, GIB // 64, 65)) == 4
 
 
-def test_a_proven_server_begins_with_few_and_one_asked_for_all_looks_at_all() -> None:
+def test_a_proven_server_begins_with_few_and_one_asked_for_all_looks_at_all():
     assert taken(Sampling(every_page=False, proven=True), 2, 64, 1) == [1, 1]
     sampling = Sampling(every_page=True, proven=True)
     assert sum(taken(sampling, 100, 64, GIB)) == 6400 and sampling.looks_again
 
 
-def test_the_same_loads_have_the_same_pages_looked_at() -> None:
+def test_the_same_loads_have_the_same_pages_looked_at():
     one, other = (Sampling(every_page=False, proven=True) for _ in range(2))
     sizes = [(number, 1 + number * 7 % 13) for number in range(1, 400)]
     looked = [
@@ -232,7 +228,7 @@ class Scene:
         self.number += 1
         count = len(source)
         r = Restoration(
-            f"r{self.number}", None, count * PAGE + 1, 0, count,  # type: ignore[arg-type]
+            f"r{self.number}", None, count * PAGE + 1, 0, count,
             ((Span(0, count), Tier.HOST),), (), slots(source, PAGE),
         )  # fmt: skip
         load = Load(
@@ -259,7 +255,7 @@ def scene() -> Iterator[Scene]:
     made.close()
 
 
-def test_pages_that_are_right_land_and_are_counted(scene: Scene) -> None:
+def test_pages_that_are_right_land_and_are_counted(scene):
     load = scene.load()
     assert load.poll.local == bytearray([LANDED] * 3)
     assert scene.proof.pages == {"equal": 3} and scene.proof.difference is None
@@ -271,17 +267,15 @@ def test_pages_that_are_right_land_and_are_counted(scene: Scene) -> None:
     )
 
 
-def test_a_page_that_was_damaged_on_its_way_does_not_land(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_page_that_was_damaged_on_its_way_does_not_land(scene, caplog):
     """The planted mistake: without the check it lands, and a forward reads it."""
     copy = scene.copies._copy
 
-    def damages(host_slots: torch.Tensor, device_slots: torch.Tensor, *more: Any) -> None:
+    def damages(host_slots, device_slots, *more):
         copy(host_slots, device_slots, *more)
         scene.spoil(TO[1])
 
-    scene.copies._copy = damages  # type: ignore[method-assign]
+    scene.copies._copy = damages
     load = scene.load()
     assert list(load.poll.local) == [LANDED, DIFFERS, LANDED]
     assert scene.proof.pages == {"equal": 2, "differs": 1}
@@ -290,16 +284,14 @@ def test_a_page_that_was_damaged_on_its_way_does_not_land(
         assert said in line
 
 
-def test_nothing_lands_any_more_after_a_difference(scene: Scene) -> None:
+def test_nothing_lands_any_more_after_a_difference(scene):
     scene.proof.differs(record.Difference("attach", "found elsewhere on this rank"))
     assert list(scene.load().poll.local) == [DIFFERS] * 3
     assert scene.proof.pages == {}
 
 
-def test_what_cannot_be_compared_lands_and_is_counted_as_skipped(
-    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> Any:
+def test_what_cannot_be_compared_lands_and_is_counted_as_skipped(scene, caplog, monkeypatch):
+    def broken(*_):
         raise RuntimeError("a driver's error")
 
     monkeypatch.setattr(scene.check._back, "differing", broken)
@@ -309,12 +301,12 @@ def test_what_cannot_be_compared_lands_and_is_counted_as_skipped(
     assert len([r for r in caplog.records if "not compared" in r.getMessage()]) == 1
 
 
-def test_pages_between_the_samples_are_not_read_back() -> None:
+def test_pages_between_the_samples_are_not_read_back():
     scene = Scene(every_page=False)
     scene.check._sampling._proven = True
     looked: list[int] = []
     differing = scene.check._back.differing
-    scene.check._back.differing = lambda host, *more: (  # type: ignore[method-assign]
+    scene.check._back.differing = lambda host, *more: (
         looked.append(len(host) // PAGE),
         differing(host, *more),
     )[1]
@@ -342,9 +334,7 @@ def looked(scene: Scene) -> None:
     until(scene.again._free.is_set)
 
 
-def test_a_page_that_is_overwritten_after_it_landed_is_found_when_the_prefill_has_ended(
-    scene: Scene,
-) -> None:
+def test_a_page_that_is_overwritten_after_it_landed_is_found_when_the_prefill_has_ended(scene):
     load = scene.load()
     req = attach(scene, load)
     scene.spoil(TO[load.restoration.to_look_at_again.page])
@@ -355,7 +345,7 @@ def test_a_page_that_is_overwritten_after_it_landed_is_found_when_the_prefill_ha
     assert list(scene.load().poll.local) == [DIFFERS] * 3
 
 
-def test_a_page_that_is_as_it_was_is_no_difference_and_is_looked_at_once(scene: Scene) -> None:
+def test_a_page_that_is_as_it_was_is_no_difference_and_is_looked_at_once(scene):
     req = attach(scene, scene.load())
     assert scene.again.waits
     scene.again.look(req)
@@ -363,7 +353,7 @@ def test_a_page_that_is_as_it_was_is_no_difference_and_is_looked_at_once(scene: 
     assert scene.proof.difference is None and not scene.again.waits
 
 
-def test_a_page_that_is_not_the_requests_any_more_is_left_out(scene: Scene) -> None:
+def test_a_page_that_is_not_the_requests_any_more_is_left_out(scene):
     """The tree had it already: the row has the tree's slots, and these are another's."""
     load = scene.load()
     req = attach(scene, load)
@@ -375,9 +365,7 @@ def test_a_page_that_is_not_the_requests_any_more_is_left_out(scene: Scene) -> N
     assert scene.proof.difference is None
 
 
-def test_no_page_is_looked_at_again_before_the_first_token_or_of_a_request_that_is_gone(
-    scene: Scene,
-) -> None:
+def test_no_page_is_looked_at_again_before_the_first_token_or_of_a_request_that_is_gone(scene):
     load = scene.load()
     req = attach(scene, load)
     req.output_ids = []
@@ -389,7 +377,7 @@ def test_no_page_is_looked_at_again_before_the_first_token_or_of_a_request_that_
     assert scene.again._taken.empty()
 
 
-def test_few_pages_are_kept_for_a_second_look_at_a_time(scene: Scene) -> None:
+def test_few_pages_are_kept_for_a_second_look_at_a_time(scene):
     loads = [scene.load() for _ in range(pages._MOST_KEPT + 3)]
     kept = [load for load in loads if load.restoration.to_look_at_again is not None]
     assert len(kept) == pages._MOST_KEPT
@@ -397,9 +385,7 @@ def test_few_pages_are_kept_for_a_second_look_at_a_time(scene: Scene) -> None:
     assert scene.load().restoration.to_look_at_again is not None
 
 
-def test_of_a_page_that_fits_no_piece_some_layers_are_looked_at_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_a_page_that_fits_no_piece_some_layers_are_looked_at_again(monkeypatch):
     monkeypatch.setattr(pages, "PIECE_BYTES", 2 * 2 * PAGE * 2 * 32 * 2)  # two layers of four
     scene = Scene()
     for layer, found in ((1, False), (2, True)):
@@ -410,13 +396,11 @@ def test_of_a_page_that_fits_no_piece_some_layers_are_looked_at_again(
         looked(scene)
         assert (scene.proof.difference is not None) is found
         scene.spoil(TO[load.restoration.to_look_at_again.page], layer)
-    assert "layer 2" in scene.proof.difference.what  # type: ignore[union-attr]
+    assert "layer 2" in scene.proof.difference.what
     scene.close()
 
 
-def test_a_second_look_that_fails_is_left_out_and_the_next_one_works(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_look_that_fails_is_left_out_and_the_next_one_works(scene, monkeypatch):
     req = attach(scene, scene.load())
     monkeypatch.setattr(scene.again, "_compare", lambda taken: 1 / 0)
     scene.again.look(req)

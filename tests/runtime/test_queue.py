@@ -49,13 +49,13 @@ def rids(waiting: list[Any]) -> list[str]:
     return [req.rid for req in waiting]
 
 
-def test_the_queue_is_sorted_in_place() -> None:
+def test_the_queue_is_sorted_in_place():
     waiting = [request("long", 900), request("short", 100), request("middle", 500)]
     queue(Shortest()).sort(waiting, 0.0)
     assert rids(waiting) == ["short", "middle", "long"]
 
 
-def test_the_planner_sees_the_order_of_arrival_however_the_queue_was_sorted() -> None:
+def test_the_planner_sees_the_order_of_arrival_however_the_queue_was_sorted():
     planner = Shortest()
     ordered, waiting = queue(planner), [request("long", 900), request("short", 100)]
     ordered.sort(waiting, 0.0)
@@ -65,19 +65,19 @@ def test_the_planner_sees_the_order_of_arrival_however_the_queue_was_sorted() ->
     assert rids(waiting) == ["new", "short", "long"]
 
 
-def test_the_planner_is_told_what_lies_where() -> None:
+def test_the_planner_is_told_what_lies_where():
     planner = Shortest()
     queue(planner, a=640).sort([request("a", 1000, device=320, host=160), request("b")], 0.0)
     assert planner.asked[0][0] == Waiter("a", 1000, 320, 160, 160)
 
 
-def test_pages_in_memory_beyond_the_stored_ones_count_once() -> None:
+def test_pages_in_memory_beyond_the_stored_ones_count_once():
     planner = Shortest()
     queue(planner, a=320).sort([request("a", 1000, device=640), request("b")], 0.0)
     assert planner.asked[0][0] == Waiter("a", 1000, 640, 0, 0)
 
 
-def test_while_the_same_requests_wait_the_planner_is_asked_from_time_to_time() -> None:
+def test_while_the_same_requests_wait_the_planner_is_asked_from_time_to_time():
     planner = Shortest()
     ordered, waiting = queue(planner), [request("a", 900), request("b", 100)]
     for now in (5.0, 5.01, 5.02, 5.2, 5.21):
@@ -85,7 +85,7 @@ def test_while_the_same_requests_wait_the_planner_is_asked_from_time_to_time() -
     assert len(planner.asked) == 2
 
 
-def test_a_queue_that_was_changed_is_sorted_again() -> None:
+def test_a_queue_that_was_changed_is_sorted_again():
     planner = Shortest()
     ordered, waiting = queue(planner), [request("a", 900), request("b", 100)]
     ordered.sort(waiting, 0.0)
@@ -94,13 +94,13 @@ def test_a_queue_that_was_changed_is_sorted_again() -> None:
     assert rids(waiting) == ["b", "a"]
 
 
-def test_one_that_waits_alone_is_no_question() -> None:
+def test_one_that_waits_alone_is_no_question():
     planner = Shortest()
     queue(planner).sort([request("a")], 0.0)
     assert not planner.asked
 
 
-def test_those_that_ran_are_told_by_their_absence() -> None:
+def test_those_that_ran_are_told_by_their_absence():
     """The last of two is asked about alone, so that the planner learns that the other has run."""
     planner = Shortest()
     ordered, waiting = queue(planner), [request("a"), request("b")]
@@ -109,7 +109,7 @@ def test_those_that_ran_are_told_by_their_absence() -> None:
     assert [len(asked) for asked in planner.asked] == [2, 1]
 
 
-def test_a_request_that_comes_back_comes_last() -> None:
+def test_a_request_that_comes_back_comes_last():
     planner = Shortest()
     ordered = queue(planner)
     ordered.sort([request("a"), request("b")], 0.0)
@@ -118,7 +118,7 @@ def test_a_request_that_comes_back_comes_last() -> None:
     assert [one.rid for one in planner.asked[-1]] == ["b", "a"]
 
 
-def test_beyond_the_first_that_came_the_order_is_that_of_arrival() -> None:
+def test_beyond_the_first_that_came_the_order_is_that_of_arrival():
     planner, waiting = Shortest(), [request(f"r{n}", 200 - n) for n in range(100)]
     queue(planner).sort(waiting, 0.0)
     assert len(planner.asked[0]) == 64
@@ -126,7 +126,7 @@ def test_beyond_the_first_that_came_the_order_is_that_of_arrival() -> None:
     assert rids(waiting)[64:] == [f"r{n}" for n in range(64, 100)]
 
 
-def test_the_planner_is_asked_for_a_chunk_with_those_that_wait_as_sglang_has_them_now() -> None:
+def test_the_planner_is_asked_for_a_chunk_with_those_that_wait_as_sglang_has_them_now():
     planner = Shortest()
     ordered, waiting = queue(planner), [request("long", 900), request("hit", 500, device=480)]
     assert not ordered.in_force
@@ -137,7 +137,7 @@ def test_the_planner_is_asked_for_a_chunk_with_those_that_wait_as_sglang_has_the
     assert planner.chunks == [ChunkBeside(1000, 4000, 256, 700, (hit, long))]
 
 
-def test_a_chunk_that_nobody_waits_for_is_no_question() -> None:
+def test_a_chunk_that_nobody_waits_for_is_no_question():
     planner = Shortest()
     ordered = queue(planner)
     ordered.sort([], 0.0)
@@ -152,7 +152,7 @@ def policy(name: str, priorities: bool = False) -> Any:
     )
 
 
-def test_another_policy_of_sglangs_stays_in_force() -> None:
+def test_another_policy_of_sglangs_stays_in_force():
     assert in_order_of_arrival(policy("fcfs"))
     assert not in_order_of_arrival(policy("lpm"))
     assert not in_order_of_arrival(policy("fcfs", priorities=True))
@@ -172,14 +172,14 @@ class Holding(Shortest):
         return True
 
 
-def test_whether_one_waits_for_a_session_is_the_planners_word() -> None:
+def test_whether_one_waits_for_a_session_is_the_planners_word():
     planner, one = Holding(), request("one", 900, device=64, host=32)
     ordered = queue(planner, one=400)
     assert ordered.held_back(one, 5, 7.5)
     assert planner.held == [HeldBack(Waiter("one", 900, 64, 32, 304), 5, 7.5)]
 
 
-def test_one_that_the_planner_has_no_place_for_does_not_wait() -> None:
+def test_one_that_the_planner_has_no_place_for_does_not_wait():
     planner = Holding()
     ordered, waiting = queue(planner), [request(f"r{n}") for n in range(65)]
     ordered.sort(waiting, 0.0)
@@ -188,7 +188,7 @@ def test_one_that_the_planner_has_no_place_for_does_not_wait() -> None:
     assert [one.request.rid for one in planner.held] == ["r0"]
 
 
-def test_the_planner_hears_that_one_held_back_alone_has_gone() -> None:
+def test_the_planner_hears_that_one_held_back_alone_has_gone():
     """It remembers since when such a one waits."""
     planner = Holding()
     ordered, alone = queue(planner), [request("alone")]
@@ -200,7 +200,7 @@ def test_the_planner_hears_that_one_held_back_alone_has_gone() -> None:
     assert [[one.rid for one in waiting] for waiting in planner.asked] == [["next"]]
 
 
-def test_a_pass_that_runs_nothing_beside_waiting_requests_naps(monkeypatch) -> None:
+def test_a_pass_that_runs_nothing_beside_waiting_requests_naps(monkeypatch):
     slept: list[float] = []
     monkeypatch.setattr(hooks.time, "sleep", slept.append)
     parts = SimpleNamespace(
@@ -254,7 +254,7 @@ def views(*restoring: str) -> Views:
         restorations=dict.fromkeys(restoring, begun),
         restoration=lambda rid: context.requests.record(rid).restoration,
     )
-    return Views(engine, 512, 4096)  # type: ignore[arg-type]
+    return Views(engine, 512, 4096)
 
 
 def fresh(shown: Views, queue: Any) -> int:
@@ -266,58 +266,58 @@ def before(shown: Views, queue: Any, rid: str) -> tuple[int, int]:
     return view.fresh_tokens, view.wanted_tokens
 
 
-def test_what_lies_in_memory_is_not_computed() -> None:
+def test_what_lies_in_memory_is_not_computed():
     assert fresh(views(), scheduler(request("a", 1000, device=320, host=160))) == 520
 
 
-def test_a_stored_prefix_that_is_left_to_sglang_is_not_computed() -> None:
+def test_a_stored_prefix_that_is_left_to_sglang_is_not_computed():
     shown, queue = views(), scheduler(request("a", 1000), request("b", 600))
     shown.left("a", 960)
     assert fresh(shown, queue) == 40 + 600
 
 
-def test_what_came_to_memory_beyond_the_stored_prefix_counts_too() -> None:
+def test_what_came_to_memory_beyond_the_stored_prefix_counts_too():
     shown = views()
     shown.left("a", 320)
     assert fresh(shown, scheduler(request("a", 1000, device=640))) == 360
 
 
-def test_a_prefix_that_is_offered_after_all_is_not_loaded_by_sglang() -> None:
+def test_a_prefix_that_is_offered_after_all_is_not_loaded_by_sglang():
     shown = views()
     shown.left("a", 960)
     shown.left("a", 0)
     assert fresh(shown, scheduler(request("a", 1000))) == 1000
 
 
-def test_a_request_that_restores_is_told_apart() -> None:
+def test_a_request_that_restores_is_told_apart():
     assert fresh(views("a"), scheduler(request("a", 1000), request("b", 600))) == 600
 
 
-def test_what_is_not_on_the_device_is_still_to_be_claimed_there() -> None:
+def test_what_is_not_on_the_device_is_still_to_be_claimed_there():
     queue = scheduler(request("a", 1000, device=320, host=160), request("b", 600))
     shown = views("b")
     shown.left("a", 960)
     assert shown.of(queue, 0.0).wanted_tokens == 680
 
 
-def test_an_offer_without_an_answer_has_claimed_nothing_yet() -> None:
+def test_an_offer_without_an_answer_has_claimed_nothing_yet():
     queue, shown = scheduler(request("a", 1000), request("b", 600)), views("a")
     shown._engine.restorations["a"].mode = None
     assert before(shown, queue, "b") == (0, 1000)
 
 
-def test_only_requests_before_one_in_the_queue_are_computed_before_it() -> None:
+def test_only_requests_before_one_in_the_queue_are_computed_before_it():
     queue = scheduler(request("a", 300), request("b", 500, host=400), request("c", 700))
     assert before(views(), queue, "a") == (0, 0)
     assert before(views(), queue, "c") == (400, 800)
 
 
-def test_all_that_wait_are_before_one_that_is_not_in_the_queue_yet() -> None:
+def test_all_that_wait_are_before_one_that_is_not_in_the_queue_yet():
     queue = scheduler(request("a", 300), request("b", 500))
     assert before(views(), queue, "c") == (800, 800)
 
 
-def test_requests_left_to_sglang_do_not_grow_into_seconds_of_compute() -> None:
+def test_requests_left_to_sglang_do_not_grow_into_seconds_of_compute():
     """Six agents whose contexts are stored: the seventh sees their last turns, not their contexts,
     as compute. All of it will be on the device.
     """
@@ -328,7 +328,7 @@ def test_requests_left_to_sglang_do_not_grow_into_seconds_of_compute() -> None:
     assert before(shown, queue, "6") == (6 * 304, 6 * 30_000)
 
 
-def test_requests_that_have_gone_are_forgotten() -> None:
+def test_requests_that_have_gone_are_forgotten():
     shown = views()
     shown.left("a", 960)
     shown._context.requests.forget("a")
@@ -336,7 +336,7 @@ def test_requests_that_have_gone_are_forgotten() -> None:
     assert fresh(shown, scheduler(request("a", 1000))) == 1000
 
 
-def test_the_view_says_how_much_of_it_each_waiting_request_computes() -> None:
+def test_the_view_says_how_much_of_it_each_waiting_request_computes():
     queue = scheduler(request("a", 600), request("r", 900), request("b", 300))
     assert views("r").of(queue, 0.0).fresh == (600, 0, 300)
     assert views("r").of(scheduler(request("r", 900)), 0.0).fresh == ()

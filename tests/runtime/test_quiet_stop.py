@@ -12,8 +12,6 @@ from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from sgl_kvtier.runtime.backend import quiet_stop
 from sgl_kvtier.runtime.sglang.hooks import HOOKS
 
@@ -40,7 +38,7 @@ def test_a_rank_waits_until_reads_and_reductions_are_over():
         queue.put(1)
     order: list[str] = []
 
-    def works() -> None:
+    def works():
         with quiet_stop.busy(one, "reading"):
             one.prefetch_buffer.get()
             time.sleep(0.1)
@@ -58,7 +56,7 @@ def test_a_rank_waits_until_reads_and_reductions_are_over():
     assert order == ["read", "reduced", "stopped"]
 
 
-def test_what_never_comes_to_rest_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch):
+def test_what_never_comes_to_rest_is_not_waited_for_for_ever(monkeypatch):
     monkeypatch.setattr(quiet_stop, "_LONGEST_S", 0.05)
     one = controller(2)
     with quiet_stop.busy(one, "reading"):

@@ -26,9 +26,7 @@ def bare() -> Any:
     return object.__new__(KVTierRadixCache)
 
 
-def test_at_a_graceful_end_nothing_reads_into_host_memory_when_it_is_unmapped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_at_a_graceful_end_nothing_reads_into_host_memory_when_it_is_unmapped(monkeypatch):
     order: list[str] = []
     monkeypatch.setattr(
         UnifiedRadixCache, "release_host_resources", lambda self: order.append("unmapped")
@@ -37,16 +35,16 @@ def test_at_a_graceful_end_nothing_reads_into_host_memory_when_it_is_unmapped(
     backend = SimpleNamespace(begin_read=None, close=lambda: order.append("store"))
     tree.cache_controller = SimpleNamespace(storage_backend=SimpleNamespace(_backend=backend))
     tree.kvtier = parts = object.__new__(Parts)
-    parts.engine = SimpleNamespace(close=lambda: order.append("copies"))  # type: ignore[assignment]
-    parts.notes = SimpleNamespace(close=lambda: order.append("notes"))  # type: ignore[assignment]
-    parts.agreement = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    parts.engine = SimpleNamespace(close=lambda: order.append("copies"))
+    parts.notes = SimpleNamespace(close=lambda: order.append("notes"))
+    parts.agreement = SimpleNamespace(close=lambda: None)
     ahead = SimpleNamespace(close=lambda: order.append("ahead"))
-    parts.tick = SimpleNamespace(ahead=ahead)  # type: ignore[assignment]
+    parts.tick = SimpleNamespace(ahead=ahead)
     tree.release_host_resources()
     assert order == ["copies", "notes", "ahead", "store", "unmapped"]
 
 
-def test_a_server_without_our_parts_ends_as_stock_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_our_parts_ends_as_stock_does(monkeypatch):
     ended: list[int] = []
     monkeypatch.setattr(UnifiedRadixCache, "release_host_resources", lambda self: ended.append(1))
     tree = bare()
@@ -100,9 +98,7 @@ def spec(name: PoolName) -> Any:
     return SimpleNamespace(pool_name=name)
 
 
-def test_our_parts_are_built_when_the_pools_of_a_draft_are_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_our_parts_are_built_when_the_pools_of_a_draft_are_there(monkeypatch):
     tree = without_pools(monkeypatch)
     seen = built(monkeypatch, tree)
     monkeypatch.setattr(
@@ -117,16 +113,14 @@ def test_our_parts_are_built_when_the_pools_of_a_draft_are_there(
     assert tree.kvtier is not None and seen == [["indexer", "draft", "draft_indexer"]]
 
 
-def test_a_model_without_a_draft_is_served_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_draft_is_served_at_once(monkeypatch):
     tree = without_pools(monkeypatch)
     seen = built(monkeypatch, tree)
     tree.init_hicache(SERVER, PARAMS)
     assert tree.kvtier is not None and seen == [[]]
 
 
-def test_a_pool_that_comes_later_than_told_ends_our_parts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pool_that_comes_later_than_told_ends_our_parts(monkeypatch, caplog):
     tree = without_pools(monkeypatch)
     seen = built(monkeypatch, tree)
     tree.init_hicache(SERVER, PARAMS)
@@ -135,9 +129,7 @@ def test_a_pool_that_comes_later_than_told_ends_our_parts(
     assert tree.kvtier is None and seen == [] and "the pool draft came too late" in caplog.text
 
 
-def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(monkeypatch, caplog):
     tree = without_pools(monkeypatch)
     tree.tree_components = (ComponentType.FULL, ComponentType.SWA)
     tree.token_to_kv_pool_allocator = None
@@ -150,9 +142,7 @@ def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
     )
 
 
-def test_a_server_whose_pages_cannot_be_checked_gets_none_of_our_parts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_whose_pages_cannot_be_checked_gets_none_of_our_parts(monkeypatch, caplog):
     tree = without_pools(monkeypatch)
     built(monkeypatch, tree)
     monkeypatch.setattr(radix_cache.restore_setup, "build", lambda tree, server_args: "why it is")
@@ -162,16 +152,16 @@ def test_a_server_whose_pages_cannot_be_checked_gets_none_of_our_parts(
     assert [(one.levelname, one.message) for one in caplog.records] == [("WARNING", "why it is")]
 
 
-def test_looking_ahead_that_fails_costs_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_looking_ahead_that_fails_costs_itself_alone(caplog):
     tree = bare()
     tree.kvtier = parts = object.__new__(Parts)
     stopped: list[int] = []
-    agreement = parts.agreement = SimpleNamespace(alone=True)  # type: ignore[assignment]
-    parts.tick = SimpleNamespace(  # type: ignore[assignment]
+    agreement = parts.agreement = SimpleNamespace(alone=True)
+    parts.tick = SimpleNamespace(
         stop_looking_ahead=lambda: stopped.append(1), ahead=SimpleNamespace()
     )
 
-    def fails(ahead: Any) -> None:
+    def fails(ahead):
         raise OverflowError("an id of an image")
 
     tree._tell_ahead(fails)
@@ -181,13 +171,11 @@ def test_looking_ahead_that_fails_costs_itself_alone(caplog: pytest.LogCaptureFi
     assert stopped == [1] and parts.ahead.broken, "with other ranks it is agreed on"
 
 
-def test_a_store_that_cannot_be_closed_does_not_keep_stock_from_ending(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_that_cannot_be_closed_does_not_keep_stock_from_ending(monkeypatch):
     ended: list[int] = []
     monkeypatch.setattr(UnifiedRadixCache, "release_host_resources", lambda self: ended.append(1))
 
-    def fails() -> None:
+    def fails():
         raise OSError("the disk is gone")
 
     tree = bare()
@@ -221,7 +209,7 @@ def tree_that_backs_up(
     tree.cache_controller = SimpleNamespace(ack_write_queue=[])
     tree.sidecars = []
     tree.kvtier = SimpleNamespace(
-        engine=SimpleNamespace(kept=KeptPages(SimpleNamespace(free=lambda slots: None), PAGE)),  # type: ignore[arg-type]
+        engine=SimpleNamespace(kept=KeptPages(SimpleNamespace(free=lambda slots: None), PAGE)),
         turns=SimpleNamespace(nodes=list),
         ahead=None,
         context=SimpleNamespace(host=None),
@@ -229,7 +217,7 @@ def tree_that_backs_up(
     return tree, copied, keys
 
 
-def test_pages_that_were_restored_are_not_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_were_restored_are_not_copied_back(monkeypatch):
     tree, copied, keys = tree_that_backs_up(monkeypatch, 3)
     kept = torch.arange(2 * PAGE) + 500
     tree.kvtier.engine.kept.keep("r", keys[1:], kept)
@@ -239,9 +227,7 @@ def test_pages_that_were_restored_are_not_copied_back(monkeypatch: pytest.Monkey
     assert tree.kvtier.engine.kept.tokens == 0 and tree.cache_controller.ack_write_queue == []
 
 
-def test_restored_pages_of_a_draft_are_not_copied_back_either(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_restored_pages_of_a_draft_are_not_copied_back_either(monkeypatch):
     """Their rows were read into the same host pages; those of the others go with their KV."""
     tree, copied, keys = tree_that_backs_up(monkeypatch, 3)
     tree.kvtier.engine.kept.keep("r", keys[1:], torch.arange(2 * PAGE) + 500)
@@ -250,9 +236,7 @@ def test_restored_pages_of_a_draft_are_not_copied_back_either(
     assert tree.sidecars == [[PoolName.DRAFT]]
 
 
-def test_a_node_that_was_restored_as_a_whole_is_acknowledged_without_a_copy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_that_was_restored_as_a_whole_is_acknowledged_without_a_copy(monkeypatch):
     tree, copied, keys = tree_that_backs_up(monkeypatch, 2)
     tree.kvtier.engine.kept.keep("r", keys, torch.arange(2 * PAGE) + 500)
     host = tree._execute_kv_backup(7, torch.arange(2 * PAGE), {}, [])
@@ -262,9 +246,7 @@ def test_a_node_that_was_restored_as_a_whole_is_acknowledged_without_a_copy(
     ack.finish_event.synchronize()
 
 
-def test_pages_are_kept_where_their_node_could_not_be_backed_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pages_are_kept_where_their_node_could_not_be_backed_up(monkeypatch):
     tree, _, keys = tree_that_backs_up(monkeypatch, 2)
     monkeypatch.setattr(UnifiedRadixCache, "_execute_kv_backup", lambda *_: None)
     tree.kvtier.engine.kept.keep("r", keys[:1], torch.arange(PAGE))
@@ -272,9 +254,7 @@ def test_pages_are_kept_where_their_node_could_not_be_backed_up(
     assert tree.kvtier.engine.kept.tokens == PAGE
 
 
-def test_kept_pages_give_way_after_everything_that_can_be_evicted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kept_pages_give_way_after_everything_that_can_be_evicted(monkeypatch):
     tree, _, keys = tree_that_backs_up(monkeypatch, 3)
     tree.kvtier.engine.kept.keep("r", keys, torch.arange(3 * PAGE))
     monkeypatch.setattr(UnifiedRadixCache, "evict_host", lambda self, tokens, kind=None: PAGE)

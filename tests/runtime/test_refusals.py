@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -320,7 +319,7 @@ def test_keys_and_values_of_different_widths_are_refused_in_either_pool(unequal)
     assert refusals.lacking(equal) == str(WIDTHS)
 
 
-def test_the_flag_named_for_window_pages_keeps_whole_sequences(launch, tmp_path: Path):
+def test_the_flag_named_for_window_pages_keeps_whole_sequences(launch, tmp_path):
     flags = f"--model-path {window_model(tmp_path)} --attention-backend triton"
     windows, whole = (
         model_config_of(launch(flags + more)) for more in ("", " --disable-hybrid-swa-memory")

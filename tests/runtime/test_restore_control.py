@@ -44,15 +44,15 @@ def lab(config: PolicyConfig) -> SimpleNamespace:
     )
     planner = make_planner(config, ENGINE)
     learning = Learning(planner, planner.profile, None, Profile({}, {}, {}, 0, {}), ENGINE)
-    notes = RestoreNotes(config, engine, learning, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
+    notes = RestoreNotes(config, engine, learning, SimpleNamespace(reductions=0), None)
     tree = SimpleNamespace(kvtier=SimpleNamespace(notes=notes, ahead=None))
     return SimpleNamespace(tree_cache=tree, engine=engine, notes=notes, planner=planner)
 
 
-def test_a_setting_is_in_force_for_the_next_offer() -> None:
+def test_a_setting_is_in_force_for_the_next_offer():
     scheduler = lab(PolicyConfig(restore="both"))
 
-    def mode(rid: str) -> Mode:
+    def mode(rid):
         scheduler.planner.observe(
             RestoreOffered(rid, 1.0, 1024, 0, 60, ((Span(0, 60), Tier.STORAGE),))
         )
@@ -70,7 +70,7 @@ def test_a_setting_is_in_force_for_the_next_offer() -> None:
     assert scheduler.notes.config.restore == "load"
 
 
-def test_off_closes_the_engine_to_hits_and_on_opens_it() -> None:
+def test_off_closes_the_engine_to_hits_and_on_opens_it():
     scheduler = lab(PolicyConfig())
     HANDLERS["policy.restore"](scheduler, 4)
     assert not scheduler.engine.offers.is_on
@@ -78,7 +78,7 @@ def test_off_closes_the_engine_to_hits_and_on_opens_it() -> None:
     assert scheduler.engine.offers.is_on
 
 
-def test_what_was_refuted_is_not_turned_on_again() -> None:
+def test_what_was_refuted_is_not_turned_on_again():
     scheduler = lab(PolicyConfig(restore="both"))
     scheduler.engine.proof.refute()
     scheduler.engine.offers.is_on = False
@@ -91,7 +91,7 @@ def test_what_was_refuted_is_not_turned_on_again() -> None:
     assert not scheduler.engine.offers.is_on
 
 
-def test_what_was_not_checked_at_the_start_is_not_turned_on() -> None:
+def test_what_was_not_checked_at_the_start_is_not_turned_on():
     scheduler = lab(PolicyConfig(restore="off", prefetch="on"))
     scheduler.notes.is_unproven = True
     for value in (0, 1, 2, 3):
@@ -104,27 +104,27 @@ def test_what_was_not_checked_at_the_start_is_not_turned_on() -> None:
     assert not scheduler.engine.offers.is_on
 
 
-def test_what_the_engine_itself_acts_on_is_in_force_from_the_start() -> None:
+def test_what_the_engine_itself_acts_on_is_in_force_from_the_start():
     scheduler = lab(PolicyConfig(restore="off", min_restore_tokens=512))
     assert not scheduler.engine.offers.is_on
     assert scheduler.engine.offers.min_tokens == 512
 
 
-def test_the_least_length_is_the_engines_as_well() -> None:
+def test_the_least_length_is_the_engines_as_well():
     scheduler = lab(PolicyConfig())
     HANDLERS["policy.min_restore_tokens"](scheduler, 1024)
     assert scheduler.engine.offers.min_tokens == 1024
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_what_is_fixed_at_the_start_is_refused(name: str) -> None:
+def test_what_is_fixed_at_the_start_is_refused(name):
     scheduler = lab(PolicyConfig())
     with pytest.raises(ValueError, match="fixed when the server starts"):
         HANDLERS[f"policy.{name}"](scheduler, 1)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FIXED])
-def test_what_is_not_fixed_is_taken_at_its_default(name: str) -> None:
+def test_what_is_not_fixed_is_taken_at_its_default(name):
     scheduler = lab(PolicyConfig())
     default = getattr(PolicyConfig(), name)
     choices = {f.name: f.metadata["choices"] for f in dataclasses.fields(PolicyConfig)}[name]
@@ -132,7 +132,7 @@ def test_what_is_not_fixed_is_taken_at_its_default(name: str) -> None:
     assert scheduler.notes.config == PolicyConfig()
 
 
-def test_a_server_that_cannot_restore_can_be_told_off_but_not_on() -> None:
+def test_a_server_that_cannot_restore_can_be_told_off_but_not_on():
     stock = SimpleNamespace(tree_cache=SimpleNamespace())
     HANDLERS["policy.restore"](stock, 4)
     for name, value in (("restore", 0), ("load_tokens", 64)):
@@ -165,9 +165,7 @@ class Throttled:
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("name", HANDLERS)
-def test_no_running_setting_takes_a_hostile_value_or_raises(
-    name: str, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_running_setting_takes_a_hostile_value_or_raises(name, kind, caplog):
     scheduler, backend = lab(PolicyConfig()), Throttled()
     scheduler.tree_cache.cache_controller = SimpleNamespace(storage_backend=backend)
     setting = {f"policy.{f.name}": f for f in dataclasses.fields(PolicyConfig)}.get(name)
@@ -187,16 +185,14 @@ def test_no_running_setting_takes_a_hostile_value_or_raises(
     assert len(caplog.text) < 1000
 
 
-def test_a_bandwidth_in_its_range_reaches_the_store() -> None:
+def test_a_bandwidth_in_its_range_reaches_the_store():
     scheduler, backend = lab(PolicyConfig()), Throttled()
     scheduler.tree_cache.cache_controller = SimpleNamespace(storage_backend=backend)
     assert told(scheduler, **{"throttle.read_gbps": 2})
     assert backend.read_gbps == 2.0
 
 
-def test_a_defect_while_a_setting_is_changed_is_a_refusal_and_not_the_end_of_the_server(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_defect_while_a_setting_is_changed_is_a_refusal_and_not_the_end_of_the_server(caplog):
     assert not told(SimpleNamespace(), **{"policy.load_tokens": 64})
     assert "AttributeError" in caplog.text
 
@@ -206,9 +202,7 @@ def test_a_defect_while_a_setting_is_changed_is_a_refusal_and_not_the_end_of_the
     [{"nothing": 1}, {"x" * 1_000_000: 1}, {"policy.restore": 0, "\ud800": 1}],
     ids=[0, 1, 2],
 )
-def test_names_that_nobody_handles_are_refused_shortly(
-    values: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_names_that_nobody_handles_are_refused_shortly(values, caplog):
     assert not told(lab(PolicyConfig()), **values)
     assert "cannot change" in caplog.text
     assert len(caplog.text) < 500
@@ -231,13 +225,13 @@ class Joined:
 
 
 @pytest.mark.parametrize("own", [[0.0, 0.0, 0.0], [9.0, 1e-30, 1e30]])
-def test_all_ranks_begin_with_the_first_ranks_costs_to_the_bit(own: list[float]) -> None:
+def test_all_ranks_begin_with_the_first_ranks_costs_to_the_bit(own):
     tree, said = Joined(), [1.0, 0.1 + 0.2, 3.3e-9]
     assert Agreement(tree, 2, first=True).first_says(said) == said
     assert Agreement(tree, 2, first=False).first_says(own) == said
 
 
-def test_a_rank_alone_asks_nobody() -> None:
+def test_a_rank_alone_asks_nobody():
     assert Agreement(None, 1, first=True).first_says([1.5, 0.0]) == [1.5, 0.0]
 
 
@@ -253,9 +247,7 @@ def policy(**settings: object) -> PolicyConfig:
     return from_extra_config({"store": {"path": "/nowhere"}, "policy": settings}).policy
 
 
-def test_the_lines_at_the_end_of_the_eviction_example_are_what_a_server_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_lines_at_the_end_of_the_eviction_example_are_what_a_server_takes(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     text = (EXAMPLES / "own_eviction.py").read_text()
     comment = text[text.index("# In a server") :]
@@ -269,12 +261,12 @@ def test_the_lines_at_the_end_of_the_eviction_example_are_what_a_server_takes(
 
 
 @pytest.mark.parametrize("key", ["rules", "eviction"])
-def test_a_class_that_cannot_be_had_is_refused_before_a_model_loads(key: str) -> None:
+def test_a_class_that_cannot_be_had_is_refused_before_a_model_loads(key):
     with pytest.raises(ConfigError, match=f'policy.{key} = "no_such_module:Rule"'):
         policy(**{key: "no_such_module:Rule"})
 
 
-def test_a_number_of_the_rules_is_changed_in_a_running_server() -> None:
+def test_a_number_of_the_rules_is_changed_in_a_running_server():
     scheduler = lab(policy(rules=SPLIT, restore="both"))
     assert told(scheduler, **{"rules.share": 0.25})
     assert scheduler.planner.rules.computed_share() == 0.25
@@ -293,25 +285,25 @@ def test_a_number_of_the_rules_is_changed_in_a_running_server() -> None:
     ],
 )
 def test_a_change_that_the_rules_do_not_take_is_refused_and_nothing_raises(
-    rules: str, name: str, value: object, caplog: pytest.LogCaptureFixture
-) -> None:
+    rules, name, value, caplog
+):
     scheduler = lab(policy(rules=rules, restore="both"))
     assert not told(scheduler, **{f"rules.{name}": value})
     assert scheduler.planner.rules.computed_share() is None
     assert "was refused" in caplog.text and "Traceback" not in caplog.text
 
 
-def test_a_server_that_cannot_restore_refuses_to_change_its_rules() -> None:
+def test_a_server_that_cannot_restore_refuses_to_change_its_rules():
     assert not told(SimpleNamespace(tree_cache=SimpleNamespace()), **{"rules.share": 0.5})
 
 
-def test_a_change_of_the_rules_is_written_down_and_followed_by_a_replay() -> None:
+def test_a_change_of_the_rules_is_written_down_and_followed_by_a_replay():
     config, written = policy(rules=SPLIT, restore="both"), []
     recorded = Recorded(make_planner(config, ENGINE), written.append)
     assert recorded.query(RulesTuned("share", 0.5)) is None
     seen: list[FixedSplit] = []
 
-    def make(header: Header):
+    def make(header):
         planner = make_planner(header.config, header.engine, header.profile)
         seen.append(planner.rules)
         return planner

@@ -95,7 +95,7 @@ class Mover:
 def engine_with(pages: int = 8) -> tuple[RestoreEngine, Restoration, Mover]:
     """An engine that restores one request of `pages` pages from storage, nothing loaded yet."""
     host = Pool()
-    host.size_per_token = 4  # type: ignore[attr-defined]
+    host.size_per_token = 4
     tree = SimpleNamespace(
         page_size=PAGE,
         token_to_kv_pool_allocator=Pool(),
@@ -105,7 +105,7 @@ def engine_with(pages: int = 8) -> tuple[RestoreEngine, Restoration, Mover]:
         unlock=lambda lock: None,
     )
     mover = Mover()
-    engine = RestoreEngine(StepContext(tree), mover, 0, lambda offer: None)  # type: ignore[arg-type]
+    engine = RestoreEngine(StepContext(tree), mover, 0, lambda offer: None)
     r = Restoration(
         "r",
         None,
@@ -255,7 +255,7 @@ def test_room_for_a_waiting_request_is_given_only_by_those_behind_it():
     mover.wait_news(0.0)
     settle(engine, 1.0)
     queue = [SimpleNamespace(rid=rid) for rid in ("first", "r", "last")]
-    engine.context.scheduler = SimpleNamespace(waiting_queue=queue)  # type: ignore[assignment]
+    engine.context.scheduler = SimpleNamespace(waiting_queue=queue)
     assert not engine.give_room(PAGE, to="last") and not r.closed
     assert not engine.give_room(PAGE, to="r") and not r.closed
     assert engine.give_room(PAGE, to="first") and r.closed
@@ -296,9 +296,9 @@ def tick_of_two_ranks() -> tuple[RestoreTick, Restoration, list[Any], TwoRanks]:
     told: list[Any] = []
     planner = SimpleNamespace(observe=told.append, step=lambda view: StepPlan())
     ranks = TwoRanks(engine.context.tree)
-    agreement, views = Agreement(ranks, 2, first=True), Views(engine, 256, 1024)  # type: ignore[arg-type]
+    agreement, views = Agreement(ranks, 2, first=True), Views(engine, 256, 1024)
     turns = SimpleNamespace(look=lambda scheduler: None)
-    return RestoreTick(engine, planner, agreement, turns, views), r, told, ranks  # type: ignore[arg-type]
+    return RestoreTick(engine, planner, agreement, turns, views), r, told, ranks
 
 
 def test_the_chunk_by_which_the_last_restoration_ends_is_told_on_several_ranks_too():
@@ -368,17 +368,17 @@ def test_loads_that_were_not_begun_because_something_failed_are_told_as_lost():
             for low in (6, 4, 2)
         )
     )
-    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)  # type: ignore[assignment]
-    tick.views = SimpleNamespace(of=lambda scheduler, now: None)  # type: ignore[assignment]
+    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)
+    tick.views = SimpleNamespace(of=lambda scheduler, now: None)
     load, begun = tick.engine.load, []
 
-    def fails_at_the_second(command: messages.Load) -> None:
+    def fails_at_the_second(command):
         if begun:
             raise RuntimeError("the device is gone")
         begun.append(command)
         load(command)
 
-    tick.engine.load = fails_at_the_second  # type: ignore[method-assign]
+    tick.engine.load = fails_at_the_second
     tick.run(SimpleNamespace())
     tick.run(SimpleNamespace())
     lost = [(fact.span, fact.reason) for fact in told if isinstance(fact, messages.PagesLost)]
@@ -438,8 +438,8 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
         hinted=[],
         carry_out=lambda moves, owed: None,
     )
-    tick.ahead = ahead  # type: ignore[assignment]
-    tick.shared.results = lambda loads, own: ([1.0] * (1 + loads + own), b"")  # type: ignore[method-assign]
+    tick.ahead = ahead
+    tick.shared.results = lambda loads, own: ([1.0] * (1 + loads + own), b"")
     sources = ((Span(0, 8), Tier.STORAGE),)
     other = Restoration("other", None, 9 * PAGE, 0, 8, sources, (), torch.empty(0))
     other.mode = Mode.BOTH
@@ -451,8 +451,8 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
         ),
         computes=(messages.Compute("other", None, 64),),
     )
-    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)  # type: ignore[assignment]
-    tick.views = SimpleNamespace(of=lambda scheduler, now: None)  # type: ignore[assignment]
+    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)
+    tick.views = SimpleNamespace(of=lambda scheduler, now: None)
     failing_pool(tick)
     tick.run(SimpleNamespace(running_batch=SimpleNamespace(reqs=[1])))
     assert tick.ahead is ahead, "looking ahead goes on"
@@ -467,7 +467,7 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
 def test_host_memory_that_fails_gives_the_device_pages_back():
     engine, r, _ = engine_with()
 
-    def fails(tokens: int, **how: Any) -> None:
+    def fails(tokens, **how):
         raise RuntimeError("no host memory")
 
     engine.context.tree.cache_controller.mem_pool_host.alloc = fails
@@ -542,7 +542,7 @@ def test_a_page_that_two_requests_have_read_is_kept_once():
     assert kept.tokens == PAGE and host.available_size() == (PAGES - 1) * PAGE
 
 
-def test_an_end_that_raises_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_raises_is_not_repeated(monkeypatch):
     engine, _, _ = engine_of_keys(8)
     kept = kept_by(engine)
     loads = [load(engine, Span(0, 4)), load(engine, Span(4, 8))]
@@ -552,7 +552,7 @@ def test_an_end_that_raises_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> 
     ended: list[Span] = []
     leave = engine._leave_host
 
-    def fails_once(one: Any) -> None:
+    def fails_once(one):
         ended.append(one.span)
         if len(ended) == 2:
             raise AssertionError("the pool finds a page freed twice")
@@ -566,7 +566,7 @@ def test_an_end_that_raises_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> 
     assert kept.tokens == 4 * PAGE
 
 
-def test_a_request_that_ends_leaves_pages_that_another_one_brought() -> None:
+def test_a_request_that_ends_leaves_pages_that_another_one_brought():
     engine, r, host = engine_of_keys(2)
     kept = kept_by(engine)
     kept.keep("another", r.keys[:2], host.alloc(2 * PAGE))
@@ -582,7 +582,7 @@ def test_reads_beside_a_restorations_loads_say_nothing_of_the_disk(monkeypatch):
         "sgl_kvtier.runtime.scheduler.tick.store_of",
         lambda controller: SimpleNamespace(own_reads=reads),
     )
-    tick.agreement, context = SimpleNamespace(alone=True), tick.context  # type: ignore[assignment]
+    tick.agreement, context = SimpleNamespace(alone=True), tick.context
     context.alone = False  # so that the test sets the clock
     context.now = 1.0
     one = load(tick.engine, Span(4, 8))
@@ -631,9 +631,9 @@ def test_room_is_given_by_requests_that_wait_and_never_by_one_that_runs():
 def test_the_trees_host_pages_stay_pinned_while_a_load_reads_them():
     engine, r, _ = engine_with()
     unpinned = list[Any]()
-    engine.context.host.unpin = unpinned.append  # type: ignore[method-assign]
+    engine.context.host.unpin = unpinned.append
     r.sources, r.host_slots = ((Span(0, 8), Tier.HOST),), torch.arange(8 * PAGE)
-    r.host_pin = pin = object()  # type: ignore[assignment]
+    r.host_pin = pin = object()
     engine.load(messages.Load("r", Span(0, 2), Tier.HOST, Link.HOST_TO_DEVICE, 1.0))
     one = engine.loads[0]
     engine.abandon(r, "aborted")
@@ -708,17 +708,17 @@ def test_pages_lost_before_something_failed_in_the_same_step_are_told_as_well():
             for span in (Span(6, 8), Span(4, 6))
         )
     )
-    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)  # type: ignore[assignment]
-    tick.views = SimpleNamespace(of=lambda scheduler, now: None)  # type: ignore[assignment]
+    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)
+    tick.views = SimpleNamespace(of=lambda scheduler, now: None)
     load = tick.engine.load
-    tick.engine.context.slots.claim_device = lambda tokens: None  # type: ignore[method-assign]
+    tick.engine.context.slots.claim_device = lambda tokens: None
 
-    def fails_at_the_second(command: messages.Load) -> None:
+    def fails_at_the_second(command):
         if command.span == Span(4, 6):
             raise RuntimeError("the device is gone")
         load(command)
 
-    tick.engine.load = fails_at_the_second  # type: ignore[method-assign]
+    tick.engine.load = fails_at_the_second
     tick.run(SimpleNamespace())
     tick.run(SimpleNamespace())
     lost = [fact.span for fact in told if isinstance(fact, PagesLost)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import stat
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def play(planner: Any, steps: int) -> None:
         )
 
 
-def test_what_was_recorded_is_decided_again(tmp_path: Path) -> None:
+def test_what_was_recorded_is_decided_again(tmp_path):
     log = DecisionFile(tmp_path / "log", HEADER)
     play(Recorded(make_planner(CONFIG, ENGINE), log.write), 20)
     log.close()
@@ -62,10 +61,10 @@ def test_what_was_recorded_is_decided_again(tmp_path: Path) -> None:
     assert log.dropped == 0
 
 
-def test_the_same_pages_in_step_after_step_take_little_room(tmp_path: Path) -> None:
+def test_the_same_pages_in_step_after_step_take_little_room(tmp_path):
     keys = tuple(PageKey(bytes([k]) * 32) for k in range(200))
     records = [PagesPlaced(keys, Tier.HOST, 0.0)]
-    records += [StepPlan(evictions=(Evict(keys[:k], Tier.HOST),)) for k in range(200)]  # type: ignore[misc]
+    records += [StepPlan(evictions=(Evict(keys[:k], Tier.HOST),)) for k in range(200)]
     log = DecisionFile(tmp_path / "log", HEADER)
     for record in records:
         log.write(record)
@@ -76,26 +75,24 @@ def test_the_same_pages_in_step_after_step_take_little_room(tmp_path: Path) -> N
     assert sum(map(len, lines)) < sum(len(encode(record)) for record in records) / 30
 
 
-def test_an_earlier_log_is_kept_once_and_files_are_private(tmp_path: Path) -> None:
+def test_an_earlier_log_is_kept_once_and_files_are_private(tmp_path):
     for _ in range(3):
         DecisionFile(tmp_path / "deep" / "log", HEADER).close()
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["log", "log.old"]
     assert stat.S_IMODE((tmp_path / "deep" / "log").stat().st_mode) == 0o600
 
 
-def test_a_path_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_stops_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"policy\.decision_log = .* cannot be written"):
         DecisionFile(tmp_path / "file" / "log", HEADER)
 
 
-def test_a_full_queue_drops_lines_counts_them_and_the_file_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_queue_drops_lines_counts_them_and_the_file_says_where(tmp_path, monkeypatch):
     held = threading.Event()
     real = Writer.encode
 
-    def slow(writer: Writer, record: Any) -> str:
+    def slow(writer, record):
         held.wait(30)
         return real(writer, record)
 
@@ -115,7 +112,7 @@ def test_a_full_queue_drops_lines_counts_them_and_the_file_says_where(
         replay((tmp_path / "log").read_text().splitlines())
 
 
-def test_a_question_is_written_with_its_answer() -> None:
+def test_a_question_is_written_with_its_answer():
     written: list[Any] = []
     asked = ReadsDue(tuple(Queued(f"r{number}", 10, True) for number in range(9)), 35)
     assert Recorded(make_planner(CONFIG, ENGINE), written.append).query(asked) == ("r0", "r1", "r2")
@@ -123,17 +120,17 @@ def test_a_question_is_written_with_its_answer() -> None:
     assert replay([encode_header(HEADER), encode(written[0])]).difference is None
 
 
-def test_a_disk_that_fails_ends_the_log_and_not_the_server(tmp_path: Path) -> None:
+def test_a_disk_that_fails_ends_the_log_and_not_the_server(tmp_path):
     log = DecisionFile(tmp_path / "log", HEADER)
 
     class Full:
-        def write(self, text: str) -> None:
+        def write(self, text):
             raise OSError(28, "No space left on device")
 
-        def flush(self) -> None:
+        def flush(self):
             pass
 
-    log._file = Full()  # type: ignore[assignment]
+    log._file = Full()
     play(Recorded(make_planner(CONFIG, ENGINE), log.write), 5)
     log.close()
     assert log.dropped == 15

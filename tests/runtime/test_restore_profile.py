@@ -55,9 +55,7 @@ def chunk(number: int, shared: int = 0) -> ChunkDone:
     )
 
 
-def test_the_break_even_bandwidth_is_that_of_a_chunk_and_known_once_chunks_were_timed(
-    tmp_path: Path,
-) -> None:
+def test_the_break_even_bandwidth_is_that_of_a_chunk_and_known_once_chunks_were_timed(tmp_path):
     learner, _ = learning(tmp_path, make_planner(CONFIG, ENGINE))
     for number in range(cost_profile.LEAST_CHUNKS):
         assert learner.break_even_bytes_per_s is None
@@ -67,7 +65,7 @@ def test_the_break_even_bandwidth_is_that_of_a_chunk_and_known_once_chunks_were_
     learner.close()
 
 
-def test_the_break_even_bandwidth_of_an_earlier_server_holds_from_the_start(tmp_path: Path) -> None:
+def test_the_break_even_bandwidth_of_an_earlier_server_holds_from_the_start(tmp_path):
     profile = planned_with(KNOWN)
     learner, _ = learning(tmp_path, make_planner(CONFIG, ENGINE, profile), KNOWN)
     seconds = 0.004 + 256 * (0.0003 + 1e-8 * 128)
@@ -75,7 +73,7 @@ def test_the_break_even_bandwidth_of_an_earlier_server_holds_from_the_start(tmp_
     learner.close()
 
 
-def test_the_next_start_decides_its_first_restoration_from_what_was_learned(tmp_path: Path) -> None:
+def test_the_next_start_decides_its_first_restoration_from_what_was_learned(tmp_path):
     planner = make_planner(CONFIG, ENGINE)
     learner, _ = learning(tmp_path, planner)
     for number in range(12):
@@ -86,8 +84,8 @@ def test_the_next_start_decides_its_first_restoration_from_what_was_learned(tmp_
     assert read is not None
     assert planned_with(read) == planner.profile()
 
-    def first(profile: object) -> tuple[Mode, str]:
-        new = make_planner(CONFIG, ENGINE, profile)  # type: ignore[arg-type]
+    def first(profile):
+        new = make_planner(CONFIG, ENGINE, profile)
         new.observe(RestoreOffered("a", 1.0, 1024, 0, 60, ((Span(0, 60), Tier.STORAGE),)))
         start = new.step(
             StepView(1.0, ("a",), free_pages={Tier.DEVICE: 5000, Tier.HOST: 5000})
@@ -135,7 +133,7 @@ HOSTILE = [
         "schema",
     ],
 )
-def test_a_file_with_a_hostile_value_is_no_profile(tmp_path: Path, field: str, value: str) -> None:
+def test_a_file_with_a_hostile_value_is_no_profile(tmp_path, field, value):
     cost_profile.write(tmp_path / NAME, KNOWN)
     text = (tmp_path / NAME).read_text()
     pattern = rf'"{field}": (\{{[^}}]*\}}|"[^"]*"|[-\d.e]+)'
@@ -152,7 +150,7 @@ def test_a_file_with_a_hostile_value_is_no_profile(tmp_path: Path, field: str, v
     assert (cost_profile.read(tmp_path / NAME) is None) == (value not in harmless.get(field, ()))
 
 
-def test_nothing_is_kept_before_chunks_were_timed_alone(tmp_path: Path) -> None:
+def test_nothing_is_kept_before_chunks_were_timed_alone(tmp_path):
     learner, _ = learning(tmp_path, make_planner(CONFIG, ENGINE))
     for number in range(20):
         learner.observe(chunk(number, shared=64))
@@ -161,7 +159,7 @@ def test_nothing_is_kept_before_chunks_were_timed_alone(tmp_path: Path) -> None:
     assert not (tmp_path / NAME).exists()
 
 
-def test_after_the_bandwidth_was_changed_on_purpose_nothing_more_is_kept(tmp_path: Path) -> None:
+def test_after_the_bandwidth_was_changed_on_purpose_nothing_more_is_kept(tmp_path):
     learner, _ = learning(tmp_path, make_planner(CONFIG, ENGINE), KNOWN)
     learner.observe(chunk(1))
     learner.stop_keeping()
@@ -172,7 +170,7 @@ def test_after_the_bandwidth_was_changed_on_purpose_nothing_more_is_kept(tmp_pat
     assert (tmp_path / NAME).read_text() == kept
 
 
-def test_counts_go_on_from_run_to_run(tmp_path: Path) -> None:
+def test_counts_go_on_from_run_to_run(tmp_path):
     learner, _ = learning(tmp_path, make_planner(CONFIG, ENGINE, planned_with(KNOWN)), KNOWN)
     learner.observe(chunk(1))
     learner.close()
@@ -181,13 +179,13 @@ def test_counts_go_on_from_run_to_run(tmp_path: Path) -> None:
     assert (read.chunks, read.transfers) == (41, {"storage-device": 12})
 
 
-def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_profile_is_read_back_as_it_was_written(tmp_path):
     cost_profile.write(tmp_path / NAME, KNOWN)
     assert cost_profile.read(tmp_path / NAME) == KNOWN
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
-def test_what_is_no_file_is_no_profile_and_nobody_waits_for_it(tmp_path: Path) -> None:
+def test_what_is_no_file_is_no_profile_and_nobody_waits_for_it(tmp_path):
     os.mkfifo(tmp_path / NAME)
     assert cost_profile.read(tmp_path / NAME) is None
     cost_profile.write(tmp_path / NAME, KNOWN)
@@ -204,26 +202,26 @@ def test_what_is_no_file_is_no_profile_and_nobody_waits_for_it(tmp_path: Path) -
         lambda text: text.replace('"fixed_s"', '"fixed"'),
     ],
 )
-def test_a_damaged_or_foreign_file_is_no_profile(tmp_path: Path, damage: object) -> None:
+def test_a_damaged_or_foreign_file_is_no_profile(tmp_path, damage):
     cost_profile.write(tmp_path / NAME, KNOWN)
     path = tmp_path / NAME
-    path.write_text(damage(path.read_text()))  # type: ignore[operator]
+    path.write_text(damage(path.read_text()))
     assert cost_profile.read(path) is None
 
 
-def test_under_other_conditions_a_profile_is_passed_over() -> None:
+def test_under_other_conditions_a_profile_is_passed_over():
     assert cost_profile.fitting(KNOWN, {"device": "cpu"}) is KNOWN
     assert cost_profile.fitting(KNOWN, {"device": "H100"}) is None
     assert cost_profile.fitting(None, {"device": "cpu"}) is None
 
 
-def test_ranks_agree_on_the_same_numbers() -> None:
+def test_ranks_agree_on_the_same_numbers():
     assert cost_profile.taken(cost_profile.as_numbers(KNOWN)) == planned_with(KNOWN)
     assert cost_profile.taken(cost_profile.as_numbers(None)) is None
     assert len(cost_profile.as_numbers(None)) == len(cost_profile.as_numbers(KNOWN))
 
 
-def test_a_folder_that_is_gone_is_survived(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_is_survived(tmp_path):
     keeper = ProfileKeeper(tmp_path / "purged" / NAME, period_s=0.01)
     keeper.keep(dataclasses.replace(KNOWN))
     keeper.close()
@@ -251,9 +249,7 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-def test_what_was_learned_is_told_in_a_sentence(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_learned_is_told_in_a_sentence(folder, capsys):
     cost_profile.write(folder / NAME, PROFILE)
     assert main(["stat", str(folder.parent)]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -262,7 +258,7 @@ def test_what_was_learned_is_told_in_a_sentence(
     assert "links: storage-device 3.0 MiB/s" in said
 
 
-def test_what_was_learned_is_in_the_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_learned_is_in_the_json(folder, capsys):
     cost_profile.write(folder / NAME, PROFILE)
     assert main(["stat", str(folder.parent), "--json", "-"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["namespaces"]
@@ -278,9 +274,7 @@ def test_what_was_learned_is_in_the_json(folder: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("text", [None, "{"])
-def test_a_store_without_a_profile_is_listed_all_the_same(
-    folder: Path, text: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_without_a_profile_is_listed_all_the_same(folder, text, capsys):
     if text is not None:
         (folder / NAME).write_text(text)
     assert main(["stat", str(folder.parent), "--json", "-"]) == 0
@@ -288,9 +282,7 @@ def test_a_store_without_a_profile_is_listed_all_the_same(
     assert row["learned"] is None
 
 
-def test_a_profile_of_an_unknown_device_and_no_link_is_told(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_of_an_unknown_device_and_no_link_is_told(folder, capsys):
     cost_profile.write(folder / NAME, replace(PROFILE, conditions={}, links={}, transfers={}))
     assert main(["stat", str(folder.parent)]) == 0
     assert "links: none measured yet" in " ".join(capsys.readouterr().out.split())

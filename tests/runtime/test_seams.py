@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sgl_kvtier.runtime.scheduler.radix_cache import KVTierRadixCache
 from sgl_kvtier.runtime.sglang import hooks, seams, types
-from sgl_kvtier.runtime.sglang.hooks import HOOKS, Hook, Where
+from sgl_kvtier.runtime.sglang.hooks import HOOKS, Where
 from sgl_kvtier.runtime.sglang.seams import (
     AND_MORE,
     CALLS,
@@ -201,7 +201,7 @@ README = Path(__file__).parents[2] / "patches" / "README.md"
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])
-def test_the_function_of_every_hook_is_there(hook: Hook) -> None:
+def test_the_function_of_every_hook_is_there(hook):
     function = hook.load()
     assert callable(function) and function.__module__.startswith("sgl_kvtier."), (
         "by which the check before serving knows ours"
@@ -209,12 +209,12 @@ def test_the_function_of_every_hook_is_there(hook: Hook) -> None:
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])
-def test_every_hook_takes_whatever_another_release_passes(hook: Hook) -> None:
+def test_every_hook_takes_whatever_another_release_passes(hook):
     kinds = {parameter.kind for parameter in inspect.signature(hook.load()).parameters.values()}
     assert {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
 
 
-def test_what_this_sglang_does_not_have_is_not_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_sglang_does_not_have_is_not_hooked(monkeypatch):
     registered: list[str] = []
     monkeypatch.setattr(
         HookRegistry, "register", lambda target, hook, kind: registered.append(target)
@@ -229,12 +229,12 @@ def test_what_this_sglang_does_not_have_is_not_hooked(monkeypatch: pytest.Monkey
     assert registered == [there.target]
 
 
-def test_a_symbol_is_hooked_once() -> None:
+def test_a_symbol_is_hooked_once():
     targets = [hook.target for hook in HOOKS]
     assert sorted(set(targets)) == sorted(targets)
 
 
-def test_the_table_in_the_documentation_is_made_from_the_hooks() -> None:
+def test_the_table_in_the_documentation_is_made_from_the_hooks():
     assert f"\n{hooks.table()}\n" in README.read_text(), (
         "python -m sgl_kvtier.runtime.sglang.hooks prints it"
     )

@@ -8,7 +8,6 @@ import shlex
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +23,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_settings_go_to_sglang_as_text_and_no_file_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_go_to_sglang_as_text_and_no_file_is_written(tmp_path, capsys):
     words = ("--store", str(tmp_path / "pages"), "--capacity", "3GiB", "--device", "cuda")
     command = shlex.split(printed(capsys, *words).splitlines()[-1])
     given = command[command.index("--hicache-storage-backend-extra-config") + 1]
@@ -36,17 +33,13 @@ def test_settings_go_to_sglang_as_text_and_no_file_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_home_in_the_stores_folder_is_this_users(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_home_in_the_stores_folder_is_this_users(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     said = printed(capsys, "--store=~/pages", "--device", "cuda")
     assert f'"path": "{tmp_path}/pages"' in said
 
 
-def test_a_host_without_a_gpu_is_told_that_the_flags_are_a_cpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_without_a_gpu_is_told_that_the_flags_are_a_cpus(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(serve_command, "detect_device", lambda: "cpu")
     said = printed(capsys, "--store", str(tmp_path / "s"))
     assert said.startswith("# No GPU was found here") and "--device cuda" in said
@@ -55,9 +48,7 @@ def test_a_host_without_a_gpu_is_told_that_the_flags_are_a_cpus(
     assert "No GPU" not in printed(capsys, "--store", str(tmp_path / "s"))
 
 
-def test_a_cpus_pool_has_a_size_of_its_own_unless_another_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cpus_pool_has_a_size_of_its_own_unless_another_is_given(tmp_path, capsys):
     words = ("--store", str(tmp_path / "s"), "--device")
     assert " --max-total-tokens 16384 " in printed(capsys, *words, "cpu")
     assert "--max-total-tokens" not in printed(capsys, *words, "cuda")
@@ -66,9 +57,7 @@ def test_a_cpus_pool_has_a_size_of_its_own_unless_another_is_given(
     assert sizes == ["16384", "4096"]  # the last one counts
 
 
-def test_modes_are_settings_and_other_flags_are_sglangs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modes_are_settings_and_other_flags_are_sglangs(capsys, monkeypatch):
     monkeypatch.setenv("KVTIER_STORE_PATH", "/mnt/kv")
     words = ("--restore", "load", "--lookahead", "off", "--tp", "2", "--device", "cuda")
     assert cli.main(["serve", "m", *words, "--print", "--", "--dtype", "half"]) == 0
@@ -88,9 +77,7 @@ def test_modes_are_settings_and_other_flags_are_sglangs(
     assert "without --model-path: kvtier serve Qwen/Qwen3-8B" in capsys.readouterr().err
 
 
-def test_a_capacity_may_be_a_share_of_the_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_capacity_may_be_a_share_of_the_disk(tmp_path, capsys):
     words = ("--store", str(tmp_path / "pages"), "--capacity", "80%", "--device", "cuda")
     command = shlex.split(printed(capsys, *words).splitlines()[-1])
     given = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
@@ -98,18 +85,14 @@ def test_a_capacity_may_be_a_share_of_the_disk(
     assert from_extra_config(given).store.capacity_bytes > 1 << 20
 
 
-def test_a_share_in_a_file_is_of_the_disk_that_the_environment_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_in_a_file_is_of_the_disk_that_the_environment_names(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("KVTIER_STORE_PATH", str(tmp_path / "pages"))
     config = tmp_path / "kvtier.json"
     config.write_text('{"store": {"capacity_bytes": "80%"}}')
     assert f"@{config}" in printed(capsys, "--config", str(config))
 
 
-def test_a_capacity_beside_a_file_that_has_its_own_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_capacity_beside_a_file_that_has_its_own_is_refused(tmp_path, capsys):
     config = tmp_path / "kvtier.json"
     config.write_text(json.dumps({"store": {"path": "/s"}}))
     words = ["serve", "m", "--config", str(config), "--capacity", "3GiB", "--print"]
@@ -142,17 +125,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("form", ["--port 30001", "--port=30001", "--port 1 --port=30001"])
-def test_a_port_among_sglangs_arguments_is_the_last_one(
-    form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_among_sglangs_arguments_is_the_last_one(form, capsys):
     assert cli.main(["serve", "m", "--device", "cuda", "--print", "--", *form.split()]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith(f" {form}")
 
 
 @pytest.mark.parametrize("form", ["--port {}", "--port={}"])
-def test_the_port_among_sglangs_arguments_has_to_be_free_and_no_other(
-    form: str, started: list[list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_port_among_sglangs_arguments_has_to_be_free_and_no_other(form, started, capsys):
     with listening() as free:
         pass
     with listening() as taken:
@@ -165,9 +144,7 @@ def test_the_port_among_sglangs_arguments_has_to_be_free_and_no_other(
     assert started == []
 
 
-def test_the_port_has_to_be_free_on_the_host_that_the_server_listens_on(
-    started: list[list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_port_has_to_be_free_on_the_host_that_the_server_listens_on(started, capsys):
     with listening("127.0.0.2") as taken:
         words = ["serve", "m", "--device", "cuda", "--port", str(taken)]
         assert cli.main(words) == 130

@@ -44,7 +44,7 @@ def post(schedulers: list[Any], **policy: Any) -> tuple[int, dict[str, Any]]:
     return asyncio.run(change(manager(*schedulers), body(**policy)))
 
 
-def test_settings_are_named_as_in_the_settings_file_and_are_in_force_on_all_replicas() -> None:
+def test_settings_are_named_as_in_the_settings_file_and_are_in_force_on_all_replicas():
     schedulers = [lab(PolicyConfig()), lab(PolicyConfig())]
     status, told = post(schedulers, restore="load", min_restore_tokens=512)
     assert (status, told["result"], told["reason"]) == (200, "accepted", "")
@@ -54,7 +54,7 @@ def test_settings_are_named_as_in_the_settings_file_and_are_in_force_on_all_repl
         assert scheduler.engine.offers.min_tokens == 512
 
 
-def test_what_is_in_force_can_be_sent_back_as_it_came() -> None:
+def test_what_is_in_force_can_be_sent_back_as_it_came():
     scheduler = lab(PolicyConfig(restore="both"))
     found = answer(scheduler, pack({}, change=False))
     assert found["reason"] == ""
@@ -66,7 +66,7 @@ def test_what_is_in_force_can_be_sent_back_as_it_came() -> None:
     assert scheduler.notes.config == PolicyConfig(restore="both")
 
 
-def test_one_wrong_value_changes_nothing_and_is_named() -> None:
+def test_one_wrong_value_changes_nothing_and_is_named():
     scheduler = lab(PolicyConfig())
     status, told = post([scheduler], min_restore_tokens=512, restore="sometimes")
     assert (status, told["result"]) == (400, "refused")
@@ -74,7 +74,7 @@ def test_one_wrong_value_changes_nothing_and_is_named() -> None:
     assert scheduler.notes.config == PolicyConfig()
 
 
-def test_a_replica_that_refuses_keeps_all_others_as_they_are() -> None:
+def test_a_replica_that_refuses_keeps_all_others_as_they_are():
     schedulers = [lab(PolicyConfig()), lab(PolicyConfig())]
     schedulers[1].engine.proof.refute()
     status, told = post(schedulers, min_restore_tokens=512, restore="both")
@@ -85,7 +85,7 @@ def test_a_replica_that_refuses_keeps_all_others_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_what_is_fixed_at_the_start_says_to_restart(name: str) -> None:
+def test_what_is_fixed_at_the_start_says_to_restart(name):
     with pytest.raises(
         ConfigError, match=f"policy.{name}: fixed when the server starts. .*restart"
     ):
@@ -106,17 +106,17 @@ def test_what_is_fixed_at_the_start_says_to_restart(name: str) -> None:
         b"\xff",
     ],
 )
-def test_another_body_is_refused_with_an_example(sent: bytes) -> None:
+def test_another_body_is_refused_with_an_example(sent):
     with pytest.raises(ConfigError, match=r'Send \{"policy": \{"restore": "off"'):
         read(sent)
 
 
-def test_an_unknown_name_is_refused() -> None:
+def test_an_unknown_name_is_refused():
     with pytest.raises(ConfigError, match=r"policy\.restores"):
         read(body(restores="off"))
 
 
-def test_a_server_that_falls_back_can_be_told_off_and_says_why_not_on() -> None:
+def test_a_server_that_falls_back_can_be_told_off_and_says_why_not_on():
     plain = SimpleNamespace(tree_cache=SimpleNamespace())
     assert post([plain], restore="off") == (
         200, {"result": "accepted", "reason": "", "settings": {}},
@@ -125,7 +125,7 @@ def test_a_server_that_falls_back_can_be_told_off_and_says_why_not_on() -> None:
     assert status == 409 and "SGLang's own way since it started" in told["reason"]
 
 
-def test_a_server_whose_copies_were_not_checked_says_to_restart() -> None:
+def test_a_server_whose_copies_were_not_checked_says_to_restart():
     scheduler = lab(PolicyConfig(restore="off", prefetch="on"))
     scheduler.notes.is_unproven = True
     status, told = post([scheduler], restore="fastest")
@@ -134,9 +134,7 @@ def test_a_server_whose_copies_were_not_checked_says_to_restart() -> None:
     assert post([scheduler], restore="off", load_tokens=64)[0] == 200
 
 
-def test_a_defect_is_a_refusal_and_not_the_end_of_the_server(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_defect_is_a_refusal_and_not_the_end_of_the_server(caplog):
     scheduler = lab(PolicyConfig())
     scheduler.notes.configure = None
     status, told = post([scheduler], restore="off")
@@ -144,8 +142,8 @@ def test_a_defect_is_a_refusal_and_not_the_end_of_the_server(
     assert "TypeError" in caplog.text
 
 
-def test_schedulers_without_the_plugin_are_named() -> None:
-    async def communicate(message: Any) -> list[Any]:
+def test_schedulers_without_the_plugin_are_named():
+    async def communicate(message):
         return [SimpleNamespace(internal_state={})]
 
     stock = manager()

@@ -53,7 +53,7 @@ def tree_of(core: Core, **controller: Any) -> Any:
     )
 
 
-def test_who_watches_host_memory_is_told_names_and_slots_of_what_came_until_it_ends() -> None:
+def test_who_watches_host_memory_is_told_names_and_slots_of_what_came_until_it_ends():
     core, came = Core(), []
     backup, insert = core.commit_backup, core.insert_host
     end = HostTier(tree_of(core)).watch(lambda names, slots: came.append((names, slots.tolist())))
@@ -70,7 +70,7 @@ def test_who_watches_host_memory_is_told_names_and_slots_of_what_came_until_it_e
     assert (core.commit_backup, core.insert_host) == (backup, insert)
 
 
-def test_what_the_tree_does_not_take_is_nothing_and_its_actions_are_done_all_the_same() -> None:
+def test_what_the_tree_does_not_take_is_nothing_and_its_actions_are_done_all_the_same():
     tree = tree_of(Core())
     host = HostTier(tree)
     assert host.graft(1, None, torch.arange(PAGE), ["x"]) == Grafted(PAGE, 9)
@@ -79,7 +79,7 @@ def test_what_the_tree_does_not_take_is_nothing_and_its_actions_are_done_all_the
     assert tree.applied == ["freed", "freed"]
 
 
-def test_nodes_that_are_loaded_back_are_told_and_the_core_has_its_answer() -> None:
+def test_nodes_that_are_loaded_back_are_told_and_the_core_has_its_answer():
     core, loaded = Core(), []
     end = TreeNodes(tree_of(core)).watch(loaded.append)
     assert core.commit_load_back(1, None, SimpleNamespace(nodes_to_load=[4, 5]), None) == "actions"
@@ -89,9 +89,7 @@ def test_nodes_that_are_loaded_back_are_told_and_the_core_has_its_answer() -> No
     assert loaded == [[4, 5], ()]
 
 
-def test_copies_that_sglang_begins_are_named_by_their_record_and_none_where_none_are_queued() -> (
-    None
-):
+def test_copies_that_sglang_begins_are_named_by_their_record_and_none_where_none_are_queued():
     tree = tree_of(Core(), ack_load_queue=[], start_loading=lambda: -1)
     tree.has_free_load_back_slot = lambda: True
     slots = DeviceSlots(tree)
@@ -130,15 +128,13 @@ def request_of(rid: str = "r", prompt: int = 100, **known: Any) -> Any:
     return SimpleNamespace(**{**fields, **known})
 
 
-def test_a_chunked_prompt_has_left_what_is_behind_its_chunk_and_before_it_what_is_behind_its_prefix() -> (
-    None
-):
+def test_a_chunked_prompt_has_left_what_is_behind_its_chunk_and_before_it_what_is_behind_its_prefix():
     assert requests.rest_tokens(request_of(prefix_len=32)) == 68
     assert requests.rest_tokens(request_of(prefix_len=32, extend_end=80)) == 20
 
 
-def test_output_is_reserved_as_sglang_does_it_whole_at_admission_and_what_is_left_later() -> None:
-    def of(most: int, made: int) -> tuple[int, int]:
+def test_output_is_reserved_as_sglang_does_it_whole_at_admission_and_what_is_left_later():
+    def of(most, made):
         req = request_of(
             sampling_params=SimpleNamespace(max_new_tokens=most), output_ids=[0] * made
         )
@@ -149,8 +145,8 @@ def test_output_is_reserved_as_sglang_does_it_whole_at_admission_and_what_is_lef
     assert of(10_000, 0) == (4100, 4100)
 
 
-def test_requests_that_need_outputs_of_their_prompts_tokens_are_left_to_sglang() -> None:
-    def why(**known: Any) -> str | None:
+def test_requests_that_need_outputs_of_their_prompts_tokens_are_left_to_sglang():
+    def why(**known):
         return requests.left_to_sglang(request_of(**known))
 
     assert why() is None
@@ -186,8 +182,8 @@ def scheduler_of(**known: Any) -> Any:
     return SimpleNamespace(**{**fields, **known})
 
 
-def test_the_slot_is_open_when_nobody_has_it_the_batch_takes_more_and_a_row_is_free() -> None:
-    def is_open(free: int = 1, **known: Any) -> bool:
+def test_the_slot_is_open_when_nobody_has_it_the_batch_takes_more_and_a_row_is_free():
+    def is_open(free=1, **known):
         return step.slot_is_open(
             scheduler_of(**known), SimpleNamespace(available_size=lambda: free)
         )
@@ -198,9 +194,7 @@ def test_the_slot_is_open_when_nobody_has_it_the_batch_takes_more_and_a_row_is_f
     assert not is_open(chunked_req=request_of())
 
 
-def test_a_prompt_that_was_in_the_last_batch_decodes_from_now_on_but_not_one_between_chunks() -> (
-    None
-):
+def test_a_prompt_that_was_in_the_last_batch_decodes_from_now_on_but_not_one_between_chunks():
     running, ended, chunked = request_of("a"), request_of("b"), request_of("c")
     last = batch(ended, chunked, extend=True)
     scheduler = scheduler_of(running_batch=batch(running), last_batch=last, chunked_req=chunked)
@@ -210,9 +204,7 @@ def test_a_prompt_that_was_in_the_last_batch_decodes_from_now_on_but_not_one_bet
     assert step.in_slot(scheduler) is chunked
 
 
-def test_all_requests_are_those_that_wait_run_are_between_chunks_or_in_another_stages_batch() -> (
-    None
-):
+def test_all_requests_are_those_that_wait_run_are_between_chunks_or_in_another_stages_batch():
     a, b, c, d, e = (request_of(name) for name in "abcde")
     scheduler = scheduler_of(
         waiting_queue=[a], running_batch=batch(b), last_batch=batch(c), chunked_req=d
@@ -235,45 +227,43 @@ def asking(operation: Any = None, threshold: int = 256, limited: bool = False) -
     )
 
 
-def test_an_answer_is_due_while_storage_has_not_said_how_much_it_has() -> None:
-    def due(slots: Any, ended: bool) -> bool:
+def test_an_answer_is_due_while_storage_has_not_said_how_much_it_has():
+    def due(slots, ended):
         operation = SimpleNamespace(host_indices=slots, is_terminated=lambda: ended)
-        return storage_ops.answer_is_due(asking(operation), "handle of r")  # type: ignore[arg-type]
+        return storage_ops.answer_is_due(asking(operation), "handle of r")
 
     assert due(None, ended=False)
     assert not due(None, ended=True)
     assert not due(torch.arange(4), ended=False)
-    assert not storage_ops.answer_is_due(asking(), "handle of r")  # type: ignore[arg-type]
+    assert not storage_ops.answer_is_due(asking(), "handle of r")
 
 
-def test_who_watches_writes_is_told_numbers_and_names_of_those_that_have_names_until_it_ends() -> (
-    None
-):
+def test_who_watches_writes_is_told_numbers_and_names_of_those_that_have_names_until_it_ends():
     written: list[Any] = []
     numbers = iter((7, 8, 9))
 
-    def write(slots: Any, tokens: Any, names: Any = None, **how: Any) -> int:
+    def write(slots, tokens, names=None, **how):
         return next(numbers)
 
     controller = SimpleNamespace(write_storage=write)
     tree = SimpleNamespace(cache_controller=controller, ongoing_backup={7: "under way"})
-    end = storage_ops.watch_writes(tree, lambda number, names: written.append((number, names)))  # type: ignore[arg-type]
+    end = storage_ops.watch_writes(tree, lambda number, names: written.append((number, names)))
     assert controller.write_storage(None, None, ["ab"]) == 7
     assert controller.write_storage(None, None) == 8, "none of its pages has a name"
     end()
     assert controller.write_storage(None, None, ["cd"]) == 9
     assert written == [(7, ["ab"])]
-    assert [storage_ops.written(tree, number) for number in (7, 8)] == [False, True]  # type: ignore[arg-type]
+    assert [storage_ops.written(tree, number) for number in (7, 8)] == [False, True]
 
 
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def test_reductions_are_of_the_first_stages_ranks_or_of_all() -> None:
+def test_reductions_are_of_the_first_stages_ranks_or_of_all():
     calls: list[str] = []
 
-    def answer(name: str, number: int) -> Any:
-        def reduce(data: torch.Tensor, op: Any = None) -> None:
+    def answer(name, number):
+        def reduce(data, op=None):
             calls.append(name)
             data.clamp_(max=number)
 
@@ -288,41 +278,41 @@ def test_reductions_are_of_the_first_stages_ranks_or_of_all() -> None:
         _all_reduce_attn_groups=answer("ranks", 4),
         _pp_sync=answer("down", 3),
     )
-    assert (tree_ranks.count(tree), tree_ranks.stages(tree)) == (6, 3)  # type: ignore[arg-type]
-    assert tree_ranks.is_first(tree)  # type: ignore[arg-type]
-    assert tree_ranks.least(tree, [9, 2, -1]) == [5, 2, -1]  # type: ignore[arg-type]
-    assert tree_ranks.least_of_all(tree, 9, staged=False) == 4  # type: ignore[arg-type]
-    assert tree_ranks.pass_down(tree, [9, 1]) == [3, 1]  # type: ignore[arg-type]
+    assert (tree_ranks.count(tree), tree_ranks.stages(tree)) == (6, 3)
+    assert tree_ranks.is_first(tree)
+    assert tree_ranks.least(tree, [9, 2, -1]) == [5, 2, -1]
+    assert tree_ranks.least_of_all(tree, 9, staged=False) == 4
+    assert tree_ranks.pass_down(tree, [9, 1]) == [3, 1]
     assert calls == ["stage", "ranks", "down"]
     tree.pp_rank = 1
-    assert not tree_ranks.is_first(tree)  # type: ignore[arg-type]
+    assert not tree_ranks.is_first(tree)
 
 
-def test_restored_tokens_are_counted_where_sglang_counts_and_as_it_counts() -> None:
+def test_restored_tokens_are_counted_where_sglang_counts_and_as_it_counts():
     class Counts:
-        def __init__(self) -> None:
+        def __init__(self):
             self.told: list[object] = []
 
-        def increment_load_back_num_tokens(self, num_tokens: int, pool: str) -> None:
+        def increment_load_back_num_tokens(self, num_tokens, pool):
             self.told.append((num_tokens, pool))
 
-        def log_prefetched_tokens(self, tokens: int) -> None:
+        def log_prefetched_tokens(self, tokens):
             self.told.append(tokens)
 
-        def increment_load_back_num_bytes(self, num_bytes: int) -> None:
+        def increment_load_back_num_bytes(self, num_bytes):
             self.told.append(f"{num_bytes} bytes")
 
-        def observe_load_back_duration(self, duration_seconds: float) -> None:
+        def observe_load_back_duration(self, duration_seconds):
             self.told.append(f"{duration_seconds} s")
 
     device, storage = Counts(), Counts()
     both = SimpleNamespace(metrics_collector=device, storage_metrics_collector=storage)
-    storage_ops.count_loaded(both, 32, 64)  # type: ignore[arg-type]
-    storage_ops.count_loaded(both, 0, 0)  # type: ignore[arg-type]
-    storage_ops.count_copied(both, 4096, 0.5)  # type: ignore[arg-type]
+    storage_ops.count_loaded(both, 32, 64)
+    storage_ops.count_loaded(both, 0, 0)
+    storage_ops.count_copied(both, 4096, 0.5)
     assert (device.told, storage.told) == ([(32, "kv"), "4096 bytes", "0.5 s"], [64])
     # Without --enable-metrics, and with a release that counts in another way.
     for other in (SimpleNamespace(), SimpleNamespace(metrics_collector=object())):
-        storage_ops.count_copied(other, 4096, 0.5)  # type: ignore[arg-type]
-    storage_ops.count_loaded(SimpleNamespace(storage_metrics_collector=None), 32, 64)  # type: ignore[arg-type]
-    storage_ops.count_loaded(SimpleNamespace(metrics_collector=object()), 32, 64)  # type: ignore[arg-type]
+        storage_ops.count_copied(other, 4096, 0.5)
+    storage_ops.count_loaded(SimpleNamespace(storage_metrics_collector=None), 32, 64)
+    storage_ops.count_loaded(SimpleNamespace(metrics_collector=object()), 32, 64)

@@ -72,7 +72,7 @@ def whole_page(layer: torch.Tensor, page: int, tokens: int) -> torch.Tensor:
 
 
 @EACH
-def test_a_load_brings_the_pages_of_all_pools(made: Callable[[], Beside]) -> None:
+def test_a_load_brings_the_pages_of_all_pools(made):
     beside = made()
     back = ReadBack(beside.controller, beside.page, None)
     assert sorted(differing(back, beside)) == [0, 1, 2]
@@ -84,9 +84,7 @@ def test_a_load_brings_the_pages_of_all_pools(made: Callable[[], Beside]) -> Non
 
 @pytest.mark.parametrize("piece_bytes", [16 << 20, 1])
 @EACH
-def test_one_bit_in_any_pool_is_found_where_it_is(
-    made: Callable[[], Beside], piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_bit_in_any_pool_is_found_where_it_is(made, piece_bytes, monkeypatch):
     monkeypatch.setattr(pages, "PIECE_BYTES", piece_bytes)
     beside = made()
     load(beside)
@@ -102,9 +100,7 @@ def test_one_bit_in_any_pool_is_found_where_it_is(
 
 
 @EACH
-def test_a_load_that_leaves_a_pool_out_is_found(
-    made: Callable[[], Beside], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_leaves_a_pool_out_is_found(made, monkeypatch):
     beside = made()
     back = ReadBack(beside.controller, beside.page, None)
     with monkeypatch.context() as patch:
@@ -121,7 +117,7 @@ def test_a_load_that_leaves_a_pool_out_is_found(
 
 
 @EACH
-def test_the_check_at_start_sees_the_rows_of_all_pools(made: Callable[[], Beside]) -> None:
+def test_the_check_at_start_sees_the_rows_of_all_pools(made):
     beside = made()
     rows = Rows.of(beside.controller)
     assert rows.names == list(beside.buffers)
@@ -168,8 +164,8 @@ def with_loaded_windows(
     ids=["windows", "DeepSeek V4"],
 )
 def test_one_bit_in_a_window_is_found_in_the_page_that_it_came_with(
-    made: Callable[[], Beside], names: list[str], piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    made, names, piece_bytes, monkeypatch
+):
     monkeypatch.setattr(pages, "PIECE_BYTES", piece_bytes)
     beside, differing_now = with_loaded_windows(made)
     assert differing_now() == {}
@@ -182,7 +178,7 @@ def test_one_bit_in_a_window_is_found_in_the_page_that_it_came_with(
                 page_bytes[-1] ^= 1
 
 
-def test_windows_that_sglang_does_not_describe_are_not_taken_for_compared() -> None:
+def test_windows_that_sglang_does_not_describe_are_not_taken_for_compared():
     beside = with_windows()
     assert len(anchor_pools(beside.controller, PAGE)) == 1
     beside.controller._l2_load_transfers = lambda *_: []
@@ -191,7 +187,7 @@ def test_windows_that_sglang_does_not_describe_are_not_taken_for_compared() -> N
     assert anchor_pools(with_draft().controller, PAGE) == []
 
 
-def test_a_window_in_the_slots_of_another_is_found() -> None:
+def test_a_window_in_the_slots_of_another_is_found():
     beside, differing_now = with_loaded_windows()
     first, second = (slots_of([page], PAGE) for page in WINDOW_TO)
     for layers in (beside.buffers["window keys"], beside.buffers["window values"]):
@@ -200,7 +196,7 @@ def test_a_window_in_the_slots_of_another_is_found() -> None:
     assert differing_now() == {1: ("window keys", 0), 2: ("window keys", 0)}
 
 
-def test_pages_of_several_pools_do_not_go_through_staging() -> None:
+def test_pages_of_several_pools_do_not_go_through_staging():
     assert copy_device._several_pools(with_packed_draft().controller) is None
     assert copy_device._several_pools(with_draft().controller) == (
         "pages of several pools, draft beside KV"
@@ -208,12 +204,12 @@ def test_pages_of_several_pools_do_not_go_through_staging() -> None:
     assert copy_device._all_layers(with_draft().controller) is None
 
 
-def test_a_draft_in_the_targets_pages_is_one_pool_with_its_layers() -> None:
+def test_a_draft_in_the_targets_pages_is_one_pool_with_its_layers():
     (pool,) = loaded_pools(with_packed_draft().controller, 16)
     assert [len(half.layers) for half in pool.halves] == [3]
 
 
-def test_windows_of_deepseek_v4_are_counted_with_the_states_of_its_compressors() -> None:
+def test_windows_of_deepseek_v4_are_counted_with_the_states_of_its_compressors():
     beside = with_compressed()
     group = beside.controller.mem_pool_host
     back = ReadBack(beside.controller, beside.page, None)
@@ -224,9 +220,7 @@ def test_windows_of_deepseek_v4_are_counted_with_the_states_of_its_compressors()
 
 
 @pytest.mark.parametrize("left_out", ["swa", "deepseek_v4_c4_state"])
-def test_a_load_of_deepseek_v4_without_one_of_its_window_pools_is_found(
-    left_out: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_of_deepseek_v4_without_one_of_its_window_pools_is_found(left_out, monkeypatch):
     taken = tuple(name for name in anchors.POOLS if name != left_out)
     real = anchors.pools_in
     with monkeypatch.context() as patch:
@@ -255,7 +249,7 @@ def tree(name: PoolName, host: Any, **how: Any) -> Any:
     )
 
 
-def test_drafts_and_index_keys_at_the_slots_of_kv_pages_are_known() -> None:
+def test_drafts_and_index_keys_at_the_slots_of_kv_pages_are_known():
     draft, index_keys = with_draft().host("draft"), with_index_keys().host("indexer")
     assert slot_pools.foreign(tree(PoolName.DRAFT, draft)) == []
     assert slot_pools.foreign(tree(PoolName.DRAFT, latent_host_pool(latent_pool(1)))) == []
@@ -285,9 +279,7 @@ def compressed_host(name: PoolName, page: int = 256) -> Any:
         (PoolName.DEEPSEEK_V4_C4_INDEXER_STATE, _AT_WINDOWS),
     ],
 )
-def test_pools_of_deepseek_v4_are_known_at_their_own_slots_alone(
-    name: PoolName, how: dict[str, Any]
-) -> None:
+def test_pools_of_deepseek_v4_are_known_at_their_own_slots_alone(name, how):
     host = compressed_host(name)
     assert slot_pools.foreign(tree(name, host, **how)) == []
     others = {} if how else _AT_WINDOWS
@@ -314,12 +306,12 @@ def test_pools_of_deepseek_v4_are_known_at_their_own_slots_alone(
         "a draft's windows",
     ],
 )
-def test_other_pools_are_named(name: PoolName, host: Any, how: dict[str, Any]) -> None:
+def test_other_pools_are_named(name, host, how):
     pool = state_pool() if host is None else host().host("draft")
     assert slot_pools.foreign(tree(name, pool, **how)) == [str(name)]
 
 
-def test_the_pools_of_a_draft_are_told_before_sglang_registers_them() -> None:
+def test_the_pools_of_a_draft_are_told_before_sglang_registers_them():
     draft = with_draft().controller.mem_pool_host.entry_map[PoolName.DRAFT].device_pool
     sparse = with_index_keys().controller.mem_pool_device
     cases = [
@@ -334,7 +326,7 @@ def test_the_pools_of_a_draft_are_told_before_sglang_registers_them() -> None:
         assert slot_pools.registered_later(params) == names
 
 
-def test_a_release_that_does_not_tell_of_drafts_in_advance_has_none_to_wait_for() -> None:
+def test_a_release_that_does_not_tell_of_drafts_in_advance_has_none_to_wait_for():
     """SGLang 0.5.22: a draft's pool comes later, and ends restoration (test_radix_cache.py)."""
     assert slot_pools.registered_later(SimpleNamespace()) == set()
 
@@ -350,7 +342,7 @@ def test_a_drafts_layer_comes_to_the_device_with_the_others():
     )
     pages, places = [3, 7], [2, 5]
 
-    def transfers(host_slots: torch.Tensor, device_slots: torch.Tensor) -> list[L2Transfer]:
+    def transfers(host_slots, device_slots):
         """As SGLang describes them: the draft's layer lies behind the target's, and goes with the
         first of them.
         """

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
-from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +64,7 @@ def until(first: StageReports, mine: Poll, wanted: bytes) -> None:
     raise AssertionError(f"{list(first.state(mine))} instead of {list(wanted)}")
 
 
-def test_the_sockets_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sockets_leave_no_file_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for ends in stages(2):
         assert list(tmp_path.glob("kvtier-*")) == []
@@ -76,9 +75,7 @@ def test_the_sockets_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.Mo
         until(ends[0], mine, bytes([LANDED, OPEN, OPEN, OPEN]))
 
 
-def test_a_folder_whose_path_no_socket_can_have_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_whose_path_no_socket_can_have_is_not_used(tmp_path, monkeypatch):
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -90,7 +87,7 @@ def test_a_folder_whose_path_no_socket_can_have_is_not_used(
         until(ends[0], mine, bytes([LANDED, OPEN, OPEN, OPEN]))
 
 
-def test_a_page_has_landed_when_it_has_on_every_stage(three: list[StageReports]) -> None:
+def test_a_page_has_landed_when_it_has_on_every_stage(three):
     first, *later = three
     mine, theirs = Poll(1, 4), [Poll(1, 4), Poll(1, 4)]
     for page in range(4):
@@ -109,9 +106,7 @@ def test_a_page_has_landed_when_it_has_on_every_stage(three: list[StageReports])
     assert first.ended_at(mine) > 1.0
 
 
-def test_what_has_not_changed_is_not_sent_again_and_what_is_over_is_forgotten(
-    three: list[StageReports],
-) -> None:
+def test_what_has_not_changed_is_not_sent_again_and_what_is_over_is_forgotten(three):
     first, second, third = three
     mine, theirs = Poll(7, 4), Poll(7, 4)
     theirs.mark(0, LANDED, 1.0)
@@ -125,7 +120,7 @@ def test_what_has_not_changed_is_not_sent_again_and_what_is_over_is_forgotten(
     assert first.state(mine) == bytes(4)
 
 
-def test_without_later_stages_a_rank_speaks_for_itself() -> None:
+def test_without_later_stages_a_rank_speaks_for_itself():
     mine = Poll(1, 4)
     mine.mark(2, LANDED, 5.0)
     agreement = Agreement(None, 1, first=True)
@@ -135,9 +130,7 @@ def test_without_later_stages_a_rank_speaks_for_itself() -> None:
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_two_pipeline_stages_restore_from_both_ends_although_each_loses_pages_of_its_own(
-    tmp_path: Path,
-) -> None:
+def test_two_pipeline_stages_restore_from_both_ends_although_each_loses_pages_of_its_own(tmp_path):
     sections = {
         "throttle": {"read_gbps": GBPS},
         "policy": {"restore": "both", "min_restore_tokens": 64},
@@ -164,7 +157,7 @@ def test_two_pipeline_stages_restore_from_both_ends_although_each_loses_pages_of
         assert sum(found.get(f"lost_pages_total {why}", 0) for why in ("failed", "corrupt")) > 0
 
 
-def test_nothing_has_ended_before_every_later_stage_has_reported(three: list[StageReports]) -> None:
+def test_nothing_has_ended_before_every_later_stage_has_reported(three):
     first, second, third = three
     mine, theirs = Poll(1, 2), Poll(1, 2)
     for poll in (mine, theirs):
@@ -201,7 +194,7 @@ class MarkedMeanwhile(Poll):
     """A poll whose page lands right after its states were read."""
 
     @property
-    def local(self) -> bytearray:  # type: ignore[override]
+    def local(self) -> bytearray:
         read = bytearray(self._states)
         self.mark_now()
         return read
@@ -214,7 +207,7 @@ class MarkedMeanwhile(Poll):
         self.ended_at[0], self._states[0] = 7.0, LANDED
 
 
-def test_a_pages_time_is_there_before_its_state() -> None:
+def test_a_pages_time_is_there_before_its_state():
     poll = Poll(1, 2)
     poll.local = watched = Watched(2)
     watched.poll, watched.times = poll, []
@@ -222,8 +215,8 @@ def test_a_pages_time_is_there_before_its_state() -> None:
     assert (watched.times, poll.local[1]) == ([5.0], LANDED)
 
 
-def test_no_page_is_reported_landed_without_its_time() -> None:
-    agreement = Agreement(SimpleNamespace(), 1, True)  # type: ignore[arg-type]
+def test_no_page_is_reported_landed_without_its_time():
+    agreement = Agreement(SimpleNamespace(), 1, True)
     poll = MarkedMeanwhile(1, 1)
     reports = [agreement.local([poll]) for _ in range(2)]
     for states, times in reports:
@@ -231,7 +224,7 @@ def test_no_page_is_reported_landed_without_its_time() -> None:
     assert reports[1][0] == bytes([LANDED])
 
 
-def test_pages_that_landed_behind_one_that_has_not_are_not_counted() -> None:
+def test_pages_that_landed_behind_one_that_has_not_are_not_counted():
     poll = Poll(1, 4)
     poll.agreed(bytes([LANDED, LANDED, MISS, LANDED]), 1.0)
     assert poll.well == 2
@@ -239,7 +232,7 @@ def test_pages_that_landed_behind_one_that_has_not_are_not_counted() -> None:
     assert poll.well == 4
 
 
-def test_only_what_ended_since_it_was_last_seen_is_fresh() -> None:
+def test_only_what_ended_since_it_was_last_seen_is_fresh():
     seen, state = (
         bytearray([LANDED, OPEN, OPEN, OPEN, OPEN]),
         bytes([LANDED, LANDED, MISS, MISS, OPEN]),
@@ -256,12 +249,12 @@ def agreed(*states: int) -> int:
 
 
 @pytest.mark.parametrize(("worse", "better"), list(combinations(SERIOUS, 2)))
-def test_of_two_ranks_reasons_the_more_serious_one_is_agreed_on(worse: str, better: str) -> None:
+def test_of_two_ranks_reasons_the_more_serious_one_is_agreed_on(worse, better):
     codes = LOST[ReadOutcome(better)], LOST[ReadOutcome(worse)]
     assert REASON[agreed(*codes)] == worse
 
 
-def test_a_page_is_open_until_all_ranks_ended_it_and_landed_only_on_all_of_them() -> None:
+def test_a_page_is_open_until_all_ranks_ended_it_and_landed_only_on_all_of_them():
     assert set(LOST) == set(ReadOutcome) - {ReadOutcome.OK}
     for code in LOST.values():
         assert agreed(OPEN, code) == OPEN

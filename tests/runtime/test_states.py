@@ -52,11 +52,9 @@ class Lab:
         self.slots = MambaSlotAllocator(STATES, "cpu")
         self.evictable: list[torch.Tensor] = []
         self.device, self.host, self.host_states = Pool(), Pool(), host_states()
-        self.host.size_per_token = 8  # type: ignore[attr-defined]
-        self.host.entry_map = {  # type: ignore[attr-defined]
-            "mamba": SimpleNamespace(name="mamba", host_pool=self.host_states)
-        }
-        self.device.size = self.device.available_size()  # type: ignore[attr-defined]
+        self.host.size_per_token = 8
+        self.host.entry_map = {"mamba": SimpleNamespace(name="mamba", host_pool=self.host_states)}
+        self.device.size = self.device.available_size()
         pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
         pool.mamba_allocator, pool.mamba_ckpt_pool = self.slots, None
         pool.mamba_pool = SimpleNamespace(size=STATES, replayssm_write_pos=None)
@@ -79,9 +77,7 @@ class Lab:
         component.cache = self.tree
         self.engine = RestoreEngine(StepContext(self.tree), Mover(), 0, lambda offer: None)
         self.offered: list[Stored] = []
-        self.engine.offers.instead = (  # type: ignore[method-assign]
-            lambda r, stored: self.offered.append(stored)
-        )
+        self.engine.offers.instead = lambda r, stored: self.offered.append(stored)
         self.free = self.available()
         self.req = SimpleNamespace(kv=ReqKvInfo(), mamba_branching_seqlen=None)
         keys = tuple(PageKey(page.to_bytes(32, "big")) for page in range(PAGES))
@@ -125,7 +121,7 @@ class Lab:
         return int(own)
 
 
-def test_a_state_is_claimed_with_the_last_page_alone() -> None:
+def test_a_state_is_claimed_with_the_last_page_alone():
     lab = Lab()
     load = lab.load(4, PAGES)
     assert len(load.anchor.device) == len(load.anchor.host) == 1
@@ -135,7 +131,7 @@ def test_a_state_is_claimed_with_the_last_page_alone() -> None:
     assert torch.equal(load.anchor_of(2, 4).device, load.anchor.device)
 
 
-def test_the_jump_replaces_the_state_of_the_front_whose_slot_is_free_again() -> None:
+def test_the_jump_replaces_the_state_of_the_front_whose_slot_is_free_again():
     lab = Lab()
     own = lab.runs(2)
     load = lab.load(2, PAGES)
@@ -154,7 +150,7 @@ def test_the_jump_replaces_the_state_of_the_front_whose_slot_is_free_again() -> 
     assert lab.engine.context.slots.anchor_slots == 0
 
 
-def test_a_prefix_that_is_loaded_whole_gives_its_state_before_the_request_has_a_slot() -> None:
+def test_a_prefix_that_is_loaded_whole_gives_its_state_before_the_request_has_a_slot():
     lab = Lab()
     load = lab.load(0, PAGES)
     lab.end(load, LANDED)
@@ -164,7 +160,7 @@ def test_a_prefix_that_is_loaded_whole_gives_its_state_before_the_request_has_a_
     assert lab.req.mamba_branching_seqlen == (PAGES + 4) * PAGE, "of a branch behind it"
 
 
-def test_pages_without_the_state_behind_them_are_never_attached() -> None:
+def test_pages_without_the_state_behind_them_are_never_attached():
     lab = Lab()
     lab.runs(1)
     lab.end(lab.load(1, 5), LANDED)
@@ -173,7 +169,7 @@ def test_pages_without_the_state_behind_them_are_never_attached() -> None:
 
 
 @pytest.mark.parametrize("state", ["open", "landed", "lost"])
-def test_an_abort_gives_everything_back(state: str) -> None:
+def test_an_abort_gives_everything_back(state):
     lab = Lab()
     load = lab.load(4, PAGES)
     if state != "open":
@@ -188,7 +184,7 @@ def test_an_abort_gives_everything_back(state: str) -> None:
     assert lab.available() == lab.free
 
 
-def test_a_lost_state_moves_the_end_to_the_next_lower_one() -> None:
+def test_a_lost_state_moves_the_end_to_the_next_lower_one():
     lab = Lab(ends=(2, 5))
     lab.end(lab.load(4, PAGES), LANDED, LANDED, LANDED, CORRUPT)
     assert lab.r.closed
@@ -196,7 +192,7 @@ def test_a_lost_state_moves_the_end_to_the_next_lower_one() -> None:
     assert (len(stored.keys), stored.ends) == (5, (2,))
 
 
-def test_a_request_that_is_passed_over_gives_back_what_it_took_at_the_match() -> None:
+def test_a_request_that_is_passed_over_gives_back_what_it_took_at_the_match():
     lab = Lab()
     own = lab.runs(2)
     lab.req.kv.mamba_cow_src_index, lab.req.session = torch.tensor([9]), None
@@ -206,7 +202,7 @@ def test_a_request_that_is_passed_over_gives_back_what_it_took_at_the_match() ->
 
 
 @pytest.mark.parametrize("by_us", [True, False])
-def test_a_request_that_waits_for_its_pages_keeps_no_state_from_its_match(by_us: bool) -> None:
+def test_a_request_that_waits_for_its_pages_keeps_no_state_from_its_match(by_us):
     """It is matched anew at its turn. Without a state there, SGLang would go by the old plan and
     copy what has become another request's.
     """
@@ -216,25 +212,23 @@ def test_a_request_that_waits_for_its_pages_keeps_no_state_from_its_match(by_us:
     turns = SimpleNamespace(at_turn=lambda scheduler, req: by_us)
     parts = SimpleNamespace(turns=turns, context=lab.engine.context)
     scheduler = SimpleNamespace(tree_cache=SimpleNamespace(kvtier=parts))
-    assert hooks.read_first(lambda scheduler, req: not by_us, scheduler, lab.req)  # type: ignore[arg-type]
+    assert hooks.read_first(lambda scheduler, req: not by_us, scheduler, lab.req)
     assert not lab.req.kv.holds_mamba and lab.req.kv.mamba_cow_src_index is None
     assert own in lab.slots.free_slots.tolist()
 
 
-def test_a_request_whose_pages_are_there_keeps_the_state_of_its_match() -> None:
+def test_a_request_whose_pages_are_there_keeps_the_state_of_its_match():
     lab = Lab()
     lab.runs(2)
     turns = SimpleNamespace(at_turn=lambda scheduler, req: False)
     parts = SimpleNamespace(turns=turns, context=lab.engine.context)
     scheduler = SimpleNamespace(tree_cache=SimpleNamespace(kvtier=parts))
-    assert not hooks.read_first(lambda scheduler, req: False, scheduler, lab.req)  # type: ignore[arg-type]
+    assert not hooks.read_first(lambda scheduler, req: False, scheduler, lab.req)
     assert lab.req.kv.holds_mamba
 
 
 @pytest.mark.parametrize(("in_host", "planned"), [(1, None), (0, 9)])
-def test_a_state_that_comes_from_host_memory_is_not_overwritten_by_an_older_plan(
-    in_host: int, planned: int | None
-) -> None:
+def test_a_state_that_comes_from_host_memory_is_not_overwritten_by_an_older_plan(in_host, planned):
     lab = Lab()
     lab.req.kv.mamba_cow_src_index, lab.req.mamba_host_hit_length = torch.tensor(9), in_host
     lab.engine.context.anchors.drop_old_copy(lab.req)
@@ -242,7 +236,7 @@ def test_a_state_that_comes_from_host_memory_is_not_overwritten_by_an_older_plan
     assert (None if source is None else int(source)) == planned
 
 
-def test_slots_are_left_for_the_requests_that_run_and_one_more() -> None:
+def test_slots_are_left_for_the_requests_that_run_and_one_more():
     lab = Lab()
     held = lab.slots.alloc(STATES - 6)
     assert lab.load(4, PAGES) is None, "18 slots are in use: 9 requests may want another one each"
@@ -256,14 +250,14 @@ def test_slots_are_left_for_the_requests_that_run_and_one_more() -> None:
     assert lab.slots.available_size() == before - 1, "a free one goes before one of the tree"
 
 
-def test_an_offer_says_how_many_bytes_the_state_has() -> None:
+def test_an_offer_says_how_many_bytes_the_state_has():
     lab = Lab()
     offer = offers._offer_of(lab.engine.context, lab.r)
     layers, recurrent, convolutions = 2, 3 * 4 * 4, (5 + 2) * 2
     assert (offer.anchor_pages, offer.anchor_bytes) == (1, layers * (recurrent + convolutions))
 
 
-def test_a_state_is_read_and_written_in_place_as_a_page_of_its_tensors() -> None:
+def test_a_state_is_read_and_written_in_place_as_a_page_of_its_tensors():
     pool = host_states()
     assert host_pages.is_page_contiguous(pool)
     for number, buffer in enumerate(pool.kv_buffer):
@@ -275,7 +269,7 @@ def test_a_state_is_read_and_written_in_place_as_a_page_of_its_tensors() -> None
     assert pool.temporal_buffer[4].flatten()[0] == 1.0, "a view of the pool's own memory"
 
 
-def test_states_are_copied_to_slots_of_their_own() -> None:
+def test_states_are_copied_to_slots_of_their_own():
     asked: list[Any] = []
     kv = SimpleNamespace(name="kv", host_pool=SimpleNamespace(size_per_token=8))
     mamba = SimpleNamespace(name="mamba", host_pool=SimpleNamespace(size_per_token=400))
@@ -292,7 +286,7 @@ def test_states_are_copied_to_slots_of_their_own() -> None:
     assert (state.host_indices is host, state.device_indices is device) == (True, True)
 
 
-def test_states_of_another_kind_are_left_to_sglang() -> None:
+def test_states_of_another_kind_are_left_to_sglang():
     lab = Lab()
     assert states.unknown(lab.tree) is None and refusals.lacking(lab.tree) is None
     pool = lab.tree.req_to_token_pool
@@ -301,5 +295,5 @@ def test_states_of_another_kind_are_left_to_sglang() -> None:
     pool.mamba_pool.replayssm_write_pos, pool.mamba_ckpt_pool = None, object()
     assert "HybridReqToTokenPool" in str(refusals.lacking(lab.tree))
     pool.mamba_ckpt_pool = None
-    lab.host.entry_map = {}  # type: ignore[attr-defined]
+    lab.host.entry_map = {}
     assert states.unknown(lab.tree) == "states without host memory"

@@ -982,12 +982,12 @@ def test_pages_of_deepseek_v4_come_back_although_its_kv_pool_has_no_bytes(make):
     backend = make(anchor, [(PoolName.DEEPSEEK_V4_C4, compressed)], is_mla_model=True)
     names, page = keys(*range(5)), anchor.page_size
 
-    def transfer(first: int, count: int, **more: object) -> PoolTransfer:
+    def transfer(first, count, **more):
         places = torch.arange(first * page, (first + count) * page)
         name = PoolName.DEEPSEEK_V4_C4
         return PoolTransfer(name=name, host_indices=places, keys=names[:count], **more)
 
-    def usable() -> tuple[int, list[int]]:
+    def usable():
         asked = transfer(0, 5, hit_policy=PoolHitPolicy.ALL_PAGES)
         found = backend.batch_exists_v2(names, [asked])
         return found.kv_hit_pages, found.extra_pool_hit_pages.get(PoolName.DEEPSEEK_V4_C4, 0)
@@ -1019,7 +1019,7 @@ def test_a_page_of_deepseek_v4_is_read_in_all_pools_with_window_and_states_at_it
         into = slots_of([5 + page for page in pages], made.page)
         backend.batch_set_v2([PoolTransfer(name=name, host_indices=into, keys=keys(*pages))])
 
-    def read(anchored: list[int]) -> list[str]:
+    def read(anchored):
         """Pages 2, 1 and 0 into 12, 11 and 10, their windows into 15 and 14."""
         ended = {}
         job = backend.begin_read(

@@ -140,7 +140,7 @@ def test_a_page_of_one_server_is_found_and_read_by_another_and_kept_there(start)
     assert tiered(b).tiered_stats().kept == 3
 
 
-def test_the_largest_page_of_all_pools_can_be_sent(start, monkeypatch: pytest.MonkeyPatch):
+def test_the_largest_page_of_all_pools_can_be_sent(start, monkeypatch):
     states = state_pool()
     large = {states: 40 << 20}
     monkeypatch.setattr(
@@ -150,7 +150,7 @@ def test_the_largest_page_of_all_pools_can_be_sent(start, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
-def test_a_pools_pages_have_as_many_bytes_as_are_sent(start, layout: str):
+def test_a_pools_pages_have_as_many_bytes_as_are_sent(start, layout):
     pool, states = host_pool(layout), state_pool()
     a = start(pool, sides={PoolName.MAMBA: states})
     a.batch_set(keys(1), [pool.get_data_page(0)])

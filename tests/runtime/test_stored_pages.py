@@ -99,7 +99,7 @@ def operation(names: Sequence[str] | None = NAMES, start: int = 0) -> Any:
 
 def ask(controller: Controller, one: Any, hit: int, alone: bool = True) -> int:
     """What SGLang's thread does with a hit of so many pages; the agreed hit in pages."""
-    if controller._sync_prefetch_hit_query.__func__ is Controller._sync_prefetch_hit_query:  # type: ignore[attr-defined]
+    if controller._sync_prefetch_hit_query.__func__ is Controller._sync_prefetch_hit_query:
         StoredPages(controller, alone)
     one.storage_hit_count = controller._sync_prefetch_hit_query(one, hit * PAGE)
     one.hash_value = NAMES[: one.storage_hit_count // PAGE]
@@ -111,21 +111,21 @@ def on_disk(start: int, pages: int, *runs: tuple[int, int]) -> Stored:
     return Stored(start, tuple(KEYS[:pages]), sources)
 
 
-def test_pages_behind_the_first_missing_one_are_found() -> None:
+def test_pages_behind_the_first_missing_one_are_found():
     backend, one = Backend([0, 1, 4, 5, 7]), operation(start=3)
     assert ask(Controller(backend), one, 2) == 2
     assert backend.asked == [NAMES[2:]], "those before the gap are known"
     assert found(one, 2 * PAGE, PAGE) == on_disk(3, 8, (3, 5), (7, 9), (10, 11))
 
 
-def test_a_prefix_without_a_gap_is_what_sglang_found() -> None:
+def test_a_prefix_without_a_gap_is_what_sglang_found():
     backend, one = Backend(range(10)), operation()
     assert ask(Controller(backend), one, 10) == 10
     assert backend.asked == []
     assert found(one, 10 * PAGE, PAGE) == on_disk(0, 10, (0, 10))
 
 
-def test_pages_behind_the_gap_are_found_with_side_pools_too() -> None:
+def test_pages_behind_the_gap_are_found_with_side_pools_too():
     """They have the slots of the KV pages, and the backend looks into every pool."""
     backend, one = Backend([0, 1, 4, 5, 7]), operation()
     one.pool_transfers = [SimpleNamespace(name="draft")]
@@ -134,13 +134,13 @@ def test_pages_behind_the_gap_are_found_with_side_pools_too() -> None:
     assert found(one, 2 * PAGE, PAGE) == on_disk(0, 8, (0, 2), (4, 6), (7, 8))
 
 
-def test_where_nothing_lies_behind_the_gap_there_is_no_hole() -> None:
+def test_where_nothing_lies_behind_the_gap_there_is_no_hole():
     one = operation()
     assert ask(Controller(Backend([0, 1])), one, 2) == 2
     assert found(one, 2 * PAGE, PAGE) == on_disk(0, 2, (0, 2))
 
 
-def test_ranks_agree_on_the_pages_that_all_of_them_have() -> None:
+def test_ranks_agree_on_the_pages_that_all_of_them_have():
     other = [1 * PAGE, 99, 2, 0, 0, 2, 2, 2, 2, 2, 2, 0]
     controller, one = Controller(Backend([0, 1, 4, 5, 7, 9]), other), operation()
     assert ask(controller, one, 2, alone=False) == 1
@@ -148,7 +148,7 @@ def test_ranks_agree_on_the_pages_that_all_of_them_have() -> None:
     assert found(one, PAGE, PAGE) == on_disk(0, 8, (0, 1), (4, 6), (7, 8))
 
 
-def test_ranks_agree_on_the_pages_that_all_of_them_have_on_their_own_disk(monkeypatch) -> None:
+def test_ranks_agree_on_the_pages_that_all_of_them_have_on_their_own_disk(monkeypatch):
     """Other servers share all of them; the other rank has the last ones on its disk alone."""
     monkeypatch.setattr(offers_room, "_SHORT", 1)
     other = [10 * PAGE, 99, 2, 2, 2, 1, 1, 1, 1, 2, 2, 2]
@@ -163,19 +163,19 @@ def test_ranks_agree_on_the_pages_that_all_of_them_have_on_their_own_disk(monkey
     )
 
 
-def test_a_page_that_went_after_it_was_found_is_in_the_hit_all_the_same() -> None:
+def test_a_page_that_went_after_it_was_found_is_in_the_hit_all_the_same():
     backend, one = Backend([0], [0]), operation()
     assert ask(Controller(backend), one, 2) == 2
     assert found(one, 2 * PAGE, PAGE).sources == ((Span(0, 2), Tier.STORAGE),)
 
 
-def test_a_few_pages_of_one_tier_are_no_source_of_their_own() -> None:
+def test_a_few_pages_of_one_tier_are_no_source_of_their_own():
     backend, one = Backend([0, 1, 2, 5, 8], range(10)), operation()
     assert ask(Controller(backend), one, 10) == 10
     assert found(one, 10 * PAGE, PAGE).sources == ((Span(0, 10), Tier.STORAGE),)
 
 
-def test_a_rank_that_did_not_look_gives_as_many_numbers() -> None:
+def test_a_rank_that_did_not_look_gives_as_many_numbers():
     """It was told to give up before it had asked, or has another backend, or failed."""
     cases = [
         (Backend(range(10)), operation(None)),
@@ -189,7 +189,7 @@ def test_a_rank_that_did_not_look_gives_as_many_numbers() -> None:
         assert found(one, 0, PAGE) == Stored(0, (), ())
 
 
-def test_other_reductions_stay_as_they_are() -> None:
+def test_other_reductions_stay_as_they_are():
     controller = Controller(Backend([1]), [0, 99, *[1] * 10])
     ask(controller, operation(), 0, alone=False)
     controller._all_reduce(torch.tensor([5]), "min", controller.other_groups)
@@ -258,7 +258,7 @@ def looked_up(pages: Sequence[int], hit: int, start: int = 0) -> Any:
     return one
 
 
-def test_a_hit_is_offered_with_what_lies_behind_its_end() -> None:
+def test_a_hit_is_offered_with_what_lies_behind_its_end():
     offers, there = offers_for(request(0, 0))
     assert offers.hit(looked_up([0, 1, 2, 5, 6], 3), 3 * PAGE)
     (offer,) = there.facts
@@ -268,7 +268,7 @@ def test_a_hit_is_offered_with_what_lies_behind_its_end() -> None:
     assert there.restorations["r"].keys_of(Span(5, 7)) == [KEYS[6], KEYS[5]]
 
 
-def test_without_its_first_page_a_prefix_is_offered_in_the_next_tick() -> None:
+def test_without_its_first_page_a_prefix_is_offered_in_the_next_tick():
     offers, there = offers_for(request(0, 0))
     offers.look_at(R, looked_up(range(1, 10), 0))
     offers.make()
@@ -277,7 +277,7 @@ def test_without_its_first_page_a_prefix_is_offered_in_the_next_tick() -> None:
     assert (offer.resident, offer.pages, offer.unbroken) == (0, 10, 0)
 
 
-def test_holes_that_the_tree_has_by_now_are_none() -> None:
+def test_holes_that_the_tree_has_by_now_are_none():
     offers, there = offers_for(request(2, 2))
     offers.look_at(R, looked_up([1, 2, 5, 6], 0, start=1))
     offers.make()
@@ -287,7 +287,7 @@ def test_holes_that_the_tree_has_by_now_are_none() -> None:
     assert there.restorations["r"].keys == tuple(KEYS[3:7])
 
 
-def test_what_was_offered_can_be_offered_again() -> None:
+def test_what_was_offered_can_be_offered_again():
     offers, there = offers_for(request(0, 0))
     offers.hit(looked_up([0, 3, 4, 7], 1), PAGE)
     first = there.facts.pop()
@@ -297,14 +297,14 @@ def test_what_was_offered_can_be_offered_again() -> None:
 
 
 @pytest.mark.parametrize("min_tokens, offered", [(3 * PAGE, 1), (3 * PAGE + 1, 0)])
-def test_what_is_loaded_of_a_prefix_has_to_be_worth_it(min_tokens: int, offered: int) -> None:
+def test_what_is_loaded_of_a_prefix_has_to_be_worth_it(min_tokens, offered):
     offers, there = offers_for(request(0, 0), min_tokens=min_tokens)
     offers.look_at(R, looked_up([4, 5, 9], 0))
     offers.make()
     assert len(there.facts) == offered
 
 
-def test_host_pages_are_offered_where_what_lies_behind_a_hole_is_not_worth_it() -> None:
+def test_host_pages_are_offered_where_what_lies_behind_a_hole_is_not_worth_it():
     offers, there = offers_for(request(0, 4), min_tokens=3 * PAGE)
     offers.look_at(R, looked_up([5], 0))
     offers.make()
@@ -317,7 +317,7 @@ def test_host_pages_are_offered_where_what_lies_behind_a_hole_is_not_worth_it() 
     assert there.counters.declined == {"computing is faster": 2}, "with the stored page and without"
 
 
-def test_a_question_that_was_given_up_is_not_offered() -> None:
+def test_a_question_that_was_given_up_is_not_offered():
     offers, there = offers_for(request(0, 0), min_tokens=1)
     one = looked_up(range(1, 10), 0)
     one.is_terminated = lambda: True
@@ -338,7 +338,7 @@ def with_window(one: Any, ends: Sequence[int], name: str = "swa") -> Any:
     return one
 
 
-def test_a_hit_that_ends_at_a_window_is_offered_with_it_and_its_lower_ends_are_kept() -> None:
+def test_a_hit_that_ends_at_a_window_is_offered_with_it_and_its_lower_ends_are_kept():
     offers, there = offers_for(request(1, 0), anchors=WINDOWS)
     assert offers.hit(with_window(looked_up(range(5), 5, start=1), [2, 4, 5]), 5 * PAGE)
     (offer,) = there.facts
@@ -360,8 +360,8 @@ def test_a_hit_that_ends_at_a_window_is_offered_with_it_and_its_lower_ends_are_k
     ],
 )
 def test_a_prefix_whose_window_cannot_come_with_it_is_left_to_sglang(
-    device: int, host: int, in_host: int, hit: int, pool: str, why: str
-) -> None:
+    device, host, in_host, hit, pool, why
+):
     req = request(device, host)
     req.swa_host_hit_length = in_host
     offers, there = offers_for(req, anchors=WINDOWS)
@@ -370,7 +370,7 @@ def test_a_prefix_whose_window_cannot_come_with_it_is_left_to_sglang(
     assert there.facts == [] and there.counters.declined[why] == 1
 
 
-def test_a_front_that_begins_with_the_prompt_needs_no_window() -> None:
+def test_a_front_that_begins_with_the_prompt_needs_no_window():
     req = request(0, 1)
     req.swa_host_hit_length = 1
     offers, there = offers_for(req, anchors=WINDOWS)

@@ -23,7 +23,7 @@ PAGES = [
 ]  # fmt: skip
 
 
-def test_each_line_is_of_the_time_since_the_one_before(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_line_is_of_the_time_since_the_one_before(capsys):
     with serving([*PAGES, PAGES[1]]) as url:
         assert main(["top", url, "--every", "0.05", "--lines", "2"]) == 0
     (heading, first, second) = capsys.readouterr().out.splitlines()
@@ -33,7 +33,7 @@ def test_each_line_is_of_the_time_since_the_one_before(capsys: pytest.CaptureFix
     assert len(heading) == len(first) == len(second)
 
 
-def test_all_lines_become_one_result(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_lines_become_one_result(capsys):
     with serving([*PAGES]) as url:
         assert main(["top", url, "--every", "0.05", "--lines", "2", "--json", "-"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -45,14 +45,14 @@ def test_all_lines_become_one_result(capsys: pytest.CaptureFixture[str]) -> None
     assert second["device_fraction"] is None
 
 
-def test_lines_that_were_printed_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_were_printed_are_not_kept(monkeypatch):
     class Row(dict[str, Any]):
         """A row that can be watched."""
 
     rows: list[weakref.ref[Row]] = []
     kept = []
 
-    def watched(*figures: Any) -> Row:
+    def watched(*figures):
         kept.append(sum(row() is not None for row in rows))
         row = Row(row_of(*figures))
         rows.append(weakref.ref(row))
@@ -66,8 +66,8 @@ def test_lines_that_were_printed_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("missing", ["", None], ids=["closed", "not found"])
 def test_a_missing_answer_is_a_line_and_the_next_one_is_compared_with_the_last_that_came(
-    missing: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+    missing, capsys
+):
     with serving([PAGES[0], missing, PAGES[1]]) as url:
         assert main(["top", url, "--every", "0.05", "--lines", "2"]) == 0
     (heading, without, after) = capsys.readouterr().out.splitlines()
@@ -75,9 +75,7 @@ def test_a_missing_answer_is_a_line_and_the_next_one_is_compared_with_the_last_t
     assert "25.0 %" in after and len(after) == len(heading)
 
 
-def test_a_server_that_was_restarted_has_no_negative_rates(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_server_that_was_restarted_has_no_negative_rates(capsys):
     with serving([PAGES[1], "", PAGES[0], PAGES[1]]) as url:
         assert main(["top", url, "--every", "0.05", "--lines", "3", "--json", "-"]) == 0
     (restarted, after) = json.loads(capsys.readouterr().out)["rows"]
@@ -85,6 +83,6 @@ def test_a_server_that_was_restarted_has_no_negative_rates(
     assert (after["storage_fraction"], after["pages_evicted"]) == (0.25, 7)
 
 
-def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_is_not_there_is_named(capsys):
     assert main(["top", "http://127.0.0.1:9"]) == 1
     assert "no answer from http://127.0.0.1:9/metrics" in capsys.readouterr().err

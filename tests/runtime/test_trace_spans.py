@@ -15,7 +15,7 @@ def restored(trace: Any, how: str) -> None:
     or it is given up before.
     """
     engine, r, _ = engine_with()
-    r.req = SimpleNamespace(time_stats=SimpleNamespace(trace_ctx=trace))  # type: ignore[assignment]
+    r.req = SimpleNamespace(time_stats=SimpleNamespace(trace_ctx=trace))
     if how == "met":
         r.spliced = {next(iter(r.sources))[1]: 4}
         engine.advance(r, 8 * PAGE)
@@ -34,14 +34,14 @@ class Recorder:
         self.slices.append(one)
 
 
-def test_nothing_is_added_where_sglang_does_not_trace() -> None:
+def test_nothing_is_added_where_sglang_does_not_trace():
     trace = Recorder(False)
     restored(trace, "met")
     assert not trace.slices
 
 
 @pytest.mark.parametrize(("how", "computed", "loaded"), [("met", 4, 4), ("aborted", 0, 0)])
-def test_a_span_says_what_was_computed_and_loaded_and_how_it_ended(how, computed, loaded) -> None:
+def test_a_span_says_what_was_computed_and_loaded_and_how_it_ended(how, computed, loaded):
     pytest.importorskip("sglang", reason="needs SGLang")
     trace, before = Recorder(True), time.time_ns()
     restored(trace, how)
@@ -58,11 +58,11 @@ def test_a_span_says_what_was_computed_and_loaded_and_how_it_ended(how, computed
     }
 
 
-def test_a_trace_of_another_form_ends_no_restoration() -> None:
+def test_a_trace_of_another_form_ends_no_restoration():
     restored(SimpleNamespace(tracing_enable=True), "met")
 
 
-def test_the_span_lies_in_the_requests_own_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_span_lies_in_the_requests_own_trace(monkeypatch):
     """With SGLang's tracer and the SDK's exporter in memory."""
     memory = pytest.importorskip(
         "opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="needs opentelemetry-sdk"

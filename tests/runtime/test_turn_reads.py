@@ -53,12 +53,7 @@ class Lab:
         self.owned: list[str] = []
         restoring = SimpleNamespace(is_on=True, owned=self.owned)
         planner = SimpleNamespace(query=reads_due)
-        self.turns = TurnReads(
-            context,
-            restoring,
-            planner,
-            self.counters.turn_reads,  # type: ignore[arg-type]
-        )
+        self.turns = TurnReads(context, restoring, planner, self.counters.turn_reads)
 
     def stored(self, rid: str) -> int:
         """Leading tokens of a request's prompt that storage has."""

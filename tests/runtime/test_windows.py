@@ -47,10 +47,10 @@ class Lab:
             SLOTS, WINDOW_SLOTS, PAGE, torch.float32, "cpu", pool, need_sort=False
         )
         self.host, self.host_windows = Pool(), Pool()
-        self.host.size_per_token = 8  # type: ignore[attr-defined]
-        self.host_windows.size_per_token = 4  # type: ignore[attr-defined]
+        self.host.size_per_token = 8
+        self.host_windows.size_per_token = 4
         entry = SimpleNamespace(name="swa", host_pool=self.host_windows)
-        self.host.entry_map = {"swa": entry}  # type: ignore[attr-defined]
+        self.host.entry_map = {"swa": entry}
         component = SWAComponent.__new__(SWAComponent)
         component.sliding_window_size, component.full_window_pages = WINDOW * PAGE, WINDOW
         component._swa_kv_pool_host = self.host_windows
@@ -72,9 +72,7 @@ class Lab:
         self.mover = Mover()
         self.engine = RestoreEngine(StepContext(self.tree), self.mover, 0, lambda offer: None)
         self.offered: list[Stored] = []
-        self.engine.offers.instead = (  # type: ignore[method-assign]
-            lambda r, stored: self.offered.append(stored)
-        )
+        self.engine.offers.instead = lambda r, stored: self.offered.append(stored)
         self.free = self.available()
         self.req = SimpleNamespace(kv=ReqKvInfo(), swa_branching_seqlen=None)
         keys = tuple(PageKey(page.to_bytes(32, "big")) for page in range(PAGES))
@@ -134,7 +132,7 @@ class Lab:
         return slots.tokens, slots.anchor_slots
 
 
-def test_windows_are_claimed_with_the_last_pages_alone() -> None:
+def test_windows_are_claimed_with_the_last_pages_alone():
     lab = Lab()
     load = lab.load(8, 12)
     assert lab.held == (4 * PAGE, WINDOW * PAGE)
@@ -144,7 +142,7 @@ def test_windows_are_claimed_with_the_last_pages_alone() -> None:
     assert torch.equal(load.anchor_of(1, 3).device, load.anchor.device[:PAGE])
 
 
-def test_a_load_that_finds_no_room_for_windows_claims_nothing() -> None:
+def test_a_load_that_finds_no_room_for_windows_claims_nothing():
     lab = Lab()
     lab.pools.swa_attn_allocator.alloc(WINDOW_SLOTS - PAGE)
     before = lab.available()
@@ -153,7 +151,7 @@ def test_a_load_that_finds_no_room_for_windows_claims_nothing() -> None:
     assert lab.engine.loads == [] and lab.available() == before and lab.held == (0, 0)
 
 
-def test_a_load_that_finds_no_host_memory_for_windows_claims_nothing() -> None:
+def test_a_load_that_finds_no_host_memory_for_windows_claims_nothing():
     lab = Lab()
     lab.host_windows.free_pages = []
     before = lab.available()
@@ -162,7 +160,7 @@ def test_a_load_that_finds_no_host_memory_for_windows_claims_nothing() -> None:
     assert lab.engine.loads == [] and lab.available() == before
 
 
-def test_a_jump_from_before_the_window_takes_it_over_and_frees_what_the_front_had() -> None:
+def test_a_jump_from_before_the_window_takes_it_over_and_frees_what_the_front_had():
     lab = Lab()
     own = lab.compute(4, inserted=False)
     load = lab.end(lab.load(4, 12), LANDED) and lab.r.loads[0]
@@ -177,7 +175,7 @@ def test_a_jump_from_before_the_window_takes_it_over_and_frees_what_the_front_ha
     assert lab.held == (0, 0)
 
 
-def test_windows_that_the_tree_has_stay_its_own() -> None:
+def test_windows_that_the_tree_has_stay_its_own():
     lab = Lab()
     own = lab.compute(4)
     lab.end(lab.load(4, 12), LANDED)
@@ -185,7 +183,7 @@ def test_windows_that_the_tree_has_stay_its_own() -> None:
     assert lab.pools.full_to_swa_index_mapping[own].all()
 
 
-def test_a_jump_from_within_the_window_keeps_what_the_front_has_of_it() -> None:
+def test_a_jump_from_within_the_window_keeps_what_the_front_has_of_it():
     lab = Lab()
     own = lab.compute(PAGES - 1, inserted=False)
     lab.end(lab.load(PAGES - 1, PAGES), LANDED)
@@ -196,7 +194,7 @@ def test_a_jump_from_within_the_window_keeps_what_the_front_has_of_it() -> None:
     assert lab.req.kv.get_evicted_seqlen(ComponentType.SWA) == (PAGES - WINDOW) * PAGE
 
 
-def test_a_whole_prefix_is_taken_over_before_the_request_has_a_row() -> None:
+def test_a_whole_prefix_is_taken_over_before_the_request_has_a_row():
     lab = Lab()
     lab.end(lab.load(6, 12), LANDED)
     lab.end(lab.load(0, 6), LANDED)
@@ -206,7 +204,7 @@ def test_a_whole_prefix_is_taken_over_before_the_request_has_a_row() -> None:
     assert lab.req.kv.get_evicted_seqlen(ComponentType.SWA) == (PAGES - WINDOW) * PAGE
 
 
-def test_pages_that_end_before_the_window_are_never_attached() -> None:
+def test_pages_that_end_before_the_window_are_never_attached():
     lab = Lab()
     lab.compute(4)
     lab.end(lab.load(4, 8), LANDED)
@@ -215,7 +213,7 @@ def test_pages_that_end_before_the_window_are_never_attached() -> None:
 
 
 @pytest.mark.parametrize("state", ["open", "landed", "some lost", "differs"])
-def test_an_abort_gives_everything_back(state: str) -> None:
+def test_an_abort_gives_everything_back(state):
     lab = Lab()
     load = lab.load(8, 12)
     if state != "open":
@@ -230,7 +228,7 @@ def test_an_abort_gives_everything_back(state: str) -> None:
     assert lab.held == (0, 0) and lab.available() == lab.free
 
 
-def test_a_lost_window_of_a_waiting_request_moves_its_end_to_the_next_lower_one() -> None:
+def test_a_lost_window_of_a_waiting_request_moves_its_end_to_the_next_lower_one():
     lab = Lab(ends=(3, 7))
     load = lab.load(8, 12)
     facts = lab.end(load, LANDED, LANDED, LANDED, CORRUPT)
@@ -241,7 +239,7 @@ def test_a_lost_window_of_a_waiting_request_moves_its_end_to_the_next_lower_one(
     assert lab.available() == lab.free
 
 
-def test_without_a_lower_end_pages_up_to_the_lost_one_are_computed() -> None:
+def test_without_a_lower_end_pages_up_to_the_lost_one_are_computed():
     lab = Lab()
     lab.compute(2)
     other = lab.load(4, 8)
@@ -256,7 +254,7 @@ def test_without_a_lower_end_pages_up_to_the_lost_one_are_computed() -> None:
     assert lab.engine.trusted(lab.r, Span(11, 12))
 
 
-def test_a_lost_page_of_a_request_that_runs_lowers_nothing() -> None:
+def test_a_lost_page_of_a_request_that_runs_lowers_nothing():
     lab = Lab(ends=(3,))
     lab.compute(1)
     lab.end(lab.load(8, 12), LANDED, LANDED, LANDED, CORRUPT)
@@ -264,7 +262,7 @@ def test_a_lost_page_of_a_request_that_runs_lowers_nothing() -> None:
     assert lab.held == (0, 0)
 
 
-def test_an_offer_says_how_many_bytes_the_anchor_has() -> None:
+def test_an_offer_says_how_many_bytes_the_anchor_has():
     from sgl_kvtier.runtime.restore import offers
 
     lab = Lab()
@@ -273,7 +271,7 @@ def test_an_offer_says_how_many_bytes_the_anchor_has() -> None:
     assert (offer.anchor_pages, offer.anchor_bytes) == (WINDOW, WINDOW * PAGE * 4)
 
 
-def test_a_landed_page_at_the_front_that_waits_for_others_is_blocked() -> None:
+def test_a_landed_page_at_the_front_that_waits_for_others_is_blocked():
     lab = Lab()
     lab.compute(4)
     lab.end(lab.load(4, 8), LANDED)
@@ -282,7 +280,7 @@ def test_a_landed_page_at_the_front_that_waits_for_others_is_blocked() -> None:
     assert not lab.r.is_blocked
 
 
-def test_window_slots_are_copied_and_counted_apart_from_pages_at_kv_slots() -> None:
+def test_window_slots_are_copied_and_counted_apart_from_pages_at_kv_slots():
     asked: list[Any] = []
     kv = SimpleNamespace(name="kv", host_pool=SimpleNamespace(size_per_token=8))
     swa = SimpleNamespace(name="swa", host_pool=SimpleNamespace(size_per_token=4))
@@ -302,7 +300,7 @@ def test_window_slots_are_copied_and_counted_apart_from_pages_at_kv_slots() -> N
     assert (window.host_indices is host, window.device_indices is device) == (True, True)
 
 
-def test_states_with_the_windows_slots_are_counted_with_their_pages() -> None:
+def test_states_with_the_windows_slots_are_counted_with_their_pages():
     """DeepSeek V4's."""
     lab = Lab()
     (states,) = (
@@ -310,18 +308,18 @@ def test_states_with_the_windows_slots_are_counted_with_their_pages() -> None:
         for one in with_compressed().controller.mem_pool_host.entries
         if str(one.name) == "deepseek_v4_c4_state"
     )
-    entries = lab.host.entry_map  # type: ignore[attr-defined]
+    entries = lab.host.entry_map
     entries["deepseek_v4_c4_state"] = SimpleNamespace(host_pool=states)
     own = states.layer_num * states.state_page_bytes
     assert windows.Windows(lab.tree).page_bytes == PAGE * 4 + own > PAGE * 4
 
 
-def test_windows_in_memory_of_another_kind_are_left_to_sglang() -> None:
+def test_windows_in_memory_of_another_kind_are_left_to_sglang():
     lab = Lab()
     assert windows.unknown(lab.tree) is None
     lab.tree.sidecar_pool_specs = []
     assert refusals.lacking(lab.tree) is None
-    lab.host.entry_map = {}  # type: ignore[attr-defined]
+    lab.host.entry_map = {}
     assert windows.unknown(lab.tree) == "windows without host memory"
     lab.tree.token_to_kv_pool_allocator = Pool()
     assert windows.unknown(lab.tree) == "windows in a Pool"

@@ -52,7 +52,7 @@ def test_pages_of_a_side_pool_come_back_from_storage(parallel, tmp_path, name, m
     _fill(side.kv_buffer if name is PoolName.MAMBA else side.get_hybrid_pool_buffer())
     page = side.page_size
 
-    def places(first: int, second: int) -> torch.Tensor:
+    def places(first, second):
         return torch.cat(
             [
                 torch.arange(first * page, (first + 1) * page),

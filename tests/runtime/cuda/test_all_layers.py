@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import device_pools
@@ -78,9 +77,7 @@ POOLS = [
 
 
 @pytest.mark.parametrize("made", [make for _, make in POOLS], ids=[name for name, _ in POOLS])
-def test_one_launch_brings_every_layer_of_every_page_to_its_slots(
-    launches: list[str], made: Callable[[], tuple[Any, Any]]
-) -> None:
+def test_one_launch_brings_every_layer_of_every_page_to_its_slots(launches, made):
     pair = made()
     controller = controller_of(pair)
     whole = all_layers_of(controller)
@@ -99,19 +96,17 @@ def test_one_launch_brings_every_layer_of_every_page_to_its_slots(
 @pytest.mark.parametrize(
     ("io", "layout"), [("kernel", "page_head"), ("direct", "page_first_direct")]
 )
-def test_layouts_whose_rows_lie_apart_unevenly_are_copied_layer_by_layer(
-    io: str, layout: str
-) -> None:
+def test_layouts_whose_rows_lie_apart_unevenly_are_copied_layer_by_layer(io, layout):
     assert all_layers_of(controller_of(device_pools.pools("cpu", layout), io)) is None
 
 
-def test_without_compiled_kernels_layers_are_copied_one_by_one() -> None:
+def test_without_compiled_kernels_layers_are_copied_one_by_one():
     pair = device_pools.pools("cpu", "page_first")
     assert not pair[1].can_use_jit
     assert all_layers_of(device_pools.controller(*pair, "kernel")) is None
 
 
-def test_a_pool_with_more_than_rows_or_with_a_drafts_layers_is_not_taken() -> None:
+def test_a_pool_with_more_than_rows_or_with_a_drafts_layers_is_not_taken():
     controller = controller_of(device_pools.pools("cpu", "page_first"))
     assert all_layers_of(controller) is not None
     pool = controller.mem_pool_host
@@ -124,7 +119,7 @@ def test_a_pool_with_more_than_rows_or_with_a_drafts_layers_is_not_taken() -> No
     assert all_layers_of(controller_of((target, host))) is None
 
 
-def test_transfers_of_several_pools_or_in_another_order_are_left_to_sglang() -> None:
+def test_transfers_of_several_pools_or_in_another_order_are_left_to_sglang():
     controller = controller_of(device_pools.pools("cpu", "page_first"))
     whole = all_layers_of(controller)
     assert whole is not None

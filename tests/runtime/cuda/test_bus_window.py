@@ -59,9 +59,7 @@ def trials(*found: tuple[int, float, float]) -> list[Trial]:
         "small copies do not wait at all",
     ],
 )
-def test_the_smallest_window_that_is_fast_and_does_not_delay_is_chosen(
-    found: Sequence[tuple[int, float, float]], mib: int
-) -> None:
+def test_the_smallest_window_that_is_fast_and_does_not_delay_is_chosen(found, mib):
     assert window_for(trials(*found)) == mib * MIB
     assert window_for(trials(*found[::-1])) == mib * MIB
 
@@ -132,7 +130,7 @@ class Bus:
 
 @compiled
 @pytest.mark.parametrize("nbytes", [2, 50, 96, 300])
-def test_a_load_never_has_more_than_its_window_queued_and_all_of_it_comes(nbytes: int) -> None:
+def test_a_load_never_has_more_than_its_window_queued_and_all_of_it_comes(nbytes):
     bus = Bus()
     window = bus.window(nbytes)
     for _ in range(3):  # a slice may go on in the next load
@@ -144,7 +142,7 @@ def test_a_load_never_has_more_than_its_window_queued_and_all_of_it_comes(nbytes
 
 
 @compiled
-def test_the_next_slice_goes_when_the_last_but_one_has_come() -> None:
+def test_the_next_slice_goes_when_the_last_but_one_has_come():
     bus = Bus()
     bus.send(bus.window(2 * HALF))
     assert set(bus.pieces) == {HALF} and len(bus.pieces) == 2 * PAGES
@@ -152,7 +150,7 @@ def test_the_next_slice_goes_when_the_last_but_one_has_come() -> None:
 
 
 @compiled
-def test_slices_end_at_borders_of_registrations_as_well() -> None:
+def test_slices_end_at_borders_of_registrations_as_well():
     bus = Bus()
     border = bus.host.data_ptr() + 5 * HALF + 7
     bus.send(bus.window(2 * HALF), borders=[border])
@@ -161,7 +159,7 @@ def test_slices_end_at_borders_of_registrations_as_well() -> None:
 
 
 @compiled
-def test_a_window_without_events_is_refused_and_nothing_is_sent() -> None:
+def test_a_window_without_events_is_refused_and_nothing_is_sent():
     bus = Bus()
     window = bus.window(100)
     for fields in (window.fields[:5], array("Q", [0, 0, 0, 0, 0, 1])):
@@ -171,7 +169,7 @@ def test_a_window_without_events_is_refused_and_nothing_is_sent() -> None:
     assert bus.pieces == []
 
 
-def test_copies_that_torch_makes_keep_to_it_too() -> None:
+def test_copies_that_torch_makes_keep_to_it_too():
     bus = Bus()
     window, left = bus.window(100, by_driver=False), 1000
     while left:
@@ -182,7 +180,7 @@ def test_copies_that_torch_makes_keep_to_it_too() -> None:
     assert sum(bus.pieces) == 1000 and bus.most_queued == 100
 
 
-def test_a_slice_has_two_mebibytes_at_most() -> None:
+def test_a_slice_has_two_mebibytes_at_most():
     bus = Bus()
     assert bus.window(16 * MIB).room() == SLICE_BYTES
     assert bus.window(1 * MIB).room() == MIB // 2

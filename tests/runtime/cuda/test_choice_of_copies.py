@@ -44,13 +44,13 @@ def controller_of(pool: Any, device: str = "cuda") -> Any:
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
-def test_pages_of_keys_and_values_can_be_staged(layout: str) -> None:
+def test_pages_of_keys_and_values_can_be_staged(layout):
     pool = host_pool(layout)
     assert unfit(controller_of(pool)) is None
     assert 2 * shape_of(pool).half_bytes == pool.size_per_token * pool.page_size
 
 
-def test_what_cannot_be_staged_is_said() -> None:
+def test_what_cannot_be_staged_is_said():
     assert "layout page_head" in str(unfit(controller_of(host_pool("page_head"))))
     assert "latents" in str(unfit(controller_of(latent_host_pool(latent_pool(2)))))
     assert unfit(controller_of(unequal_pool())) == "K and V of different widths"
@@ -62,7 +62,7 @@ def test_what_cannot_be_staged_is_said() -> None:
     assert "other numbers" in str(unfit(moved))
 
 
-def test_a_cpu_copies_by_itself() -> None:
+def test_a_cpu_copies_by_itself():
     assert isinstance(copies_for(SimpleNamespace(device="cpu")), CpuCopies)
 
 
@@ -70,15 +70,15 @@ def test_a_cpu_copies_by_itself() -> None:
     ("free", "said"), [(1 << 20, "--mem-fraction-static"), (1 << 40, "RuntimeError: no compiler")]
 )
 def test_without_staging_sglangs_kernels_serve_and_one_line_says_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int, said: str
-) -> None:
+    monkeypatch, caplog, free, said
+):
     module = SimpleNamespace(current_device=lambda: 0, mem_get_info=lambda: (free, 1 << 40))
     monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
     streams = SimpleNamespace()
     monkeypatch.setattr(copy_device, "StreamCopies", lambda *_: streams)
 
     class Broken:
-        def __init__(self, *_: Any) -> None:
+        def __init__(self, *_):
             raise RuntimeError("no compiler")
 
     monkeypatch.setattr(copy_device, "SCATTER", Broken)
@@ -88,9 +88,7 @@ def test_without_staging_sglangs_kernels_serve_and_one_line_says_why(
     assert said in line and "SGLang's kernels" in line
 
 
-def test_latents_are_copied_by_sglangs_kernel_of_all_layers(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_latents_are_copied_by_sglangs_kernel_of_all_layers(monkeypatch, caplog):
     given: list[Any] = []
     module = SimpleNamespace(current_device=lambda: 0)
     monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
@@ -107,13 +105,13 @@ def test_latents_are_copied_by_sglangs_kernel_of_all_layers(
     assert "all layers in one launch: pages of latents" in line
 
 
-def test_an_accelerator_that_is_no_card_has_sglangs_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_that_is_no_card_has_sglangs_copies(monkeypatch):
     monkeypatch.setattr(copy_device, "StreamCopies", lambda *how: how)
     served = controller_of(host_pool(), "xpu")
     assert copies_for(served) == (served,)
 
 
-def test_a_device_without_streams_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_streams_is_left_to_sglang(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _kind: SimpleNamespace())
     assert "no streams on mps" in str(copy_device.lacking(SimpleNamespace(device="mps")))
     assert copy_device.lacking(SimpleNamespace(device="cpu")) is None
@@ -150,16 +148,14 @@ SERVED = SimpleNamespace(device="cuda")
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
-def test_the_first_way_that_is_right_is_taken(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+def test_the_first_way_that_is_right_is_taken(monkeypatch, wrong):
     ways = Ways(monkeypatch, set(range(wrong)))
     found = chosen_for(SERVED, PolicyConfig(restore="both"))
     assert found.copies is ways.made[-1] and ways.checked == list(range(wrong + 1))
     assert found.start is not None and found.wrong == ""
 
 
-def test_where_no_way_is_right_it_says_what_was_wrong_with_each(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_no_way_is_right_it_says_what_was_wrong_with_each(monkeypatch, caplog):
     Ways(monkeypatch, {0, 1, 2})
     found = chosen_for(SERVED, PolicyConfig(restore="both"))
     assert (found.copies, found.start) == ("unchecked", None)
@@ -168,9 +164,7 @@ def test_where_no_way_is_right_it_says_what_was_wrong_with_each(
     assert len(lines) == 3
 
 
-def test_pages_that_cannot_be_read_back_are_no_failed_proof(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pages_that_cannot_be_read_back_are_no_failed_proof(monkeypatch, caplog):
     """SGLang's pools in another order: a page has rows of each head's tokens, not of each token."""
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     device = device_pool()
@@ -196,11 +190,9 @@ def test_pages_that_cannot_be_read_back_are_no_failed_proof(
     assert (proof.state, proof.difference) == (State.PROVING, None)
 
 
-def test_a_server_whose_pages_cannot_be_read_back_begins_no_proof(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_whose_pages_cannot_be_read_back_begins_no_proof(monkeypatch):
     class Unreadable(Ways):
-        def _check(self, copies: Any, controller: Any) -> StartResult:
+        def _check(self, copies, controller):
             raise StartUnreadable("pages upside down")
 
     Unreadable(monkeypatch, set())
@@ -222,14 +214,14 @@ def test_a_server_whose_pages_cannot_be_read_back_begins_no_proof(
     assert line.endswith(f"SGLang's own way: pages upside down: {UNREADABLE}")
 
 
-def test_pages_of_another_rank_that_cannot_be_read_back_end_restoration_on_all() -> None:
+def test_pages_of_another_rank_that_cannot_be_read_back_end_restoration_on_all():
     agreement: Any = SimpleNamespace(least=lambda here: min(here, 0))
     assert unreadable_at_start("", agreement) == f"pages of another rank: {UNREADABLE}"
     agreement.least = lambda here: min(here, 1)
     assert unreadable_at_start("", agreement) is None
 
 
-def test_rows_that_lie_apart_cannot_be_read_back() -> None:
+def test_rows_that_lie_apart_cannot_be_read_back():
     device, pool = latent_pools("cpu", "page_first_direct")
     device.kv_buffer[1] = device.kv_buffer[1].repeat(1, 1, 2)[:, :, ::2]
     with pytest.raises(StartUnreadable, match="device rows that lie apart"):
@@ -237,12 +229,10 @@ def test_rows_that_lie_apart_cannot_be_read_back() -> None:
 
 
 @pytest.mark.parametrize("policy", [{"restore": "off"}, {"restore": "both", "proof": "off"}])
-def test_a_server_that_proves_nothing_is_not_checked(
-    monkeypatch: pytest.MonkeyPatch, policy: dict[str, str]
-) -> None:
+def test_a_server_that_proves_nothing_is_not_checked(monkeypatch, policy):
     ways = Ways(monkeypatch, {0, 1, 2})
     monkeypatch.setattr(copy_device, "copies_for", lambda _controller, restores: restores)
-    assert chosen_for(SERVED, PolicyConfig(**policy)).copies is (policy["restore"] != "off")  # type: ignore[arg-type]
+    assert chosen_for(SERVED, PolicyConfig(**policy)).copies is (policy["restore"] != "off")
     assert ways.checked == []
 
 
@@ -251,9 +241,7 @@ def test_a_server_that_proves_nothing_is_not_checked(
     [("", 1, State.PROVING), ("K of layer 1", 1, State.REFUTED), ("", 0, State.REFUTED)],
     ids=["right", "wrong here", "wrong on another rank"],
 )
-def test_what_is_wrong_on_one_rank_refutes_all_and_is_not_remembered(
-    wrong: str, others: int, state: State
-) -> None:
+def test_what_is_wrong_on_one_rank_refutes_all_and_is_not_remembered(wrong, others, state):
     remembered: list[Any] = []
     proof = Proof("a GPU", "a way")
     proof.changed = remembered.append
@@ -263,19 +251,19 @@ def test_what_is_wrong_on_one_rank_refutes_all_and_is_not_remembered(
     assert (proof.difference is not None) == (state is State.REFUTED)
 
 
-def test_a_fence_is_taken_where_events_know_no_sleep() -> None:
+def test_a_fence_is_taken_where_events_know_no_sleep():
     class Event:
-        def __init__(self, enable_timing: bool = False) -> None:
+        def __init__(self, enable_timing=False):
             self.timed, self.recorded = enable_timing, False
 
-        def record(self) -> None:
+        def record(self):
             self.recorded = True
 
     event = fence(SimpleNamespace(Event=Event), SimpleNamespace(load_fence_stream=None))
     assert event.recorded
 
 
-def test_rooms_of_staging_are_bounded() -> None:
+def test_rooms_of_staging_are_bounded():
     shape = shape_of(host_pool())
     assert pages_of_room(shape) * 2 * shape.half_bytes <= ROOM_BYTES
     assert staging_bytes(shape) <= 256 << 20

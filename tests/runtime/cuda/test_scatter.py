@@ -43,7 +43,7 @@ def output_of(script: str, **variables: str) -> Any:
 
 
 @needs_triton
-def test_on_a_hopper_card_it_moves_16_bytes_at_a_time_and_spills_nothing() -> None:
+def test_on_a_hopper_card_it_moves_16_bytes_at_a_time_and_spills_nothing():
     for shape, made in output_of("compiled_scatter.py").items():
         assert all(".v4" in store for store in made["stores"]), (shape, made)
         # Addresses and slots are single numbers of 8 bytes.
@@ -63,7 +63,7 @@ def appended(k: Any, v: Any, sequence: Any, at: Any, pools: Any, pages: Any, bou
             pool[pages.tolist()[first + position // size], position % size] = row
 
 
-def test_flashinfers_append_puts_the_same_rows_into_the_same_slots() -> None:
+def test_flashinfers_append_puts_the_same_rows_into_the_same_slots():
     shape = PageShape(tokens=4, layers=2, row_bytes=2 * 8 * 4, layer_major=False)
     room, slots, k, v, wanted = staged_room(shape, heads=2, dim=8, pages=2, of=3)
     FlashInferScatter(shape, 3, [*k, *v], append=appended).launch(room, slots)
@@ -72,7 +72,7 @@ def test_flashinfers_append_puts_the_same_rows_into_the_same_slots() -> None:
         assert int(buffer.count_nonzero()) == int(rows.count_nonzero())
 
 
-def test_flashinfers_append_is_given_the_bytes_of_an_fp8_pool_as_8_bit_floats() -> None:
+def test_flashinfers_append_is_given_the_bytes_of_an_fp8_pool_as_8_bit_floats():
     shape = PageShape(tokens=4, layers=2, row_bytes=2 * 8, layer_major=False)
     room = Room(
         torch.randint(0, 256, (2 * 3 * shape.half_bytes,), dtype=torch.uint8), 3, shape.half_bytes
@@ -80,7 +80,7 @@ def test_flashinfers_append_is_given_the_bytes_of_an_fp8_pool_as_8_bit_floats() 
     k, v = ([torch.zeros(16, 2, 8, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
     seen = set()
 
-    def append(*arguments: Any, **options: Any) -> None:
+    def append(*arguments, **options):
         seen.update(tensor.dtype for tensor in (*arguments[:2], *arguments[4]))
         appended(*arguments, **options)
 
@@ -93,7 +93,7 @@ def test_flashinfers_append_is_given_the_bytes_of_an_fp8_pool_as_8_bit_floats() 
             assert torch.equal(buffer[slots], rows[:, layer])
 
 
-def test_flashinfers_append_takes_no_pages_whose_layers_lie_one_after_the_other() -> None:
+def test_flashinfers_append_takes_no_pages_whose_layers_lie_one_after_the_other():
     shape = PageShape(tokens=4, layers=2, row_bytes=64, layer_major=True)
     with pytest.raises(ValueError, match="page_first"):
         FlashInferScatter(shape, 3, [], append=appended)
@@ -102,7 +102,7 @@ def test_flashinfers_append_takes_no_pages_whose_layers_lie_one_after_the_other(
 @pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed"
 )
-def test_flashinfers_append_still_has_the_arguments_that_are_given() -> None:
+def test_flashinfers_append_still_has_the_arguments_that_are_given():
     import inspect
 
     from flashinfer.page import append_paged_kv_cache
@@ -114,7 +114,7 @@ def test_flashinfers_append_still_has_the_arguments_that_are_given() -> None:
     ]  # fmt: skip
 
 
-def test_buffers_that_begin_elsewhere_than_at_16_bytes_are_not_written_16_at_a_time() -> None:
+def test_buffers_that_begin_elsewhere_than_at_16_bytes_are_not_written_16_at_a_time():
     shape = PageShape(tokens=4, layers=2, row_bytes=64, layer_major=False)
     assert constants(shape, 3, aligned=True)["WIDE"]
     assert not constants(shape, 3, aligned=False)["WIDE"]

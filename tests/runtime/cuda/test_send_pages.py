@@ -61,7 +61,7 @@ class Bus:
 
 @compiled
 @pytest.mark.parametrize("pages", [[0], [3, 4, 5], [11, 0, 7], [2, 3, 9, 8, 7], [5, 5], []])
-def test_pages_lie_in_the_room_in_the_order_of_the_load(pages: list[int]) -> None:
+def test_pages_lie_in_the_room_in_the_order_of_the_load(pages):
     bus = Bus()
     bus.send(slots_of(*pages) if pages else torch.zeros(0, dtype=torch.int64))
     assert torch.equal(bus.room[:, : len(pages)], bus.host[:, pages])
@@ -69,7 +69,7 @@ def test_pages_lie_in_the_room_in_the_order_of_the_load(pages: list[int]) -> Non
 
 
 @compiled
-def test_neighbours_in_host_memory_are_one_copy_of_each_half() -> None:
+def test_neighbours_in_host_memory_are_one_copy_of_each_half():
     bus = Bus()
     bus.send(slots_of(4, 5, 6, 1, 2))
     assert bus.sent == [(n * HALF, 1, STREAM) for n in (3, 3, 2, 2)]
@@ -77,7 +77,7 @@ def test_neighbours_in_host_memory_are_one_copy_of_each_half() -> None:
 
 @compiled
 @pytest.mark.parametrize("cut", [1, HALF, HALF + 16, 3 * HALF - 1, 3 * HALF])
-def test_a_copy_is_cut_where_host_memory_was_registered_in_pieces(cut: int) -> None:
+def test_a_copy_is_cut_where_host_memory_was_registered_in_pieces(cut):
     bus, pages = Bus(), [4, 5, 6]
     first = bus.host.data_ptr() + 4 * HALF
     bus.send(slots_of(*pages), borders=[first, first + cut, first + 4 * HALF])
@@ -86,10 +86,10 @@ def test_a_copy_is_cut_where_host_memory_was_registered_in_pieces(cut: int) -> N
     assert [nbytes for nbytes, _, _ in bus.sent] == [*of_k, 3 * HALF]
 
 
-def test_borders_are_where_one_of_sglangs_registrations_ends_and_the_next_begins() -> None:
+def test_borders_are_where_one_of_sglangs_registrations_ends_and_the_next_begins():
     buffer = torch.zeros(8)
     assert list(registration_borders(buffer)) == []
-    buffer._sglang_cuda_host_registered_ranges = [(900, 100), (700, 200), (1000, 50)]  # type: ignore[attr-defined]
+    buffer._sglang_cuda_host_registered_ranges = [(900, 100), (700, 200), (1000, 50)]
     assert list(registration_borders(buffer)) == [900, 1000]
 
 
@@ -106,7 +106,7 @@ def test_borders_are_where_one_of_sglangs_registrations_ends_and_the_next_begins
     ],
     ids=["behind", "in front", "within a page", "half a page", "more than a room", "other numbers"],
 )
-def test_slots_that_are_no_pages_are_refused_and_nothing_is_sent(slots: torch.Tensor) -> None:
+def test_slots_that_are_no_pages_are_refused_and_nothing_is_sent(slots):
     bus = Bus()
     with pytest.raises(ValueError, match="slot"):
         bus.send(slots)
@@ -116,7 +116,7 @@ def test_slots_that_are_no_pages_are_refused_and_nothing_is_sent(slots: torch.Te
 
 
 @compiled
-def test_a_copy_that_fails_is_the_last_and_says_the_drivers_error() -> None:
+def test_a_copy_that_fails_is_the_last_and_says_the_drivers_error():
     bus = Bus(fails=3)
     with pytest.raises(RuntimeError, match="719"):
         bus.send(slots_of(1, 3, 5))
@@ -124,7 +124,7 @@ def test_a_copy_that_fails_is_the_last_and_says_the_drivers_error() -> None:
 
 
 @compiled
-def test_copies_are_made_without_the_interpreter() -> None:
+def test_copies_are_made_without_the_interpreter():
     holds_it = ctypes.cast(ctypes.pythonapi.PyGILState_Check, ctypes.c_void_p).value
     assert holds_it is not None
     bus = Bus()
@@ -133,9 +133,7 @@ def test_copies_are_made_without_the_interpreter() -> None:
     send_pages(holds_it, STREAM, (bus.room.data_ptr(), ROOM), place, slots_of(1, 3))
 
 
-def test_torch_makes_each_copy_where_the_driver_cannot_be_called(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_torch_makes_each_copy_where_the_driver_cannot_be_called(monkeypatch, caplog):
     monkeypatch.setattr(card_memory, "_native", None)
     with caplog.at_level(logging.WARNING):
         assert CardMemory(0).driver_copy() is None
@@ -144,9 +142,7 @@ def test_torch_makes_each_copy_where_the_driver_cannot_be_called(
 
 
 @compiled
-def test_torch_makes_each_copy_where_what_the_driver_copies_does_not_arrive(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_torch_makes_each_copy_where_what_the_driver_copies_does_not_arrive(monkeypatch):
     """The calls of a card are stood in for by a CPU's."""
     nothing = ctypes.cast(ctypes.CDLL(None).pthread_equal, ctypes.c_void_p).value
     memmove = COPY(lambda to, source, nbytes, *_: bool(ctypes.memmove(to, source, nbytes) != to))
@@ -170,7 +166,7 @@ SHAPE = PageShape(tokens=16, layers=4, row_bytes=64 << 10, layer_major=True)
 MEMORY: Any = SimpleNamespace(raw=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
 
 
-def test_pages_that_cannot_leave_their_room_yet_never_get_the_last_one() -> None:
+def test_pages_that_cannot_leave_their_room_yet_never_get_the_last_one():
     staging = Staging(MEMORY, SHAPE)
     early = []
     while (room := staging.take(early=True)) is not None:

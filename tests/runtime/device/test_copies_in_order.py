@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from sglang_streams import PAGE, PAGES, ROOM_PAGES, Rig, slots_of
 from virtual_device import Race
 
@@ -36,12 +35,12 @@ def make(
     return made
 
 
-def test_a_load_reaches_the_device_that_the_scheduler_uses(make: Make) -> None:
+def test_a_load_reaches_the_device_that_the_scheduler_uses(make):
     rig, copies = make(), []
     rig.fill(slots_of(1), 7)
     fence = rig.copies.fence()
 
-    def load() -> None:
+    def load():
         rig.copies.enter()
         copies.append(rig.load(slots_of(1), slots_of(2), fence))
 
@@ -54,7 +53,7 @@ def test_a_load_reaches_the_device_that_the_scheduler_uses(make: Make) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_slots_that_a_forward_still_uses_are_not_written(make: Make, seed: int) -> None:
+def test_slots_that_a_forward_still_uses_are_not_written(make, seed):
     rig = make(seed)
     rig.forward("a request's last step", [0, 1, 2, 3], [3])
     copy = rig.load(slots_of(5), slots_of(0))  # its slots were freed and claimed meanwhile
@@ -65,14 +64,14 @@ def test_slots_that_a_forward_still_uses_are_not_written(make: Make, seed: int) 
     rig.device.check()
 
 
-def test_a_jump_over_pages_that_have_not_landed_is_seen(make: Make) -> None:
+def test_a_jump_over_pages_that_have_not_landed_is_seen(make):
     rig = make()
     rig.load(slots_of(5), slots_of(0))
     with pytest.raises(Race, match="may still write"):
         rig.forward("the chunk behind the jump", [0, 1, 2, 3], [4])
 
 
-def test_the_time_of_a_copy_is_its_own_and_not_its_fences(make: Make) -> None:
+def test_the_time_of_a_copy_is_its_own_and_not_its_fences(make):
     rig = make()
     release = rig.hold()
     fence = rig.copies.fence()
@@ -88,7 +87,7 @@ def test_the_time_of_a_copy_is_its_own_and_not_its_fences(make: Make) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_loads_and_forwards_in_any_order(make: Make, seed: int) -> None:
+def test_loads_and_forwards_in_any_order(make, seed):
     """Slots go round between loads and forwards: read once landed, freed while a forward reads."""
     rig, chance = make(seed), random.Random(seed)
     free, bounce = list(range(PAGES)), list(range(PAGES))
@@ -96,7 +95,7 @@ def test_loads_and_forwards_in_any_order(make: Make, seed: int) -> None:
     under_way: list[tuple[Any, int, int, int]] = []
     rows: list[tuple[int, int]] = []
 
-    def advance() -> None:
+    def advance():
         for one in list(held):
             copy, fence, page, host, value = one
             if fence.query():
@@ -135,9 +134,7 @@ def test_loads_and_forwards_in_any_order(make: Make, seed: int) -> None:
     assert all(copy.done() for copy, *_ in under_way)
 
 
-def test_pages_cross_the_bus_while_a_forward_has_their_slots(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pages_cross_the_bus_while_a_forward_has_their_slots(monkeypatch):
     rig = Rig(monkeypatch, staged=True)
     rig.fill(slots_of(4), 9)
     release = rig.hold()
@@ -155,9 +152,7 @@ def test_pages_cross_the_bus_while_a_forward_has_their_slots(
     assert rig.values([0, 1, 2, 3]) == {9}
 
 
-def test_staging_full_of_pages_that_wait_keeps_a_room_for_those_that_need_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_staging_full_of_pages_that_wait_keeps_a_room_for_those_that_need_not(monkeypatch):
     rig = Rig(monkeypatch, staged=True)
     free = rig.copies.fence()
     rig.device.drain()
@@ -180,7 +175,7 @@ def test_staging_full_of_pages_that_wait_keeps_a_room_for_those_that_need_not(
     assert all(copy.done() for copy in early)
 
 
-def test_staging_is_filled_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_is_filled_again_and_again(monkeypatch):
     rig = Rig(monkeypatch, staged=True)
     for number in range(20):  # more than all rooms hold, and nothing has run yet
         pages = [2 * number % PAGES, (2 * number + 1) % PAGES]
@@ -195,7 +190,7 @@ def test_staging_is_filled_again_and_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert rig.copies.most_tokens == ROOM_PAGES * PAGE
 
 
-def test_pages_that_lie_apart_in_host_memory_come_to_their_own_slots(make: Make) -> None:
+def test_pages_that_lie_apart_in_host_memory_come_to_their_own_slots(make):
     rig = make()
     for page, value in ((7, 70), (3, 30)):
         rig.fill(slots_of(page), value)
@@ -204,9 +199,7 @@ def test_pages_that_lie_apart_in_host_memory_come_to_their_own_slots(make: Make)
     assert (rig.values(slots_of(0).tolist()), rig.values(slots_of(1).tolist())) == ({70}, {30})
 
 
-def test_a_load_by_sglangs_kernel_of_all_layers_is_one_launch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_load_by_sglangs_kernel_of_all_layers_is_one_launch(monkeypatch):
     rig = Rig(monkeypatch, all_layers=True)
     rig.fill(slots_of(7, 3), 8)
     rig.load(slots_of(7, 3), slots_of(0, 1))
@@ -215,13 +208,11 @@ def test_a_load_by_sglangs_kernel_of_all_layers_is_one_launch(
     assert rig.values(slots_of(0, 1).tolist()) == {8}
 
 
-def test_a_copy_that_fails_halfway_leaves_nothing_under_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_copy_that_fails_halfway_leaves_nothing_under_way(monkeypatch):
     rig = Rig(monkeypatch, staged=True)
     fence, launch = rig.copies.fence(), rig.copies._scatter.launch
 
-    def broken(room: Any, slots: torch.Tensor) -> None:
+    def broken(room, slots):
         launch(room, slots)
         raise RuntimeError("the launch behind it failed")
 
@@ -241,8 +232,8 @@ def test_a_copy_that_fails_halfway_leaves_nothing_under_way(
 @pytest.mark.parametrize("registered_pages", [1, 3, PAGES, 2 * PAGES])
 @pytest.mark.parametrize("by_driver", [True, False], ids=["by the driver", "by torch"])
 def test_neighbours_in_several_registrations_of_host_memory_are_several_copies(
-    monkeypatch: pytest.MonkeyPatch, registered_pages: int, by_driver: bool
-) -> None:
+    monkeypatch, registered_pages, by_driver
+):
     rig = Rig(monkeypatch, staged=True, by_driver=by_driver, registered_pages=registered_pages)
     for page in range(0, PAGES, ROOM_PAGES):
         pages = range(page, page + ROOM_PAGES)
@@ -255,9 +246,7 @@ def test_neighbours_in_several_registrations_of_host_memory_are_several_copies(
         assert rig.values(slots_of(number).tolist()) == {number + 1}
 
 
-def test_the_error_of_a_copy_that_the_driver_refused_is_not_left_to_torchs_next_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_error_of_a_copy_that_the_driver_refused_is_not_left_to_torchs_next_kernel(monkeypatch):
     rig = Rig(monkeypatch, staged=True)
     copies, memory = rig.copies, rig.memory
     memory.borders = [rig.pool.kv_buffer[0, PAGE].data_ptr()]

@@ -17,9 +17,7 @@ from sgl_kvtier.types import Span
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "sglang"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize("seed", range(3))
-def test_restorations_in_any_order(
-    monkeypatch: pytest.MonkeyPatch, seed: int, overlap: bool, staged: bool
-) -> None:
+def test_restorations_in_any_order(monkeypatch, seed, overlap, staged):
     lab = lab_of(monkeypatch, 100 * seed, overlap=overlap, staged=staged)
     lab.run(40)
     lab.end()
@@ -37,7 +35,7 @@ def under_way(lab: EngineLab) -> None:
     assert r is not None
     lab.ask(r, Span(6, 8))
     lab.rig.device.drain()  # its fence
-    lab.store.chance.random = lambda: 1.0  # type: ignore[method-assign]
+    lab.store.chance.random = lambda: 1.0
     for _ in range(2):
         lab.store.read()
     end = time.monotonic() + 20
@@ -52,9 +50,7 @@ def lab(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Engi
     return lab_of(monkeypatch, staged=request.param == "staged")
 
 
-def test_pages_of_a_request_that_is_gone_stay_its_loads_until_their_copies_ended(
-    lab: EngineLab,
-) -> None:
+def test_pages_of_a_request_that_is_gone_stay_its_loads_until_their_copies_ended(lab):
     under_way(lab)
     (load,) = lab.engine.loads
     lab.engine.abandon(load.restoration, "aborted")
@@ -67,9 +63,7 @@ def test_pages_of_a_request_that_is_gone_stay_its_loads_until_their_copies_ended
     assert lab.host.available_size() == lab.device.available_size() == PAGES * PAGE
 
 
-def test_pages_that_were_written_off_stay_their_loads_until_their_copies_ended(
-    lab: EngineLab,
-) -> None:
+def test_pages_that_were_written_off_stay_their_loads_until_their_copies_ended(lab):
     under_way(lab)
     (load,) = lab.engine.loads
     lab.engine.context.now = load.due + 1
@@ -80,7 +74,7 @@ def test_pages_that_were_written_off_stay_their_loads_until_their_copies_ended(
     lab.rig.device.check()
 
 
-def test_room_is_given_by_what_has_landed_and_not_by_what_is_under_way(lab: EngineLab) -> None:
+def test_room_is_given_by_what_has_landed_and_not_by_what_is_under_way(lab):
     under_way(lab)
     assert lab.engine.give_room(PAGE)
     assert lab.device.available_size() == (PAGES - 2) * PAGE
@@ -88,7 +82,7 @@ def test_room_is_given_by_what_has_landed_and_not_by_what_is_under_way(lab: Engi
     lab.rig.device.check()
 
 
-def test_what_landed_is_read_by_the_next_forward(lab: EngineLab) -> None:
+def test_what_landed_is_read_by_the_next_forward(lab):
     under_way(lab)
     (load,) = lab.engine.loads
     lab.until(lambda: set(load.poll.local) == {LANDED})

@@ -26,7 +26,7 @@ class Jump:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
         self.lab: EngineLab = lab_of(monkeypatch, overlap=overlap)
         self.rig, self.row = self.lab.rig, torch.zeros(64, dtype=torch.int32)
-        self.lab.store.chance.random = lambda: 1.0  # type: ignore[method-assign]
+        self.lab.store.chance.random = lambda: 1.0
         r = self.lab.begin()
         assert r is not None
         self.r = r
@@ -74,7 +74,7 @@ class Jump:
         self.rig.device.launch(
             "the row's slots",
             writes=[(self.rig.rows, places)],
-            does=lambda: self.row[where[1]].copy_(slots),  # type: ignore[arg-type,return-value]
+            does=lambda: self.row[where[1]].copy_(slots),
         )
 
     def forward(self, what: str, prefix: int, writes: list[int]) -> None:
@@ -107,9 +107,7 @@ class Jump:
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
-def test_the_row_is_written_behind_the_front_while_the_front_is_read(
-    monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
+def test_the_row_is_written_behind_the_front_while_the_front_is_read(monkeypatch, overlap):
     jump = Jump(monkeypatch, overlap)
     jump.jump()
     jump.rig.device.check()
@@ -119,9 +117,7 @@ def test_the_row_is_written_behind_the_front_while_the_front_is_read(
     jump.lab.engine.close()
 
 
-def test_a_row_written_where_the_running_chunk_reads_it_is_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_row_written_where_the_running_chunk_reads_it_is_seen(monkeypatch):
     jump = Jump(monkeypatch, overlap=True)
     with pytest.raises(Race, match="may still read"):
         jump.write((0, slice(PAGE, 2 * PAGE)), torch.zeros(PAGE, dtype=torch.int32))

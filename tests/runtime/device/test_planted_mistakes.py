@@ -37,7 +37,7 @@ def one_load(rig: Rig) -> None:
     rig.fill(slots_of(5), 1)
     early = rig.device.module.Event()
     early.record()
-    rig.early = early  # type: ignore[attr-defined]
+    rig.early = early
     rig.forward("a request's last step", [0, 1, 2, 3], [3])
     fence = rig.copies.fence()
     copy = rig.copies.begin(slots_of(5), slots_of(0), fence)
@@ -80,7 +80,7 @@ def a_fence_that_was_never_recorded(patch: pytest.MonkeyPatch, rig: Rig) -> None
 
 
 def a_fence_from_before_the_forward(patch: pytest.MonkeyPatch, rig: Rig) -> None:
-    patch.setattr(rig.copies, "fence", lambda: rig.early)  # type: ignore[attr-defined]
+    patch.setattr(rig.copies, "fence", lambda: rig.early)
 
 
 def a_copy_that_is_done_when_it_is_begun(patch: pytest.MonkeyPatch, rig: Rig) -> None:
@@ -214,9 +214,7 @@ def rig_of(patch: pytest.MonkeyPatch, way: str) -> Rig:
     OF_COPIES,
     ids=[f"{plant.__name__}-{way}" for plant, way, _ in OF_COPIES],
 )
-def test_a_mistake_in_the_copies_is_seen(
-    monkeypatch: pytest.MonkeyPatch, plant: Plant, way: str, scene: Callable[[Rig], None]
-) -> None:
+def test_a_mistake_in_the_copies_is_seen(monkeypatch, plant, way, scene):
     rig = rig_of(monkeypatch, way)
     plant(monkeypatch, rig)
     with pytest.raises(Race):
@@ -226,9 +224,7 @@ def test_a_mistake_in_the_copies_is_seen(
 
 @pytest.mark.parametrize("way", [STAGED, BY_TORCH, SGLANG, ALL_LAYERS])
 @pytest.mark.parametrize("scene", [one_load, many_loads])
-def test_without_a_mistake_nothing_is_seen(
-    monkeypatch: pytest.MonkeyPatch, way: str, scene: Callable[[Rig], None]
-) -> None:
+def test_without_a_mistake_nothing_is_seen(monkeypatch, way, scene):
     rig = rig_of(monkeypatch, way)
     scene(rig)
     rig.device.check()
@@ -345,9 +341,7 @@ OF_ENGINE: list[tuple[Plant, Callable[[EngineLab], None]]] = [
 @pytest.mark.parametrize(
     ("plant", "scene"), OF_ENGINE, ids=[plant.__name__ for plant, _ in OF_ENGINE]
 )
-def test_a_mistake_in_mover_or_engine_is_seen(
-    monkeypatch: pytest.MonkeyPatch, plant: Plant, scene: Callable[[EngineLab], None]
-) -> None:
+def test_a_mistake_in_mover_or_engine_is_seen(monkeypatch, plant, scene):
     lab = lab_of(monkeypatch)
     plant(monkeypatch, lab)
     with pytest.raises(Race):
@@ -387,7 +381,7 @@ def a_forward_that_does_not_wait_for_the_scheduler(patch: pytest.MonkeyPatch, ju
         a_forward_that_does_not_wait_for_the_scheduler,
     ],
 )
-def test_a_mistake_at_the_jump_is_seen(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
+def test_a_mistake_at_the_jump_is_seen(monkeypatch, plant):
     jump = Jump(monkeypatch, overlap=True)
     plant(monkeypatch, jump)
     with pytest.raises(Race):

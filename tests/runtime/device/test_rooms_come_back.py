@@ -111,8 +111,8 @@ def one_failure(
 @pytest.mark.parametrize("held", [False, True], ids=["slots free", "slots held"])
 @pytest.mark.parametrize("by_driver", [True, False], ids=["by the driver", "by torch"])
 def test_every_room_comes_back_whichever_call_of_the_device_fails(
-    monkeypatch: pytest.MonkeyPatch, by_driver: bool, held: bool, ever_after: bool
-) -> None:
+    monkeypatch, by_driver, held, ever_after
+):
     for number in itertools.count(1):
         with monkeypatch.context() as patch:
             if not one_failure(patch, number, by_driver, held, ever_after):
@@ -120,9 +120,7 @@ def test_every_room_comes_back_whichever_call_of_the_device_fails(
     assert number > 15  # so many calls were tried
 
 
-def test_a_copy_that_was_never_sent_leaves_its_room_to_nobody_before_the_scatter_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_copy_that_was_never_sent_leaves_its_room_to_nobody_before_the_scatter_ended(monkeypatch):
     rig = Rig(monkeypatch, staged=True)
     fence = rig.copies.fence()
     rig.device.drain()
@@ -133,7 +131,7 @@ def test_a_copy_that_was_never_sent_leaves_its_room_to_nobody_before_the_scatter
     last.place()  # its room alone is free, and no stream has run yet
     event, calls = rig.device.module.Event, itertools.count()
 
-    def fails_once(**how: Any) -> Any:
+    def fails_once(**how):
         if next(calls) == 0:
             raise RuntimeError("no event")
         return event(**how)
@@ -174,13 +172,13 @@ class Windows:
 
 
 def with_windows(rig: Rig, windows: Windows) -> Any:
-    rig.copies._windows = windows  # type: ignore[attr-defined]
+    rig.copies._windows = windows
     fence = rig.copies.fence()
     rig.device.drain()
     return rig.copies.begin(slots_of(0), slots_of(0), fence, (slots_of(1), slots_of(1)))
 
 
-def test_pages_have_not_landed_before_their_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_have_not_landed_before_their_windows(monkeypatch):
     rig, windows = Rig(monkeypatch, staged=True), Windows()
     copy = with_windows(rig, windows)
     copy.place()
@@ -190,9 +188,7 @@ def test_pages_have_not_landed_before_their_windows(monkeypatch: pytest.MonkeyPa
     assert copy.done()
 
 
-def test_windows_that_cannot_be_copied_leave_the_room_and_the_slots(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_windows_that_cannot_be_copied_leave_the_room_and_the_slots(monkeypatch):
     rig = Rig(monkeypatch, staged=True)
     rooms = len(rig.copies._staging._free)
     copy = with_windows(rig, Windows("place"))
@@ -205,15 +201,13 @@ def test_windows_that_cannot_be_copied_leave_the_room_and_the_slots(
 
 
 @pytest.mark.parametrize("failing", ["", "wait"])
-def test_pages_that_cannot_be_scattered_wait_for_their_windows(
-    monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
+def test_pages_that_cannot_be_scattered_wait_for_their_windows(monkeypatch, failing):
     """Nothing writes into slots any more when the mover hears of it."""
     rig, windows = Rig(monkeypatch, staged=True), Windows(failing)
     rooms = len(rig.copies._staging._free)
     copy = with_windows(rig, windows)
 
-    def fails(*_: Any) -> None:
+    def fails(*_):
         raise RuntimeError("no scatter")
 
     monkeypatch.setattr(rig.copies._scatter, "launch", fails)

@@ -39,9 +39,7 @@ def checked(rig: Rig, rows: LateRows | None = None) -> StartResult:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("way", WAYS)
-def test_a_way_that_is_right_is_found_right_and_the_pools_are_free_again(
-    monkeypatch: pytest.MonkeyPatch, way: str, seed: int
-) -> None:
+def test_a_way_that_is_right_is_found_right_and_the_pools_are_free_again(monkeypatch, way, seed):
     rig = rig_of(monkeypatch, way)
     rig.device.chance.seed(seed)
     stream = rig.controller.load_fence_stream
@@ -58,9 +56,7 @@ def test_a_way_that_is_right_is_found_right_and_the_pools_are_free_again(
     assert not rig.pool.kv_buffer.any()
 
 
-def test_both_sides_of_every_border_between_registrations_are_copied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_both_sides_of_every_border_between_registrations_are_copied(monkeypatch):
     rig = Rig(monkeypatch, staged=True, registered_pages=13)
     wanted = {12, 13, 25, 26, 38, 39}  # a half page of V comes behind PAGES of K
     assert wanted & set(start._choose(LateRows(rig), 4).host)
@@ -109,9 +105,7 @@ MISTAKES: list[tuple[Plant, str]] = [
 @pytest.mark.parametrize(
     ("plant", "way"), MISTAKES, ids=[f"{plant.__name__}-{way}" for plant, way in MISTAKES]
 )
-def test_a_planted_mistake_is_found_before_the_server_serves(
-    monkeypatch: pytest.MonkeyPatch, plant: Plant, way: str
-) -> None:
+def test_a_planted_mistake_is_found_before_the_server_serves(monkeypatch, plant, way):
     """By what the pools hold: the virtual device's own eye for races is closed."""
     rig = rig_of(monkeypatch, way)
     monkeypatch.setattr(rig.device, "_access", lambda *_: None)
@@ -120,16 +114,14 @@ def test_a_planted_mistake_is_found_before_the_server_serves(
         checked(rig)
 
 
-def test_a_copy_that_the_driver_refuses_is_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_the_driver_refuses_is_no_way(monkeypatch):
     rig = Rig(monkeypatch, staged=True, registered_pages=13)
     monkeypatch.setattr(rig.copies, "_borders", array("Q"))
     with pytest.raises(RuntimeError, match="719"):
         checked(rig)
 
 
-def test_the_window_is_the_one_that_the_measurement_calls_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_window_is_the_one_that_the_measurement_calls_for(monkeypatch):
     monkeypatch.setattr(bus_window, "SLICE_BYTES", 256)
     rig = Rig(monkeypatch, staged=True)
     with running(rig, LateRows(rig)):
