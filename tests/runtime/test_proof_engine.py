@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_fakes import PAGE, end, engine_with, load, settle
 from test_lookahead_ranks import Ahead
-from test_restore_ends import PAGE, engine_with, load, settle
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import PagesLost, RequestFinished, StepPlan
@@ -194,8 +194,7 @@ def test_ranks_become_proven_in_the_same_step(monkeypatch):
 def test_pages_that_differ_are_the_fronts_and_their_slots_are_freed():
     engine, r, _ = engine_with()
     one = load(engine, Span(4, 8))
-    for offset, state in enumerate([LANDED, DIFFERS, LANDED, OPEN]):
-        one.poll.mark(offset, state, 0.5)
+    end(one, LANDED, DIFFERS, LANDED, OPEN)
     facts = settle(engine, 0.5)
     assert [f.span for f in facts if isinstance(f, PagesLost)] == [Span(5, 6)]
     assert not r.owner and r.closed and one.cancelled

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from engine_fakes import PAGE, PAGES, end, engine_with, load, load_of, restoration, settle
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy import messages
@@ -17,7 +18,6 @@ from sgl_kvtier.policy.messages import (
     NO_ROOM_YET,
     ChunkDone,
     ChunkStarted,
-    Mode,
     PagesLost,
     RequestFinished,
     RestoreOffered,
@@ -37,13 +37,10 @@ from sgl_kvtier.runtime.scheduler.queue import Queue
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
-from sgl_kvtier.runtime.step.context import StepContext
-from sgl_kvtier.runtime.step.polls import LANDED, LOST, OPEN, REASON
-from sgl_kvtier.runtime.step.restoration import Load, Restoration
+from sgl_kvtier.runtime.step.polls import LANDED, LOST, REASON
+from sgl_kvtier.runtime.step.restoration import Restoration
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
-
-PAGE, PAGES = 16, 64
 
 
 class Handle(NamedTuple):
@@ -52,86 +49,9 @@ class Handle(NamedTuple):
     rid: str
 
 
-class Pool:
-    """Hands out whole pages in order and takes them back."""
-
-    def __init__(self) -> None:
-        self.free_pages = list(range(PAGES))
-        self.size = PAGES * PAGE
-
-    def available_size(self) -> int:
-        return len(self.free_pages) * PAGE
-
-    def alloc(self, tokens: int, **how: Any) -> torch.Tensor | None:
-        count = tokens // PAGE
-        if count > len(self.free_pages):
-            return None
-        taken, self.free_pages = self.free_pages[:count], self.free_pages[count:]
-        return (torch.tensor(taken)[:, None] * PAGE + torch.arange(PAGE)).flatten()
-
-    def free(self, slots: torch.Tensor) -> None:
-        self.free_pages += [int(slot) // PAGE for slot in slots[::PAGE]]
-
-    def free_segment(self, slots: torch.Tensor, start_pos: int) -> None:
-        self.free(slots)
-
-
-class Mover:
-    """Keeps the loads it was given; the test says when their pages end."""
-
-    def __init__(self) -> None:
-        self.loads: list[Load] = []
-
-    def submit(self, load: Load, storage: Any, deadline_s: float) -> None:
-        self.loads.append(load)
-
-    def wait_news(self, timeout_s: float) -> None:
-        for load in self.loads:
-            for offset in range(len(load.span)):
-                if load.poll.local[offset] == OPEN:
-                    load.poll.mark(offset, LANDED, 1.0)
-
-
-def engine_with(pages: int = 8) -> tuple[RestoreEngine, Restoration, Mover]:
-    """An engine that restores one request of `pages` pages from storage, nothing loaded yet."""
-    host = Pool()
-    host.size_per_token = 4
-    tree = SimpleNamespace(
-        page_size=PAGE,
-        token_to_kv_pool_allocator=Pool(),
-        cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=None),
-        evict_host=None,
-        ongoing_backup={},
-        unlock=lambda lock: None,
-    )
-    mover = Mover()
-    engine = RestoreEngine(StepContext(tree), mover, 0, lambda offer: None)
-    r = Restoration(
-        "r",
-        None,
-        (pages + 1) * PAGE,
-        0,
-        pages,
-        ((Span(0, pages), Tier.STORAGE),),
-        (),
-        torch.empty(0),
-    )
-    r.mode = Mode.BOTH
-    engine.begin(r)
-    return engine, r, mover
-
-
-def load(engine: RestoreEngine, span: Span) -> Load:
-    engine.load(messages.Load("r", span, Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0))
-    return engine.loads[-1]
-
-
-def settle(engine: RestoreEngine, now: float) -> list[Any]:
-    """One tick's settling; the facts it noted."""
-    engine.context.now = now
-    engine.settle([bytes(one.poll.local) for one in engine.loads], [now] * len(engine.loads))
-    facts, engine.context.facts = engine.context.facts, []
-    return facts
+def free_tokens(engine: RestoreEngine) -> int:
+    """Of the device's pool."""
+    return engine.context.tree.token_to_kv_pool_allocator.available_size()
 
 
 @pytest.mark.parametrize(("admitted", "patience_s"), [(False, 2.0), (True, 0.2)])
@@ -145,7 +65,7 @@ def test_pages_without_room_may_be_loaded_later_but_not_for_ever(admitted, patie
         (patience_s + 0.1, "no room"),
     ):
         engine.context.now = now
-        engine.load(messages.Load("r", Span(4, 8), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0))
+        engine.load(load_of(Span(4, 8)))
         assert engine.context.facts.pop() == PagesLost("r", Span(4, 8), reason, 0.0)
     assert engine.counters.lost_pages == {"no room": 4}
 
@@ -161,32 +81,13 @@ def test_a_read_that_hangs_is_the_fronts_and_its_slots_stay_the_loads_until_it_e
     assert lost == [PagesLost("r", Span(4, 7), "hung", 0.0)]
     assert r.barrier(0) == 7 and r.is_landed(7)
     assert engine.context.slots.tokens == 4 * PAGE and engine.loads == [hung]
-    assert list(r.owner) == [7], (
-        "the other slots are no room for the chunks that compute their pages"
-    )
+    assert list(r.owner) == [7], "the other slots are no room for chunks that compute their pages"
     assert settle(engine, 2.2) == []
-    for offset in range(3):
-        hung.poll.mark(offset, LANDED, 9.0)
+    end(hung, LANDED, at=9.0)
     assert settle(engine, 9.0) == []
     engine.context.slots.free()
-    assert (
-        engine.loads == []
-        and engine.context.slots.tokens == PAGE
-        and engine.context.slots.host_tokens == 0
-    )
-
-
-def test_pages_of_a_closed_restoration_are_freed_only_when_they_have_ended():
-    engine, r, _ = engine_with()
-    one = load(engine, Span(0, 4))
-    engine.abandon(r, "aborted")
-    engine.context.slots.free()
-    assert one.cancelled and engine.context.slots.tokens == 4 * PAGE
-    for offset in range(4):
-        one.poll.mark(offset, LANDED, 1.0)
-    settle(engine, 1.0)
-    engine.context.slots.free()
-    assert not engine.holds_memory and not engine.busy
+    slots = engine.context.slots
+    assert (engine.loads, slots.tokens, slots.host_tokens) == ([], PAGE, 0)
 
 
 def test_a_reset_reports_the_same_on_ranks_whose_reads_had_come_differently_far():
@@ -196,13 +97,9 @@ def test_a_reset_reports_the_same_on_ranks_whose_reads_had_come_differently_far(
         one = load(engine, Span(0, 8))
         one.poll.mark(7, LANDED, 0.5)
         settle(engine, 0.5)
-        for offset in range(landed):
-            one.poll.mark(offset, LANDED, 0.6)
+        end(one, *[LANDED] * landed, at=0.6)
         engine.reset()
-        assert (
-            not engine.holds_memory
-            and engine.context.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE
-        )
+        assert not engine.holds_memory and free_tokens(engine) == PAGES * PAGE
         told.append(engine.context.facts)
     assert told[0] == told[1]
     assert not any(isinstance(fact, TransferDone) for fact in told[0])
@@ -265,8 +162,7 @@ def test_transfers_are_timed_by_the_agreed_clock_alone():
     engine, _, _ = engine_with()
     engine.context.now = 10.0
     one = load(engine, Span(0, 2))
-    for offset in range(2):
-        one.poll.mark(offset, LANDED, 123.0)
+    end(one, LANDED, at=123.0)
     engine.settle([bytes(one.poll.local)], [10.5])
     assert [fact.seconds for fact in engine.context.facts if isinstance(fact, TransferDone)] == [
         0.5
@@ -299,6 +195,37 @@ def tick_of_two_ranks() -> tuple[RestoreTick, Restoration, list[Any], TwoRanks]:
     agreement, views = Agreement(ranks, 2, first=True), Views(engine, 256, 1024)
     turns = SimpleNamespace(look=lambda scheduler: None)
     return RestoreTick(engine, planner, agreement, turns, views), r, told, ranks
+
+
+def plans(tick: RestoreTick, told: list[Any], plan: StepPlan) -> None:
+    """From now on the planner plans this in every step."""
+    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)
+    tick.views = SimpleNamespace(of=lambda scheduler, now: None)
+
+
+def fails_at(tick: RestoreTick, span: Span) -> None:
+    """From now on the device fails at a load of these pages."""
+    load = tick.engine.load
+
+    def fails(command: messages.Load) -> None:
+        if command.span == span:
+            raise RuntimeError("the device is gone")
+        load(command)
+
+    tick.engine.load = fails
+
+
+def loads_of(*spans: tuple[int, int]) -> tuple[messages.Load, ...]:
+    return tuple(load_of(Span(*span)) for span in spans)
+
+
+def lost(told: list[Any]) -> list[tuple[Span, str]]:
+    return [(fact.span, fact.reason) for fact in told if isinstance(fact, PagesLost)]
+
+
+def finished(told: list[Any]) -> list[str]:
+    """The requests whose end was told."""
+    return [fact.rid for fact in told if isinstance(fact, RequestFinished)]
 
 
 def test_the_chunk_by_which_the_last_restoration_ends_is_told_on_several_ranks_too():
@@ -362,28 +289,12 @@ def test_the_end_of_the_last_restoration_is_told_on_several_ranks_too():
 def test_loads_that_were_not_begun_because_something_failed_are_told_as_lost():
     """A planner that waits for them for ever would hand out no more."""
     tick, _, told, _ = tick_of_two_ranks()
-    plan = StepPlan(
-        loads=tuple(
-            messages.Load("r", Span(low, low + 2), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0)
-            for low in (6, 4, 2)
-        )
-    )
-    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)
-    tick.views = SimpleNamespace(of=lambda scheduler, now: None)
-    load, begun = tick.engine.load, []
-
-    def fails_at_the_second(command):
-        if begun:
-            raise RuntimeError("the device is gone")
-        begun.append(command)
-        load(command)
-
-    tick.engine.load = fails_at_the_second
+    plans(tick, told, StepPlan(loads=loads_of((6, 8), (4, 6), (2, 4))))
+    fails_at(tick, Span(4, 6))
     tick.run(SimpleNamespace())
     tick.run(SimpleNamespace())
-    lost = [(fact.span, fact.reason) for fact in told if isinstance(fact, messages.PagesLost)]
-    assert lost == [(Span(4, 6), "failed"), (Span(2, 4), "failed")]
-    assert [fact.rid for fact in told if isinstance(fact, RequestFinished)] == ["r"]
+    assert lost(told) == [(Span(4, 6), "failed"), (Span(2, 4), "failed")]
+    assert finished(told) == ["r"]
     assert tick.engine.counters.planner_failures == 1 and not tick.engine.restorations
 
 
@@ -409,11 +320,9 @@ def test_pages_a_restoration_holds_already_are_not_kept_free_for_it_once_more():
     )
     r.front = 1
     room = PAGES - 4 - 1  # and a page for what it generates
-    assert (
-        tick.views.free_pages([], req)[Tier.DEVICE] == room - 1
-    )  # the last page is no part of the prefix
-    sources = ((Span(0, 4), Tier.STORAGE),)
-    engine.begin(Restoration("other", None, 5 * PAGE, 0, 4, sources, (), torch.empty(0)))
+    free = tick.views.free_pages([], req)[Tier.DEVICE]
+    assert free == room - 1, "the last page is no part of the prefix"
+    engine.begin(restoration("other", 4))
     assert tick.views.free_pages([], req)[Tier.DEVICE] == room - 4
 
 
@@ -440,28 +349,18 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
     )
     tick.ahead = ahead
     tick.shared.results = lambda loads, own: ([1.0] * (1 + loads + own), b"")
-    sources = ((Span(0, 8), Tier.STORAGE),)
-    other = Restoration("other", None, 9 * PAGE, 0, 8, sources, (), torch.empty(0))
-    other.mode = Mode.BOTH
-    engine.begin(other)
-    plan = StepPlan(
-        loads=tuple(
-            messages.Load("r", Span(low, low + 2), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0)
-            for low in (6, 4)
-        ),
-        computes=(messages.Compute("other", None, 64),),
-    )
-    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)
-    tick.views = SimpleNamespace(of=lambda scheduler, now: None)
+    engine.begin(restoration("other"))
+    computes = (messages.Compute("other", None, 64),)
+    plans(tick, told, StepPlan(loads=loads_of((6, 8), (4, 6)), computes=computes))
     failing_pool(tick)
     tick.run(SimpleNamespace(running_batch=SimpleNamespace(reqs=[1])))
     assert tick.ahead is ahead, "looking ahead goes on"
     assert list(engine.restorations) == ["other"] and engine.counters.ended == {"failed": 1}
     assert engine.counters.planner_failures == 0 and not engine.holds_memory
     tick.report_facts()
-    lost = [(fact.span, fact.reason) for fact in told if isinstance(fact, PagesLost)]
-    assert lost == [(Span(6, 8), "failed"), (Span(4, 6), "failed")], "the planner waits for neither"
-    assert [fact.rid for fact in told if isinstance(fact, RequestFinished)] == ["r"]
+    failed = [(Span(6, 8), "failed"), (Span(4, 6), "failed")]
+    assert lost(told) == failed, "the planner waits for neither"
+    assert finished(told) == ["r"]
 
 
 def test_host_memory_that_fails_gives_the_device_pages_back():
@@ -471,13 +370,9 @@ def test_host_memory_that_fails_gives_the_device_pages_back():
         raise RuntimeError("no host memory")
 
     engine.context.tree.cache_controller.mem_pool_host.alloc = fails
-    engine.load(messages.Load("r", Span(4, 8), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0))
+    engine.load(load_of(Span(4, 8)))
     engine.context.slots.free()
-    assert (
-        r.closed
-        and not engine.holds_memory
-        and engine.context.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE
-    )
+    assert r.closed and not engine.holds_memory and free_tokens(engine) == PAGES * PAGE
 
 
 def test_a_chunk_without_a_time_is_counted():
@@ -505,8 +400,7 @@ def engine_of_keys(pages: int) -> tuple[RestoreEngine, Restoration, Any]:
 def test_pages_that_landed_are_kept_for_the_tree_and_those_that_were_lost_are_freed():
     engine, r, host = engine_of_keys(8)
     kept, one = kept_by(engine), load(engine, Span(4, 8))
-    for offset, state in enumerate([LANDED, LOST[ReadOutcome.MISS], LANDED, LANDED]):
-        one.poll.mark(offset, state, 0.5)
+    end(one, LANDED, LOST[ReadOutcome.MISS], LANDED, LANDED)
     settle(engine, 0.5)
     assert kept.tokens == 3 * PAGE and engine.context.slots.host_tokens == 0
     assert host.available_size() == (PAGES - 3) * PAGE
@@ -522,8 +416,7 @@ def test_pages_that_landed_are_kept_for_the_tree_and_those_that_were_lost_are_fr
 def test_pages_of_a_restoration_that_is_given_up_are_kept_as_far_as_they_were_used():
     engine, r, host = engine_of_keys(4)
     kept, one = kept_by(engine), load(engine, Span(0, 4))
-    for offset in range(4):
-        one.poll.mark(offset, LANDED, 0.5)
+    end(one, LANDED)
     settle(engine, 0.5)
     engine.splice(r, Span(0, 2))
     engine.abandon(r, "gave room")
@@ -547,8 +440,7 @@ def test_an_end_that_raises_is_not_repeated(monkeypatch):
     kept = kept_by(engine)
     loads = [load(engine, Span(0, 4)), load(engine, Span(4, 8))]
     for one in loads:
-        for offset in range(4):
-            one.poll.mark(offset, LANDED, 0.5)
+        end(one, LANDED)
     ended: list[Span] = []
     leave = engine._leave_host
 
@@ -597,8 +489,7 @@ def test_reads_beside_a_restorations_loads_say_nothing_of_the_disk(monkeypatch):
 def test_spliced_pages_are_the_requests_own_whatever_becomes_of_the_restoration():
     engine, r, _ = engine_with()
     one = load(engine, Span(0, 6))
-    for offset in range(6):
-        one.poll.mark(offset, LANDED, 0.5)
+    end(one, LANDED)
     settle(engine, 1.0)
     slots = engine.splice(r, Span(0, 4))
     engine.abandon(r, "aborted")
@@ -634,12 +525,11 @@ def test_the_trees_host_pages_stay_pinned_while_a_load_reads_them():
     engine.context.host.unpin = unpinned.append
     r.sources, r.host_slots = ((Span(0, 8), Tier.HOST),), torch.arange(8 * PAGE)
     r.host_pin = pin = object()
-    engine.load(messages.Load("r", Span(0, 2), Tier.HOST, Link.HOST_TO_DEVICE, 1.0))
+    engine.load(load_of(Span(0, 2), Tier.HOST, Link.HOST_TO_DEVICE))
     one = engine.loads[0]
     engine.abandon(r, "aborted")
     assert unpinned == []
-    for offset in range(2):
-        one.poll.mark(offset, LANDED, 1.0)
+    end(one, LANDED, at=1.0)
     settle(engine, 2.0)
     assert unpinned == [pin]
 
@@ -696,33 +586,18 @@ def test_the_patience_without_room_begins_anew_with_every_load_that_finds_some()
     load(engine, Span(4, 8))
     engine.context.slots.claim_device = lambda tokens: None
     engine.context.now = 2.5
-    engine.load(messages.Load("r", Span(0, 4), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0))
+    engine.load(load_of(Span(0, 4)))
     assert engine.context.facts.pop() == PagesLost("r", Span(0, 4), NO_ROOM_YET, 0.0)
 
 
 def test_pages_lost_before_something_failed_in_the_same_step_are_told_as_well():
     tick, _, told, _ = tick_of_two_ranks()
-    plan = StepPlan(
-        loads=tuple(
-            messages.Load("r", span, Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0)
-            for span in (Span(6, 8), Span(4, 6))
-        )
-    )
-    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)
-    tick.views = SimpleNamespace(of=lambda scheduler, now: None)
-    load = tick.engine.load
+    plans(tick, told, StepPlan(loads=loads_of((6, 8), (4, 6))))
     tick.engine.context.slots.claim_device = lambda tokens: None
-
-    def fails_at_the_second(command):
-        if command.span == Span(4, 6):
-            raise RuntimeError("the device is gone")
-        load(command)
-
-    tick.engine.load = fails_at_the_second
+    fails_at(tick, Span(4, 6))
     tick.run(SimpleNamespace())
     tick.run(SimpleNamespace())
-    lost = [fact.span for fact in told if isinstance(fact, PagesLost)]
-    assert lost == [Span(6, 8), Span(4, 6)]
+    assert [span for span, _ in lost(told)] == [Span(6, 8), Span(4, 6)]
 
 
 def test_a_link_is_busy_from_the_latest_end_on_in_whatever_order_ends_are_told():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_restore_ends import PAGE, engine_with
+from engine_fakes import PAGE, engine_with
 
 
 def restored(trace: Any, how: str) -> None:
