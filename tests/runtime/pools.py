@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
@@ -16,6 +20,7 @@ from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, M
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvtier.lab.gpu.pools import random_bytes
+from sgl_kvtier.runtime.backend.storage import KVTierStorage
 from sgl_kvtier.runtime.cpu import hicache
 
 PAGE, PAGES = 16, 32
@@ -166,6 +171,42 @@ def server_args(model_path: str = "no-such-folder", **changes: Any) -> SimpleNam
     return SimpleNamespace(**{**values, **changes})
 
 
+def serve_with(patch: pytest.MonkeyPatch, args: SimpleNamespace) -> None:
+    """SGLang answers as in the process of a server with these arguments."""
+    patch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
+    patch.setattr("sglang.srt.arg_groups.model_override_base.resolving_view", lambda given: given)
+    alone = SimpleNamespace(dp_rank=None, num_dp_ranks=1)
+    patch.setattr("sglang.srt.runtime_context.get_parallel", lambda: alone)
+
+
+def backend_on(
+    folder: Path | str,
+    pool: Any,
+    sides: Iterable[tuple[Any, Any]] = (),
+    sections: dict[str, Any] | None = None,
+    store: dict[str, Any] | None = None,
+    **config: Any,
+) -> KVTierStorage:
+    """A backend with a store in this folder and these host pools, as SGLang opens it."""
+    extra = {
+        "module_path": "sgl_kvtier.runtime.backend.storage",
+        "store": {"path": str(folder), "min_free_bytes": 0, "segment_bytes": "4MiB"}
+        | (store or {}),
+        **(sections or {}),
+    }
+    backend = KVTierStorage(storage_config(extra_config=extra, **config), {})
+    backend.register_mem_pool_host(pool)
+    for name, side in sides:
+        backend.register_mem_host_pool_v2(side, name)
+    backend.on_host_pools_registered()
+    return backend
+
+
+def keys(*names: object) -> list[str]:
+    """Names of pages, of the form that SGLang's have."""
+    return [hashlib.sha256(str(name).encode()).hexdigest() for name in names]
+
+
 class Ranks:
     """A group of ranks that run one after the other, the first one first."""
 
@@ -178,7 +219,7 @@ class Ranks:
         return self.said[0]
 
 
-def slots(pages: list[int]) -> torch.Tensor:
+def slots(pages: Sequence[int]) -> torch.Tensor:
     """The host slots of these pages."""
     return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
 
@@ -186,3 +227,8 @@ def slots(pages: list[int]) -> torch.Tensor:
 def page_bytes(pool: Any, page: int) -> bytes:
     """One page's bytes, whatever the layout."""
     return pool.get_data_page(page * PAGE).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def pages_of(pool: Any, *pages: int) -> list[bytes]:
+    """The bytes of these pages."""
+    return [page_bytes(pool, page) for page in pages]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
 import time
@@ -16,16 +15,21 @@ import torch
 from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import until
 from pools import (
     PAGE,
     Ranks,
+    backend_on,
     compressed_pool,
     host_pool,
     index_key_pool,
+    keys,
     latent_host_pool,
     latent_pool,
     numbering_pool,
     page_bytes,
+    pages_of,
+    serve_with,
     server_args,
     slots,
     state_pool,
@@ -63,48 +67,36 @@ from sgl_kvtier.types import Tier
 CONTIGUOUS = ["page_first_direct", "page_first"]
 
 
-def keys(*names: object) -> list[str]:
-    return [hashlib.sha256(str(name).encode()).hexdigest() for name in names]
-
-
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     """Opens backends on one folder; they are closed at the end."""
     opened = []
-    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", server_args)
-    monkeypatch.setattr(
-        "sglang.srt.arg_groups.model_override_base.resolving_view", lambda args: args
-    )
-    monkeypatch.setattr(
-        "sglang.srt.runtime_context.get_parallel",
-        lambda: SimpleNamespace(dp_rank=None, num_dp_ranks=1),
-    )
+    serve_with(monkeypatch, server_args())
 
-    def opening(pool, side_pools=(), faults=None, throttle=None, path=None, store=(), **config):
-        extra = {
-            "module_path": "sgl_kvtier.runtime.backend.storage",
-            "store": {
-                "path": path or str(tmp_path / "store"),
-                "min_free_bytes": 0,
-                "segment_bytes": "4MiB",
-                **dict(store),
-            },
-        }
-        if faults:
-            extra["lab"] = {"faults": faults}
-        if throttle:
-            extra["lab"] = {"throttle": throttle}
-        backend = KVTierStorage(storage_config(extra_config=extra, **config), {})
-        backend.register_mem_pool_host(pool)
-        for name, side in side_pools:
-            backend.register_mem_host_pool_v2(side, name)
-        backend.on_host_pools_registered()
-        opened.append(backend)
-        return backend
+    def opening(pool, side_pools=(), path=tmp_path / "store", store=None, lab=None, **config):
+        opened.append(backend_on(path, pool, side_pools, {"lab": lab or {}}, store, **config))
+        return opened[-1]
 
     yield opening
     for backend in opened:
         backend.close()
+
+
+def filled(make, count, **how):
+    """A backend that has stored the first `count` pages of its host pool; their names, the pool."""
+    pool, names = host_pool(), keys(*range(count))
+    backend = make(pool, **how)
+    backend.batch_set_v1(names, slots(range(count)))
+    return backend, names, pool
+
+
+def slow_reads(gbps):
+    return {"throttle": {"read_gbps": gbps}}
+
+
+def side_transfer(name, pages, names, **how):
+    """A transfer of a side pool's pages, as SGLang asks for it."""
+    return PoolTransfer(name=name, host_indices=slots(pages), keys=names, **how)
 
 
 @pytest.mark.parametrize("layout", CONTIGUOUS)
@@ -114,11 +106,10 @@ def test_pages_come_back_into_other_slots_byte_for_byte(make, layout, dtype):
     backend = make(pool)
     names = keys(*range(4))
     assert backend.batch_set_v1(names, slots([3, 9, 4, 20])) == [True] * 4
-    stored = [page_bytes(pool, p) for p in (3, 9, 4, 20)]
-    neighbours = [page_bytes(pool, p) for p in (0, 13, 31)]
+    stored, neighbours = pages_of(pool, 3, 9, 4, 20), pages_of(pool, 0, 13, 31)
     assert backend.batch_get_v1(names, slots([11, 12, 30, 14])) == [True] * 4
-    assert [page_bytes(pool, p) for p in (11, 12, 30, 14)] == stored
-    assert [page_bytes(pool, p) for p in (0, 13, 31)] == neighbours
+    assert pages_of(pool, 11, 12, 30, 14) == stored
+    assert pages_of(pool, 0, 13, 31) == neighbours
 
 
 @pytest.mark.parametrize("layout", ["layer_first", *CONTIGUOUS])
@@ -161,16 +152,23 @@ def test_pages_whose_keys_and_values_have_different_widths_come_back_with_their_
     own, theirs = ([unequal_page(one, p) for p in (3, 9, 4)] for one in (pool, window))
     neighbours = [unequal_page(one, p) for one in (pool, window) for p in (0, 13, 31)]
     assert controller.page_set_func(names, slots([3, 9, 4]))
-    stored = PoolTransfer(name=PoolName.SWA, host_indices=slots([3, 9, 4]), keys=names)
+    stored = side_transfer(PoolName.SWA, [3, 9, 4], names)
     assert backend.batch_set_v2([stored]) == {PoolName.SWA: [True] * 3}
 
     with backend.reading_ahead(names, slots([11, 12, 30])):
         assert controller.page_get_func(None, names, slots([11, 12, 30])) == 3
-    read = PoolTransfer(name=PoolName.SWA, host_indices=slots([11, 12, 30]), keys=names)
+    read = side_transfer(PoolName.SWA, [11, 12, 30], names)
     assert backend.batch_get_v2([read]) == {PoolName.SWA: [True] * 3}
     assert [unequal_page(pool, p) for p in (11, 12, 30)] == own
     assert [unequal_page(window, p) for p in (11, 12, 30)] == theirs
     assert [unequal_page(one, p) for one in (pool, window) for p in (0, 13, 31)] == neighbours
+
+
+def backup_of(names, where):
+    """SGLang's operation that writes these pages."""
+    return SimpleNamespace(
+        hash_value=names, host_indices=where, prefix_keys=None, completed_tokens=0
+    )
 
 
 def test_all_batches_of_a_node_are_stored_at_its_second_offer_with_second_hit(make):
@@ -181,9 +179,7 @@ def test_all_batches_of_a_node_are_stored_at_its_second_offer_with_second_hit(ma
     )
     node = keys(*range(480))
     for there in (0, 480):
-        operation = SimpleNamespace(
-            hash_value=node, host_indices=slots([0] * 480), prefix_keys=None, completed_tokens=0
-        )
+        operation = backup_of(node, slots([0] * 480))
         cache_controller.HiCacheController._page_backup(controller, operation)
         assert backend.batch_exists(node) == len(set(backend.take_seen())) == there
     assert backend._store.stats().pages_refused == 0
@@ -260,38 +256,40 @@ def test_after_new_weights_nothing_is_served_or_stored(make):
     assert backend.batch_set_v1(keys("b"), slots([1])) == [False]
 
 
-@pytest.mark.parametrize(
-    "name", ["begin_weight_update", "end_weight_update", "flush_cache_after_weight_update"]
-)
-def test_weights_that_may_have_been_written_from_outside_end_the_use_of_stored_pages(
-    make, monkeypatch, name
-):
-    assert any(target.endswith("." + name) for target in targets("weights"))
+@pytest.fixture
+def scheduler(make, monkeypatch):
+    """One whose backend has page "a", before any update of weights."""
     monkeypatch.setattr(identity, "_runtime_weights", None)
     backend = make(host_pool())
     backend.batch_set_v1(keys("a"), slots([0]))
-    tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=backend))
-    backend_hooks.leave_old_weights(
-        SimpleNamespace(success=False), SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree))
-    )
-    assert backend.batch_exists(keys("a")) == 1, "a call that was refused"
-    backend_hooks.leave_old_weights(
-        None, SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree))
-    )
-    assert backend.batch_exists(keys("a")) == 0 and identity._runtime_weights is not None
+    controller = SimpleNamespace(storage_backend=backend)
+    return SimpleNamespace(tree_cache=SimpleNamespace(cache_controller=controller))
+
+
+def has_left(scheduler):
+    """Whether stored pages are not used any more."""
+    backend = scheduler.tree_cache.cache_controller.storage_backend
+    return backend.batch_exists(keys("a")) == 0 and identity._runtime_weights is not None
+
+
+def test_weights_that_may_have_been_written_from_outside_end_the_use_of_stored_pages(scheduler):
+    names = {target.rpartition(".")[2] for target in targets("weights")}
+    assert names >= {
+        "begin_weight_update", "end_weight_update", "flush_cache_after_weight_update",
+    }  # fmt: skip
+    refused = SimpleNamespace(success=False)
+    backend_hooks.leave_old_weights(refused, SimpleNamespace(scheduler=scheduler))
+    assert not has_left(scheduler)
+    backend_hooks.leave_old_weights(None, SimpleNamespace(scheduler=scheduler))
+    assert has_left(scheduler)
     backend_hooks.leave_old_weights(None, SimpleNamespace(scheduler=None))
 
 
 @pytest.mark.parametrize("name", ["update_weights_from_disk", "update_weights_from_ipc"])
 @pytest.mark.parametrize("raises", [False, True])
 def test_an_update_of_weights_that_fails_half_way_ends_the_use_of_stored_pages(
-    make, monkeypatch, name, raises
+    scheduler, monkeypatch, name, raises
 ):
-    monkeypatch.setattr(identity, "_runtime_weights", None)
-    backend = make(host_pool())
-    backend.batch_set_v1(keys("a"), slots([0]))
-    tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=backend))
-
     def fails(*args, **kwargs):
         if raises:
             raise RuntimeError("half-way")
@@ -299,7 +297,7 @@ def test_an_update_of_weights_that_fails_half_way_ends_the_use_of_stored_pages(
 
     runner = SimpleNamespace(weight_updater=SimpleNamespace(**{name: fails}))
     updater = SimpleNamespace(
-        scheduler=SimpleNamespace(tree_cache=tree),
+        scheduler=scheduler,
         tp_cpu_group=None,
         _observe_weight_load=lambda source: nullcontext(),
         _select_runners=lambda: [("target", runner)],
@@ -311,7 +309,7 @@ def test_an_update_of_weights_that_fails_half_way_ends_the_use_of_stored_pages(
     original = getattr(SchedulerWeightUpdaterManager, name)
     with pytest.raises(RuntimeError) if raises else nullcontext():
         assert not hook.load()(original, updater, request).success
-    assert backend.batch_exists(keys("a")) == 0 and identity._runtime_weights is not None
+    assert has_left(scheduler)
 
 
 @pytest.mark.parametrize(
@@ -372,28 +370,22 @@ def test_ranks_attached_again_after_new_weights_find_each_others_pages(make, mon
     "faults", [{"read_error_rate": 1.0}, {"corrupt_rate": 1.0}], ids=["errors", "flipped-bits"]
 )
 def test_a_failing_disk_makes_misses_and_no_exception(make, faults):
-    pool = host_pool()
-    backend = make(pool, faults=faults)
-    backend.batch_set_v1(keys("a", "b"), slots([0, 1]))
-    assert backend.batch_get_v1(keys("a", "b"), slots([4, 5])) == [False, False]
+    backend, names, _ = filled(make, 2, lab={"faults": faults})
+    assert backend.batch_get_v1(names, slots([4, 5])) == [False, False]
 
 
 def test_a_worse_device_without_the_laboratory_is_refused_and_the_folder_is_free(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "sgl_kvtier.lab.front.wrappers", None)
     with pytest.raises(ConfigError, match=r"not installed here .*Omit the section lab"):
-        make(host_pool(), throttle={"read_gbps": 1.0})
+        make(host_pool(), lab=slow_reads(1.0))
     make(host_pool())
 
 
 def test_a_read_that_nobody_wants_any_more_is_cut_short_and_later_ones_are_not(make):
-    pool = host_pool()
-    backend = make(pool, throttle={"read_gbps": 0.0002})  # a page takes a second
-    names = keys(*range(20))
-    backend.batch_set_v1(names, slots(list(range(20))))
+    backend, names, _ = filled(make, 20, lab=slow_reads(0.0002))  # a page takes a second
     with ThreadPoolExecutor(1) as other:
-        long = other.submit(backend.batch_get_v1, names, slots(list(range(20))))
-        while not backend._reading:
-            time.sleep(0.01)
+        long = other.submit(backend.batch_get_v1, names, slots(range(20)))
+        until(lambda: backend._reading)
         with backend.reads_cut_short():
             read = long.result(timeout=15)
             assert backend.batch_get_v1(names[:2], slots([30, 31])) == [False, False]
@@ -403,11 +395,11 @@ def test_a_read_that_nobody_wants_any_more_is_cut_short_and_later_ones_are_not(m
 
 
 def test_a_flush_ends_a_long_write_before_sglang_ends_the_server(make, monkeypatch):
-    """SGLang's own write-back thread, in a write of five batches of 3 s, and its end of it."""
-    monkeypatch.setattr(cache_controller, "STORAGE_BATCH_SIZE", 4)
+    """SGLang's own write-back thread, in a write of 20 batches and 15 s, and its end of it."""
+    monkeypatch.setattr(cache_controller, "STORAGE_BATCH_SIZE", 1)
     pool = host_pool()
-    gbps = 4 * 8e-9 * len(page_bytes(pool, 0)) / 3
-    backend = make(pool, throttle={"write_gbps": gbps})
+    gbps = 8e-9 * len(page_bytes(pool, 0)) / 0.75
+    backend = make(pool, lab={"throttle": {"write_gbps": gbps}})
     controller = object.__new__(cache_controller.HiCacheController)
     controller.storage_backend, controller.page_size = backend, PAGE
     controller.storage_config = SimpleNamespace(is_storage_writer=True)
@@ -415,18 +407,14 @@ def test_a_flush_ends_a_long_write_before_sglang_ends_the_server(make, monkeypat
     controller.storage_stop_event = threading.Event()
     controller.page_set_func = controller._page_set_zero_copy
     names = keys(*range(20))
-    where = slots(list(range(20)))
-    operation = SimpleNamespace(
-        hash_value=names, host_indices=where, prefix_keys=None, completed_tokens=0
-    )
+    where = slots(range(20))
+    operation = backup_of(names, where)
     controller.backup_queue.put(operation)
     controller.backup_thread = threading.Thread(target=controller.backup_thread_func, daemon=True)
     controller.backup_thread.start()
-    while not backend._store.stats().pages:
-        time.sleep(0.01)
-    backend_hooks.cut_reads_short(
-        cache_controller.HiCacheController._stop_storage_threads, controller
-    )  # raises where a thread is left
+    until(lambda: backend._store.stats().pages)
+    stop = cache_controller.HiCacheController._stop_storage_threads
+    backend_hooks.cut_reads_short(stop, controller)  # raises where a thread is left
     stored = operation.completed_tokens // PAGE
     assert 0 < stored < 20
     backend.local_store._write_free_at = 0.0
@@ -459,13 +447,10 @@ def transfer(backend, names, where, batch=4, stop_after=None):
 
 
 def test_a_prefix_asked_for_in_batches_is_read_ahead_each_page_once(make):
-    pool = host_pool()
-    backend = make(pool, enable_storage_metrics=True)
-    names = keys(*range(10))
-    backend.batch_set_v1(names, slots(list(range(10))))
+    backend, names, pool = filled(make, 10, enable_storage_metrics=True)
     before = backend._store.stats().pages_read
-    assert transfer(backend, names, list(range(20, 30))) == [True] * 10
-    assert [page_bytes(pool, 20 + i) for i in range(10)] == [page_bytes(pool, i) for i in range(10)]
+    assert transfer(backend, names, range(20, 30)) == [True] * 10
+    assert pages_of(pool, *range(20, 30)) == pages_of(pool, *range(10))
     assert backend._store.stats().pages_read == before + 10
     assert backend.get_stats().prefetch_pgs == [10] and len(backend.own_reads) == 1
     assert backend._reading == {}
@@ -474,54 +459,36 @@ def test_a_prefix_asked_for_in_batches_is_read_ahead_each_page_once(make):
 @pytest.mark.parametrize("stop_after", [None, 4])
 def test_sglangs_own_loop_over_a_prefix_gets_its_pages_and_says_so(make, monkeypatch, stop_after):
     monkeypatch.setattr(cache_controller, "STORAGE_BATCH_SIZE", 4)
-    pool = host_pool()
-    backend = make(pool)
-    names = keys(*range(10))
-    backend.batch_set_v1(names, slots(list(range(10))))
+    backend, names, pool = filled(make, 10)
     controller = object.__new__(cache_controller.HiCacheController)
-    controller.storage_backend, controller.page_size, controller.prefetch_sync_queue = (
-        backend,
-        PAGE,
-        Queue(),
-    )
+    controller.storage_backend, controller.page_size = backend, PAGE
+    controller.prefetch_sync_queue = Queue()
     controller.page_get_func = controller._page_get_zero_copy
     acks = controller.prefetch_sync_queue.queue
     operation = SimpleNamespace(
-        hash_value=names, host_indices=slots(list(range(20, 30))), prefix_keys=None, request_id="one", pool_transfers=None,
+        hash_value=names, host_indices=slots(range(20, 30)), prefix_keys=None, request_id="one", pool_transfers=None,
         is_terminated=lambda: stop_after is not None and len(acks) * 4 >= stop_after,
     )  # fmt: skip
     read = stop_after or 10
-    assert (
-        backend_hooks.read_ahead(
-            cache_controller.HiCacheController._page_transfer, controller, operation
-        )
-        == read
-    )
-    assert [ack.completed_tokens for ack in acks] == [
-        min(read, pages) * PAGE for pages in (4, 8, 10)
-    ]
-    assert [page_bytes(pool, 20 + i) for i in range(read)] == [
-        page_bytes(pool, i) for i in range(read)
-    ]
+    own_loop = cache_controller.HiCacheController._page_transfer
+    assert backend_hooks.read_ahead(own_loop, controller, operation) == read
+    acknowledged = [min(read, pages) * PAGE for pages in (4, 8, 10)]
+    assert [ack.completed_tokens for ack in acks] == acknowledged
+    assert pages_of(pool, *range(20, 20 + read)) == pages_of(pool, *range(read))
     assert backend._reading == {}
 
 
 def test_what_was_read_ahead_and_not_asked_for_leaves_its_slots_alone_afterwards(make):
-    pool = host_pool()
-    backend = make(pool)
-    names = keys(*range(12))
-    backend.batch_set_v1(names, slots(list(range(12))))
+    backend, names, pool = filled(make, 12)
+    empty = torch.zeros_like(pool.get_dummy_flat_data_page())
     for _ in range(20):
-        assert transfer(backend, names, list(range(18, 30)), stop_after=4) == [True] * 4
+        assert transfer(backend, names, range(18, 30), stop_after=4) == [True] * 4
         for page in range(22, 30):
-            pool.set_from_flat_data_page(
-                page * PAGE, torch.zeros_like(pool.get_dummy_flat_data_page())
-            )
-        assert (
-            backend.batch_get_v1(names, slots(list(range(12)))) == [True] * 12
-        )  # what was queued before has ended by then
-        assert not any(any(page_bytes(pool, page)) for page in range(22, 30))
-    assert [page_bytes(pool, 18 + i) for i in range(4)] == [page_bytes(pool, i) for i in range(4)]
+            pool.set_from_flat_data_page(page * PAGE, empty)
+        again = backend.batch_get_v1(names, slots(range(12)))
+        assert again == [True] * 12, "what was queued before has ended by then"
+        assert not any(any(page) for page in pages_of(pool, *range(22, 30)))
+    assert pages_of(pool, *range(18, 22)) == pages_of(pool, *range(4))
 
 
 def test_a_prefix_with_a_page_missing_says_which_and_other_pages_than_expected_are_read_as_asked(
@@ -531,45 +498,39 @@ def test_a_prefix_with_a_page_missing_says_which_and_other_pages_than_expected_a
     backend = make(pool)
     names = keys(*range(8))
     backend.batch_set_v1(names[:5] + names[6:], slots([0, 1, 2, 3, 4, 6, 7]))
-    assert transfer(backend, names, list(range(20, 28))) == [True] * 5 + [False] + [True] * 2
-    with backend.reading_ahead(names, slots(list(range(20, 28)))):
+    assert transfer(backend, names, range(20, 28)) == [True] * 5 + [False] + [True] * 2
+    with backend.reading_ahead(names, slots(range(20, 28))):
         assert backend.batch_get_v1(names[2:4], slots([14, 15])) == [True, True]
         assert backend.batch_get_v1(names[:2], slots([16, 17])) == [True, True]
         assert backend.batch_get_v1(names[:2], slots([20, 21])) == [True, True]
-    assert [page_bytes(pool, p) for p in (14, 15, 16, 17)] == [
-        page_bytes(pool, p) for p in (2, 3, 0, 1)
-    ]
+    assert pages_of(pool, 14, 15, 16, 17) == pages_of(pool, 2, 3, 0, 1)
 
 
 def test_a_read_that_is_stopped_ends_with_the_pages_that_were_begun(make):
-    backend = make(host_pool(), throttle={"read_gbps": 0.005})  # a page takes 40 ms
-    names = keys(*range(20))
-    backend.batch_set_v1(names, slots(list(range(20))))
+    backend, names, _ = filled(make, 20, lab=slow_reads(0.005))  # a page takes 40 ms
     with ThreadPoolExecutor(1) as other:
-        own = other.submit(transfer, backend, names, list(range(20)))
-        while not backend._reading and not own.done():
-            time.sleep(0.001)
+        own = other.submit(transfer, backend, names, range(20))
+        until(lambda: backend._reading or own.done())
         backend.stop_reading(names)
         read = own.result(timeout=15)
     assert not all(read)
-    assert transfer(backend, names, list(range(20))) == [True] * 20, "it is read again as asked"
+    backend.throttle(0)
+    assert transfer(backend, names, range(20)) == [True] * 20, "it is read again as asked"
 
 
 def test_a_restorations_pages_are_read_before_those_sglang_reads(make):
-    backend = make(host_pool(), throttle={"read_gbps": 0.005})  # a page takes 40 ms
-    names = keys(*range(24))
-    backend.batch_set_v1(names, slots(list(range(24))))
+    backend, names, _ = filled(make, 24, lab=slow_reads(0.005))  # a page takes 40 ms
     ended: list[str] = []
     with ThreadPoolExecutor(1) as other:
-        own = other.submit(transfer, backend, names[:20], list(range(20)))
-        while not backend._reading and not own.done():
-            time.sleep(0.001)
+        own = other.submit(transfer, backend, names[:20], range(20))
+        until(lambda: backend._reading or own.done())
         job = backend.begin_read(
             [page_key(name) for name in names[20:]],
             slots([24, 25, 26, 27]),
             on_page=lambda page, outcome: ended.append(outcome.name),
         )
         assert job.wait(15) and ended == ["OK"] * 4 and not own.done()
+        backend.throttle(0)
         assert own.result(timeout=15) == [True] * 20
 
 
@@ -578,7 +539,7 @@ def with_draft(make, **how):
     kv, draft = host_pool(), host_pool(seed=1)
     backend = make(kv, side_pools=[(PoolName.DRAFT, draft)], **how)
     backend.batch_set_v1(keys(*range(4)), slots([0, 1, 2, 3]))
-    stored = PoolTransfer(name=PoolName.DRAFT, host_indices=slots([0, 1, 3]), keys=keys(0, 1, 3))
+    stored = side_transfer(PoolName.DRAFT, [0, 1, 3], keys(0, 1, 3))
     assert backend.batch_set_v2([stored]) == {PoolName.DRAFT: [True] * 3}
     return backend, kv, draft
 
@@ -594,16 +555,14 @@ def test_a_page_is_read_in_all_pools_as_one(make):
     assert job.wait(15)
     assert sorted(ended) == [(0, "OK"), (1, "OK"), (2, "MISS"), (3, "OK")], "once for each page"
     for pool in (kv, draft):
-        assert [page_bytes(pool, p) for p in (20, 21, 23)] == [
-            page_bytes(pool, p) for p in (0, 1, 3)
-        ]
+        assert pages_of(pool, 20, 21, 23) == pages_of(pool, 0, 1, 3)
 
 
 def test_windows_come_with_the_first_pages_of_a_read_and_into_slots_of_their_own(make):
     kv, windows = host_pool(), host_pool(seed=1)
     backend = make(kv, side_pools=[(PoolName.SWA, windows)])
     backend.batch_set_v1(keys(*range(4)), slots([0, 1, 2, 3]))
-    stored = PoolTransfer(name=PoolName.SWA, host_indices=slots([3, 2]), keys=keys(3, 1))
+    stored = side_transfer(PoolName.SWA, [3, 2], keys(3, 1))
     assert backend.batch_set_v2([stored]) == {PoolName.SWA: [True] * 2}
     ended: list[tuple[int, str]] = []
     job = backend.begin_read(
@@ -615,16 +574,7 @@ def test_windows_come_with_the_first_pages_of_a_read_and_into_slots_of_their_own
     assert job.wait(15)
     assert sorted(ended) == [(0, "OK"), (1, "MISS"), (2, "OK"), (3, "OK")], "2 has no window"
     assert page_bytes(windows, 8) == page_bytes(windows, 3)
-    for page in (0, 1, 3):
-        assert page_bytes(kv, 20 + page) == page_bytes(kv, page)
-
-
-def test_of_pages_with_a_part_more_each_ends_once():
-    ended: list[int] = []
-    whole = _WholePages([2, 2, 1], lambda page, outcome: ended.append(page))
-    for part in (4, 0, 3, 2, 1):
-        whole(part, ReadOutcome.OK)
-    assert ended == [2, 1, 0]
+    assert pages_of(kv, 20, 21, 23) == pages_of(kv, 0, 1, 3)
 
 
 def test_a_page_ends_with_its_last_part_and_the_first_that_failed():
@@ -672,13 +622,11 @@ def test_a_read_that_was_cut_short_tells_how_slow_the_store_is(make):
     """What SGLang gives up since it takes too long is all there is to learn from where everything
     is left to SGLang.
     """
-    backend = make(host_pool(), throttle={"read_gbps": 0.001})  # a page takes a fifth of a second
-    names = keys(*range(20))
-    backend.batch_set_v1(names, slots(list(range(20))))
+    backend, names, _ = filled(make, 20, lab=slow_reads(0.001))  # a page takes a fifth of a second
     page_nbytes = backend._store.stats().bytes_written // 20
     for read in (transfer, lambda backend, names, pages: backend.batch_get_v1(names, slots(pages))):
         with ThreadPoolExecutor(1) as other:
-            long = other.submit(read, backend, names, list(range(20)))
+            long = other.submit(read, backend, names, range(20))
             time.sleep(0.7)
             with backend.reads_cut_short():
                 landed = sum(long.result(timeout=15))
@@ -688,16 +636,12 @@ def test_a_read_that_was_cut_short_tells_how_slow_the_store_is(make):
 
 
 def test_another_backend_is_left_alone(make):
-    assert (
-        backend_hooks.read_ahead(
-            lambda controller, operation: 7, SimpleNamespace(storage_backend=object()), None
-        )
-        == 7
-    )
+    controller = SimpleNamespace(storage_backend=object())
+    assert backend_hooks.read_ahead(lambda controller, operation: 7, controller, None) == 7
 
 
 def test_a_refusing_disk_says_so_and_no_exception(make):
-    backend = make(host_pool(), faults={"write_error_rate": 1.0})
+    backend = make(host_pool(), lab={"faults": {"write_error_rate": 1.0}})
     assert backend.batch_set_v1(keys("a"), slots([0])) == [False]
     assert backend.batch_exists(keys("a")) == 0
 
@@ -966,12 +910,29 @@ def test_two_writes_on_their_way_that_begin_with_one_page_are_one_tenants(make):
     assert backend.batch_exists(keys("nobody's")) == 1
 
 
-def test_a_pool_without_pages_that_is_not_known_is_refused():
+def without_pages():
+    return type("OtherHostPool", (), {"kv_buffer": None})()
+
+
+def with_scales_elsewhere():
+    pool = object.__new__(MHATokenToKVPoolMXFP8Host)  # SGLang builds it on a card only
+    pool.kv_buffer, pool.page_size, pool.layout = torch.zeros(1), PAGE, "page_first"
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("pool", "said"),
+    [
+        (without_pages, "Choose another --hicache-storage-backend"),
+        (with_scales_elsewhere, "--kv-cache-dtype"),
+    ],
+)
+def test_a_pool_whose_pages_cannot_be_stored_is_refused(pool, said):
     backend = KVTierStorage(
         storage_config(extra_config={"module_path": "x", "store": {"path": "unused"}}), {}
     )
-    with pytest.raises(ConfigError, match="Choose another --hicache-storage-backend"):
-        backend.register_mem_pool_host(type("OtherHostPool", (), {"kv_buffer": None})())
+    with pytest.raises(ConfigError, match=said):
+        backend.register_mem_pool_host(pool())
 
 
 def test_pages_of_deepseek_v4_come_back_although_its_kv_pool_has_no_bytes(make):
@@ -1076,16 +1037,6 @@ def test_ranks_of_deepseek_v4_share_their_pages(make):
     assert torch.equal(pools[1].get_data_page(0, flat=True), pools[0].get_data_page(0, flat=True))
 
 
-def test_pages_whose_scales_lie_elsewhere_are_refused():
-    backend = KVTierStorage(
-        storage_config(extra_config={"module_path": "x", "store": {"path": "unused"}}), {}
-    )
-    pool = object.__new__(MHATokenToKVPoolMXFP8Host)  # SGLang builds it on a card only
-    pool.kv_buffer, pool.page_size, pool.layout = torch.zeros(1), PAGE, "page_first"
-    with pytest.raises(ConfigError, match="--kv-cache-dtype"):
-        backend.register_mem_pool_host(pool)
-
-
 def test_the_store_is_opened_where_sglang_does_not_say_that_all_pools_are_known(make, monkeypatch):
     """As before SGLang 0.5.23. Side pools that come later are kept apart by their shape."""
     monkeypatch.delattr(HiCacheStorage, "on_host_pools_registered")
@@ -1109,11 +1060,11 @@ def test_pages_of_a_later_side_pool_come_back_although_its_name_and_tag_are_too_
     }
     for name, side in sides.items():
         backend.register_mem_host_pool_v2(side, name)
-    stored = [PoolTransfer(name=name, host_indices=slots([2, 3]), keys=names) for name in sides]
+    stored = [side_transfer(name, [2, 3], names) for name in sides]
     backend.note_tenant(names[0], "acme")
     with backend.writing_for_tenant_of(names[0]):
         assert backend.batch_set_v2(stored) == {name: [True, True] for name in sides}
-    back = [PoolTransfer(name=name, host_indices=slots([8, 9]), keys=names) for name in sides]
+    back = [side_transfer(name, [8, 9], names) for name in sides]
     assert backend.batch_get_v2(back) == {name: [True, True] for name in sides}
     for side in sides.values():
         assert page_bytes(side, 8) == page_bytes(side, 2)
@@ -1142,9 +1093,8 @@ def test_nothing_is_read_ahead_or_by_address_by_an_sglang_that_was_not_tried(mak
     backend_hooks.use_zero_copy(None, controller)
     assert controller.page_get_func == "generic"
     monkeypatch.setattr(KVTierStorage, "reading_ahead", None)
-    assert (
-        backend_hooks.read_ahead(lambda controller, operation: "read", controller, None) == "read"
-    )
+    read = backend_hooks.read_ahead(lambda controller, operation: "read", controller, None)
+    assert read == "read"
 
 
 def test_without_the_plugin_the_named_backend_refuses_to_start():
@@ -1164,19 +1114,18 @@ def test_side_pools_have_pages_of_their_own_under_the_same_keys(make, layout):
     backend = make(pool, side_pools=[(PoolName.SWA, side)])
     names = keys("a", "b")
     backend.batch_set_v1(names, slots([0, 1]))
-    transfer = PoolTransfer(name=PoolName.SWA, host_indices=slots([2, 3]), keys=names)
-    assert backend.batch_set_v2([transfer]) == {PoolName.SWA: [True, True]}
-    back = PoolTransfer(name=PoolName.SWA, host_indices=slots([8, 9]), keys=names)
+    stored = side_transfer(PoolName.SWA, [2, 3], names)
+    assert backend.batch_set_v2([stored]) == {PoolName.SWA: [True, True]}
+    back = side_transfer(PoolName.SWA, [8, 9], names)
     assert backend.batch_get_v2([back]) == {PoolName.SWA: [True, True]}
-    assert page_bytes(side, 8) == page_bytes(side, 2)
-    assert page_bytes(side, 9) == page_bytes(side, 3)
+    assert pages_of(side, 8, 9) == pages_of(side, 2, 3)
 
 
 def test_a_side_transfer_that_does_not_fit_its_slots_moves_nothing(make):
     pool, side = host_pool(), host_pool(seed=1)
     backend = make(pool, side_pools=[(PoolName.SWA, side)])
-    transfer = PoolTransfer(name=PoolName.SWA, host_indices=slots([2]), keys=keys("a", "b"))
-    assert backend.batch_set_v2([transfer]) == {PoolName.SWA: [False, False]}
+    stored = side_transfer(PoolName.SWA, [2], keys("a", "b"))
+    assert backend.batch_set_v2([stored]) == {PoolName.SWA: [False, False]}
     assert backend._store.stats().pages == 0
 
 
@@ -1209,9 +1158,7 @@ def test_the_usable_prefix_is_what_hicachefile_says(
                 backend.set(name, pool.get_data_page(i * PAGE))
         for which, have in ((PoolName.SWA, swa), (PoolName.INDEXER, mamba)):
             mine = [i for i in range(6) if have[i]]
-            backend.batch_set_v2(
-                [PoolTransfer(name=which, host_indices=slots(mine), keys=[names[i] for i in mine])]
-            )
+            backend.batch_set_v2([side_transfer(which, mine, [names[i] for i in mine])])
     asked = [
         PoolTransfer(
             name=PoolName.SWA, keys=names[:window], hit_policy=PoolHitPolicy.TRAILING_PAGES

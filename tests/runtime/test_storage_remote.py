@@ -4,9 +4,8 @@ engine is the double that keeps its pages in a folder.
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +14,18 @@ import pytest
 import torch
 from pools import (
     PAGE,
+    backend_on,
     host_pool,
+    keys,
     latent_host_pool,
     latent_pool,
     numbering_pool,
     page_bytes,
+    pages_of,
+    serve_with,
     server_args,
     slots,
     state_pool,
-    storage_config,
 )
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
@@ -37,10 +39,6 @@ from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.namespace import is_open
 from sgl_kvtier.store.tiered.store import TieredStore
 from sgl_kvtier.types import PageKey, Tier
-
-
-def keys(*names: object) -> list[str]:
-    return [hashlib.sha256(str(name).encode()).hexdigest() for name in names]
 
 
 @pytest.fixture
@@ -58,46 +56,29 @@ def start(
     """Starts servers with folders of their own; they are closed at the end."""
     opened: list[KVTierStorage] = []
     args = server_args(load_format="dummy")
-    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
-    monkeypatch.setattr(
-        "sglang.srt.arg_groups.model_override_base.resolving_view", lambda given: given
-    )
-    monkeypatch.setattr(
-        "sglang.srt.runtime_context.get_parallel",
-        lambda: SimpleNamespace(dp_rank=None, num_dp_ranks=1),
-    )
+    serve_with(monkeypatch, args)
     monkeypatch.setattr(identity, "_runtime_weights", None)
 
     def started(
         pool: Any = None,
-        remote: dict[str, Any] | None = None,
-        lab: dict[str, Any] | None = None,
-        ranks: dict[str, Any] | None = None,
-        sides: dict[str, Any] | None = None,
-        **changes: Any,
+        remote: Any = None,
+        lab: Any = None,
+        sides: Any = None,
+        load_format: str = "dummy",
+        **ranks: Any,
     ) -> Any:
-        for name, value in changes.items():
-            setattr(args, name, value)
+        args.load_format = load_format
         number = len(opened)
-        extra = {
-            "module_path": "sgl_kvtier.runtime.backend.storage",
-            "store": {
-                "path": str(tmp_path / f"store{number}"),
-                "min_free_bytes": 0,
-                "segment_bytes": "4MiB",
-            },
+        sections = {
             "remote": remote or {"engine": "memory", "master": str(shared)},
             "lab": lab or {},
         }
-        backend = KVTierStorage(storage_config(extra_config=extra, **(ranks or {})), {})
-        opened.append(backend)
-        backend.register_mem_pool_host(host_pool(seed=number) if pool is None else pool)
-        for name, side in (sides or {}).items():
-            backend.register_mem_host_pool_v2(side, name)
-        backend.on_host_pools_registered()
-        store = backend._store
+        folder = tmp_path / f"store{number}"
+        own = host_pool(seed=number) if pool is None else pool
+        opened.append(backend_on(folder, own, (sides or {}).items(), sections, **ranks))
+        store = opened[-1]._store
         assert not isinstance(store, TieredStore) or store._remote.wait_usable(60)
-        return backend
+        return opened[-1]
 
     yield started
     for backend in opened:
@@ -108,6 +89,12 @@ def tiered(backend: KVTierStorage) -> TieredStore:
     store = backend._store
     assert isinstance(store, TieredStore)
     return store
+
+
+def put(backend: KVTierStorage, names: list[str], pages: Sequence[int]) -> None:
+    """Stores these pages, also in the engine."""
+    assert backend.batch_set_v1(names, slots(pages)) == [True] * len(names)
+    assert tiered(backend).settle(30)
 
 
 def found(backend: KVTierStorage, names: list[str]) -> int:
@@ -127,14 +114,10 @@ def found(backend: KVTierStorage, names: list[str]) -> int:
 def test_a_page_of_one_server_is_found_and_read_by_another_and_kept_there(start):
     a, b = start(), start()
     names = keys(1, 2, 3)
-    assert a.batch_set_v1(names, slots([3, 9, 4])) == [True] * 3
-    assert tiered(a).settle(30)
+    put(a, names, [3, 9, 4])
     assert found(b, [*names, *keys("other")]) == 3
     assert b.batch_get_v1(names, slots([11, 12, 30])) == [True] * 3
-    pools = (a.mem_pool_host, b.mem_pool_host)
-    assert [page_bytes(pools[1], p) for p in (11, 12, 30)] == [
-        page_bytes(pools[0], p) for p in (3, 9, 4)
-    ]
+    assert pages_of(b.mem_pool_host, 11, 12, 30) == pages_of(a.mem_pool_host, 3, 9, 4)
     assert tiered(b).settle(30)
     assert tiered(b).local.stats().pages == 3
     assert tiered(b).tiered_stats().kept == 3
@@ -166,8 +149,7 @@ def test_it_says_where_each_page_is(start):
     a, b = start(), start()
     names = keys(*range(4))
     b.batch_set_v1(names[:2], slots([0, 1]))
-    a.batch_set_v1(names[:3], slots([0, 1, 2]))
-    assert tiered(a).settle(30)
+    put(a, names[:3], [0, 1, 2])
     assert b.shares
     assert b.stored(names) == [Tier.STORAGE, Tier.STORAGE, Tier.REMOTE, None]
 
@@ -175,11 +157,10 @@ def test_it_says_where_each_page_is(start):
 def test_pages_found_are_noted_by_where_they_are(start):
     a, b = start(), start()
     names = keys(*range(3))
-    a.batch_set_v1(names, slots([0, 1, 2]))
-    assert tiered(a).settle(30)
+    put(a, names, [0, 1, 2])
     b.watch_pages()
     b.batch_set_v1(names[:1], slots([0]))
-    assert b.batch_exists(names) == 3
+    assert found(b, names) == 3
     ids = [PageKey(bytes.fromhex(name)) for name in names]
     assert set(b.take_seen()) == {ids[0]}
     assert b.take_seen(Tier.REMOTE) == tuple(ids[1:])
@@ -188,9 +169,8 @@ def test_pages_found_are_noted_by_where_they_are(start):
 def test_reads_tell_the_speed_of_the_place_all_their_pages_are_in(start):
     a, b = start(), start()
     names = keys(*range(6))
-    a.batch_set_v1(names, slots(list(range(6))))
-    b.batch_set_v1(names[:3], slots(list(range(3))))
-    assert tiered(a).settle(30)
+    b.batch_set_v1(names[:3], slots(range(3)))
+    put(a, names, range(6))
     assert found(b, names) == 6
     assert b.batch_get_v1(names[:2], slots([8, 9])) == [True] * 2
     assert b.batch_get_v1(names[2:4], slots([8, 9])) == [True] * 2, "one of each place"
@@ -206,8 +186,7 @@ def test_the_network_can_be_slowed_down_on_its_own(start):
     assert isinstance(tiered(b).remote, ThrottledRemote)
     assert not isinstance(tiered(b).local, Throttled)
     names = keys(1, 2)
-    a.batch_set_v1(names, slots([3, 9]))
-    assert tiered(a).settle(30)
+    put(a, names, [3, 9])
     assert found(b, names) == 2
     assert b.batch_get_v1(names, slots([5, 6])) == [True] * 2
     assert page_bytes(b.mem_pool_host, 6) == page_bytes(a.mem_pool_host, 9)
@@ -218,12 +197,11 @@ def test_a_restoration_reads_pages_of_both_places_in_one_job(start):
     a, b = start(), start()
     names = keys(*range(6))
     b.batch_set_v1(names[1::2], slots([1, 3, 5]))
-    a.batch_set_v1(names, slots([10, 11, 12, 13, 14, 15]))
-    assert tiered(a).settle(30)
+    put(a, names, [10, 11, 12, 13, 14, 15])
     asked = [PageKey(bytes.fromhex(name)) for name in reversed(names)]
     ended: list[tuple[int, ReadOutcome]] = []
     job = b.begin_read(
-        asked, slots(list(range(20, 26))), 30.0, lambda i, outcome: ended.append((i, outcome))
+        asked, slots(range(20, 26)), 30.0, lambda i, outcome: ended.append((i, outcome))
     )
     assert job.wait(30) and job.outcomes == [ReadOutcome.OK] * 6
     assert sorted(i for i, _ in ended) == list(range(6))
@@ -233,11 +211,10 @@ def test_a_restoration_reads_pages_of_both_places_in_one_job(start):
 def test_sglangs_read_of_a_prefix_ahead_takes_pages_of_both_places(start):
     a, b = start(), start()
     names = keys(*range(8))
-    a.batch_set_v1(names, slots(list(range(8))))
     b.batch_set_v1(names[:3], slots([0, 1, 2]))
-    assert tiered(a).settle(30)
+    put(a, names, range(8))
     assert found(b, names) == 8
-    into = slots(list(range(16, 24)))
+    into = slots(range(16, 24))
     with b.reading_ahead(names, into):
         assert b.batch_get_v1(names[:4], into[: 4 * PAGE]) == [True] * 4
         assert b.batch_get_v1(names[4:], into[4 * PAGE :]) == [True] * 4
@@ -246,8 +223,7 @@ def test_sglangs_read_of_a_prefix_ahead_takes_pages_of_both_places(start):
 
 def test_a_look_up_ends_while_the_engine_hangs(start, shared):
     a, b = start(), start()
-    a.batch_set_v1(keys(1), slots([1]))
-    assert tiered(a).settle(30)
+    put(a, keys(1), [1])
     set_faults(shared, {"hang": ["exists", "get", "put"]})
     assert b.batch_exists(keys(1)) == 0
     assert b.batch_set_v1(keys(2), slots([2])) == [True]
@@ -256,8 +232,7 @@ def test_a_look_up_ends_while_the_engine_hangs(start, shared):
 
 def test_a_wrong_page_of_the_engine_is_a_miss_and_is_not_kept(start, shared):
     a, b = start(), start()
-    a.batch_set_v1(keys(1), slots([1]))
-    assert tiered(a).settle(30)
+    put(a, keys(1), [1])
     assert found(b, keys(1)) == 1
     set_faults(shared, {"get": {"flip": 1.0}})
     assert b.batch_get_v1(keys(1), slots([4])) == [False]
@@ -269,8 +244,7 @@ def test_a_wrong_page_of_the_engine_is_a_miss_and_is_not_kept(start, shared):
 
 def test_a_clear_drops_pages_for_all_servers(start):
     a, b = start(), start()
-    a.batch_set_v1(keys(1, 2), slots([1, 2]))
-    assert tiered(a).settle(30)
+    put(a, keys(1, 2), [1, 2])
     a.clear()
     assert b.batch_exists(keys(1, 2)) == 0
 
@@ -303,8 +277,10 @@ def test_a_rank_finds_its_own_share_beside_replicated_latents_on_another_server(
             draft = host_pool(seed=10 * server + rank)
             backend = start(
                 latent_host_pool(latent_pool(2)),
-                ranks={"is_mla_model": True, "tp_size": 2, "tp_rank": rank},
                 sides={"draft": draft},
+                is_mla_model=True,
+                tp_size=2,
+                tp_rank=rank,
             )
             servers.append((backend, draft))
     here = PoolTransfer(name=PoolName.DRAFT, host_indices=slots([1]), keys=names)
