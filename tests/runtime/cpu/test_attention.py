@@ -42,17 +42,33 @@ def batch(lengths, news, q_heads, kv_heads, dim, dtype, page_size=PAGE, seed=0):
     k, v = (torch.randn(shape, generator=g).to(dtype) for _ in range(2))
     q = torch.randn((sum(news), q_heads, dim), generator=g).to(dtype)
     ids = torch.arange(1, len(lengths) + 1)
-    as_tensor = torch.tensor
-    return (
-        q,
-        k,
-        v,
-        rows,
-        ids,
-        as_tensor(lengths),
-        as_tensor([n - m for n, m in zip(lengths, news, strict=True)]),
-        as_tensor(news),
-    )
+    prefixes = [n - m for n, m in zip(lengths, news, strict=True)]
+    return q, k, v, rows, ids, torch.tensor(lengths), torch.tensor(prefixes), torch.tensor(news)
+
+
+def attended(backend, made, *, decoding=False, causal=True, scaling=0.125):
+    """What a backend makes of a batch."""
+    (q, *caches, lengths, prefixes, news) = made
+    out = torch.empty_like(q)
+    how = {"scaling": scaling, "causal": causal, "is_cross_attn": False}
+    how["enable_gqa"] = q.shape[1] != caches[0].shape[1]
+    if decoding:
+        backend._run_sdpa_forward_decode(q, out, *caches, lengths, **how)
+    else:
+        backend._run_sdpa_forward_extend(q, out, *caches, lengths, prefixes, news, **how)
+    return out
+
+
+def stock_and_ours(made, page_size=PAGE, **how):
+    backends = TorchNativeAttnBackend(runner()), ChunkAttentionBackend(runner(page_size=page_size))
+    return [attended(backend, made, **how) for backend in backends]
+
+
+IN = pytest.mark.parametrize(
+    ("dtype", "close"),
+    [(torch.float32, {"atol": 5e-6, "rtol": 1e-5}), (torch.bfloat16, {"atol": 2e-2, "rtol": 1e-2})],
+    ids=["fp32", "bf16"],
+)
 
 
 CASES = [
@@ -67,62 +83,24 @@ CASES = [
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads"), [(8, 8), (8, 2), (4, 1)], ids=["mha", "gqa", "mqa"]
 )
-@pytest.mark.parametrize(
-    ("dtype", "atol"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
-)
+@IN
 @pytest.mark.parametrize(("lengths", "news"), CASES)
-def test_a_chunk_attends_as_in_torch_native(lengths, news, q_heads, kv_heads, dtype, atol):
-    q, k, v, rows, ids, seq, prefix, new = batch(lengths, news, q_heads, kv_heads, 64, dtype)
-    args = (k, v, rows, ids, seq, prefix, new)
-    kwargs = {
-        "scaling": 0.125,
-        "enable_gqa": q_heads != kv_heads,
-        "causal": True,
-        "is_cross_attn": False,
-    }
-    stock, ours = torch.empty_like(q), torch.empty_like(q)
-    TorchNativeAttnBackend(runner())._run_sdpa_forward_extend(q, stock, *args, **kwargs)
-    ChunkAttentionBackend(runner())._run_sdpa_forward_extend(q, ours, *args, **kwargs)
-    torch.testing.assert_close(
-        ours, stock, atol=atol, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5
-    )
+def test_a_chunk_attends_as_in_torch_native(lengths, news, q_heads, kv_heads, dtype, close):
+    stock, ours = stock_and_ours(batch(lengths, news, q_heads, kv_heads, 64, dtype))
+    torch.testing.assert_close(ours, stock, **close)
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 8), (8, 2)], ids=["mha", "gqa"])
-@pytest.mark.parametrize(
-    ("dtype", "atol"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
-)
-def test_a_decoded_token_attends_as_in_torch_native(q_heads, kv_heads, dtype, atol):
-    lengths = [1, 16, 17, 900]
-    q, k, v, rows, ids, seq, _, _ = batch(lengths, [1] * 4, q_heads, kv_heads, 64, dtype)
-    kwargs = {
-        "scaling": 0.125,
-        "enable_gqa": q_heads != kv_heads,
-        "causal": False,
-        "is_cross_attn": False,
-    }
-    stock, ours = torch.empty_like(q), torch.empty_like(q)
-    TorchNativeAttnBackend(runner())._run_sdpa_forward_decode(
-        q, stock, k, v, rows, ids, seq, **kwargs
-    )
-    ChunkAttentionBackend(runner())._run_sdpa_forward_decode(
-        q, ours, k, v, rows, ids, seq, **kwargs
-    )
-    torch.testing.assert_close(
-        ours, stock, atol=atol, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5
-    )
+@IN
+def test_a_decoded_token_attends_as_in_torch_native(q_heads, kv_heads, dtype, close):
+    made = batch([1, 16, 17, 900], [1] * 4, q_heads, kv_heads, 64, dtype)
+    stock, ours = stock_and_ours(made, decoding=True, causal=False)
+    torch.testing.assert_close(ours, stock, **close)
 
 
 def test_pages_of_one_token_need_no_alignment():
-    q, k, v, rows, ids, seq, prefix, new = batch([40], [9], 4, 4, 32, torch.float32, page_size=1)
-    kwargs = {"scaling": None, "enable_gqa": False, "causal": True, "is_cross_attn": False}
-    stock, ours = torch.empty_like(q), torch.empty_like(q)
-    TorchNativeAttnBackend(runner())._run_sdpa_forward_extend(
-        q, stock, k, v, rows, ids, seq, prefix, new, **kwargs
-    )
-    ChunkAttentionBackend(runner(page_size=1))._run_sdpa_forward_extend(
-        q, ours, k, v, rows, ids, seq, prefix, new, **kwargs
-    )
+    made = batch([40], [9], 4, 4, 32, torch.float32, page_size=1)
+    stock, ours = stock_and_ours(made, page_size=1, scaling=None)
     torch.testing.assert_close(ours, stock, atol=5e-6, rtol=1e-5)
 
 
@@ -144,33 +122,15 @@ def test_the_result_does_not_depend_on_how_a_prompt_is_cut_into_chunks():
 
 
 def test_attention_without_a_causal_mask_is_left_to_torch_native():
-    q, k, v, rows, ids, seq, prefix, new = batch([64], [64], 4, 4, 32, torch.float32)
-    kwargs = {"scaling": None, "enable_gqa": False, "causal": False, "is_cross_attn": False}
-    stock, ours = torch.empty_like(q), torch.empty_like(q)
-    TorchNativeAttnBackend(runner())._run_sdpa_forward_extend(
-        q, stock, k, v, rows, ids, seq, prefix, new, **kwargs
-    )
-    ChunkAttentionBackend(runner())._run_sdpa_forward_extend(
-        q, ours, k, v, rows, ids, seq, prefix, new, **kwargs
-    )
+    made = batch([64], [64], 4, 4, 32, torch.float32)
+    stock, ours = stock_and_ours(made, causal=False, scaling=None)
     assert torch.equal(ours, stock)
 
 
 def test_a_sliding_window_is_refused_with_what_to_do_instead():
     with pytest.raises(ConfigError, match="--attention-backend torch_native"):
         ChunkAttentionBackend(runner(window=128))
-    q, k, v, rows, ids, seq, prefix, new = batch([64], [64], 4, 4, 32, torch.float32)
+    q, *others = batch([64], [64], 4, 4, 32, torch.float32)
+    backend, out = ChunkAttentionBackend(runner()), torch.empty_like(q)
     with pytest.raises(ConfigError, match="sliding window of 128"):
-        ChunkAttentionBackend(runner())._run_sdpa_forward_extend(
-            q,
-            torch.empty_like(q),
-            k,
-            v,
-            rows,
-            ids,
-            seq,
-            prefix,
-            new,
-            causal=True,
-            sliding_window_size=128,
-        )
+        backend._run_sdpa_forward_extend(q, out, *others, causal=True, sliding_window_size=128)

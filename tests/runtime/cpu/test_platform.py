@@ -16,31 +16,28 @@ from sgl_kvtier.runtime.cpu import platform
 from sgl_kvtier.runtime.sglang import features
 from sgl_kvtier.runtime.sglang.seams import Seam, SeamStatus
 
-
-def test_it_stays_away_from_a_host_with_an_accelerator(monkeypatch):
-    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
-    monkeypatch.setattr(platform, "accelerators", lambda: ["/dev/nvidia0"])
-    assert platform.activate() is None
+OURS = "sgl_kvtier.runtime.cpu.platform_class.CpuPlatform"
 
 
-def test_it_offers_itself_where_there_is_none(monkeypatch):
-    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
-    monkeypatch.setattr(platform, "accelerators", lambda: [])
-    assert platform.activate() == "sgl_kvtier.runtime.cpu.platform_class.CpuPlatform"
-
-
-def test_it_can_be_chosen_beside_an_accelerator(monkeypatch):
-    monkeypatch.setenv("SGLANG_PLATFORM", "kvtier_cpu")
-    monkeypatch.setattr(platform, "accelerators", lambda: ["/dev/nvidia0"])
-    assert platform.activate() == "sgl_kvtier.runtime.cpu.platform_class.CpuPlatform"
-
-
-def test_it_leaves_the_cpu_to_sglangs_own_engine_when_that_is_asked_for(monkeypatch):
-    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    monkeypatch.setattr(platform, "accelerators", lambda: [])
-    assert platform.activate() is None
+@pytest.mark.parametrize(
+    ("accelerators", "variables", "offered"),
+    [
+        (["/dev/nvidia0"], {}, None),
+        ([], {}, OURS),
+        (["/dev/nvidia0"], {"SGLANG_PLATFORM": "kvtier_cpu"}, OURS),
+        ([], {"SGLANG_USE_CPU_ENGINE": "1"}, None),
+    ],
+    ids=["an accelerator", "none", "chosen beside one", "SGLang's own engine is asked for"],
+)
+def test_it_offers_itself_where_there_is_no_accelerator_or_it_is_chosen(
+    monkeypatch, accelerators, variables, offered
+):
+    for name in ("SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(platform, "accelerators", lambda: accelerators)
+    assert platform.activate() == offered
 
 
 def test_it_stays_away_from_an_sglang_that_lacks_what_it_is_made_of(monkeypatch, caplog):
@@ -108,16 +105,17 @@ def test_every_rank_gets_its_share_of_the_cores(ranks, cores, groups):
     assert platform.threads_per_rank(ranks, cores) == groups
 
 
-def test_work_on_the_cpu_is_over_when_it_returns_and_on_a_card_it_is_not(monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "stand_in", "at_once"),
+    [("cpu", "", True), ("cpu:0", "", True), ("cuda:0", "", False), ("cpu", "a:b", False)],
+)
+def test_work_is_over_when_it_returns_on_a_cpu_that_nothing_stands_in_for(
+    monkeypatch, device, stand_in, at_once
+):
     monkeypatch.delenv(platform.STAND_IN, raising=False)
-    assert platform.works_at_once("cpu")
-    assert platform.works_at_once("cpu:0")
-    assert not platform.works_at_once("cuda:0")
-
-
-def test_work_is_not_over_at_once_where_something_stands_in_for_the_cpu(monkeypatch):
-    monkeypatch.setenv(platform.STAND_IN, "somewhere:install")
-    assert not platform.works_at_once("cpu")
+    if stand_in:
+        monkeypatch.setenv(platform.STAND_IN, stand_in)
+    assert platform.works_at_once(device) is at_once
 
 
 def test_what_stands_in_for_the_cpu_is_called_by_its_name(monkeypatch):
