@@ -7,6 +7,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
@@ -80,6 +81,17 @@ def adder_with(
     return adder
 
 
+def limits_of(monkeypatch: Any) -> list[int | None]:
+    """The limits of chunks with which SGLang's own adder is asked to add the next chunk of a
+    request; nothing is left of it.
+    """
+    limits: list[int | None] = []
+    monkeypatch.setattr(
+        PrefillAdder, "add_chunked_req", lambda self, req: limits.append(self.chunked_req_limit)
+    )
+    return limits
+
+
 def test_a_page_that_is_spliced_at_admission_is_not_credited_a_second_time(monkeypatch):
     r = SimpleNamespace(resident=0, front=0, owner=dict.fromkeys(range(4)))
     splice = Compute("r", Span(0, 3), None)
@@ -109,13 +121,9 @@ def test_what_sglang_had_read_of_a_spliced_prefix_is_counted_as_storages():
     req = SimpleNamespace(retracted_stain=False)
     r = SimpleNamespace(spliced={Tier.HOST: 4, Tier.STORAGE: 1})
     adder._count_admitted(req, r, Span(PAGE, 6 * PAGE), Span(3 * PAGE, 9 * PAGE))
-    assert (req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage) == (
-        PAGE,
-        PAGE,
-        4 * PAGE,
-    )
+    cached = req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage
     logged = adder.log_device_hit_tokens, adder.log_host_hit_tokens, adder.log_storage_hit_tokens
-    assert logged == (PAGE, PAGE, 4 * PAGE)
+    assert cached == logged == (PAGE, PAGE, 4 * PAGE)
 
 
 def test_the_next_chunk_of_any_request_is_what_there_is_room_for(monkeypatch):
@@ -123,13 +131,7 @@ def test_the_next_chunk_of_any_request_is_what_there_is_room_for(monkeypatch):
     engine = SimpleNamespace(
         restoration_of=lambda req: None, holds_memory=True, give_room=given.append
     )
-    limits: list[int | None] = []
-
-    def add(self, req):
-        limits.append(self.chunked_req_limit)
-
-    monkeypatch.setattr(PrefillAdder, "add_chunked_req", add)
-    req = SimpleNamespace(rid="other", prefix_len=0, full_untruncated_fill_ids=[0] * 300)
+    limits, req = limits_of(monkeypatch), in_chunks("other", 300)
     assert adder_with(engine, free=1000).add_chunked_req(req) is None
     assert adder_with(engine, free=100).add_chunked_req(req) is None
     assert adder_with(engine, free=20).add_chunked_req(req) is req, "it waits for this pass"
@@ -280,7 +282,7 @@ def test_one_that_fits_waits_where_the_planner_says_so(monkeypatch):
 
 
 def test_one_that_could_not_run_anyway_is_not_held_back(monkeypatch):
-    monkeypatch.setattr(PrefillAdder, "add_one_req", lambda *asked: AddReqResult.OTHER)
+    left_to_sglang(monkeypatch)
     adder, asked = holding()
     adder.add_one_req(in_chunks("needs the slot", 2000), True, None)
     adder._is_cut = True
@@ -289,7 +291,7 @@ def test_one_that_could_not_run_anyway_is_not_held_back(monkeypatch):
 
 
 def test_nobody_is_held_back_where_nothing_looks_ahead_any_more(monkeypatch):
-    monkeypatch.setattr(PrefillAdder, "add_one_req", lambda *asked: AddReqResult.OTHER)
+    left_to_sglang(monkeypatch)
     adder, asked = holding()
     adder.tree_cache.kvtier.ahead = None
     adder.add_one_req(in_chunks("large", 2000), False, None)
@@ -361,51 +363,56 @@ def test_pages_that_were_spliced_in_a_pass_without_a_chunk_are_not_spliced_again
     assert spliced == [] and done.can_run_list == [req]
 
 
-def writing_back(free: int, transfers: int = 0) -> tuple[KVTierPrefillAdder, Room]:
-    """An adder that SGLang tells of 4096 tokens, of which so many are empty slots."""
+ADMISSION = SimpleNamespace(is_chunked=False)
+
+
+@pytest.fixture
+def admits(monkeypatch):
+    """SGLang's own adder would admit every request."""
+    monkeypatch.setattr(PrefillAdder, "_select_prefill_admission", lambda *a, **how: ADMISSION)
+
+
+def writing_back(free: int, transfers: int = 0) -> tuple[KVTierPrefillAdder, Room, Any]:
+    """An adder that SGLang tells of 4096 tokens, of which so many are empty slots; and a request."""
     room = Room(free, transfers)
-    given: list[int] = []
-    engine = SimpleNamespace(
-        restoration_of=lambda req: None,
-        holds_memory=False,
-        give_room=given.append,
-        context=SimpleNamespace(room=room, anchors=None, device=SimpleNamespace(tokens=4096)),
-    )
-    return adder_with(engine), room
+    context = SimpleNamespace(room=room, anchors=None, device=SimpleNamespace(tokens=4096))
+    adder = adder_with(SimpleNamespace(**vars(PLAIN), context=context))
+    return adder, room, SimpleNamespace(rid="r", prefix_len=0, host_hit_length=0)
 
 
-def test_with_write_back_a_request_is_admitted_into_empty_slots_alone(monkeypatch):
-    admission = SimpleNamespace(is_chunked=False)
-    monkeypatch.setattr(PrefillAdder, "_select_prefill_admission", lambda *a, **how: admission)
-    req = SimpleNamespace(rid="r", prefix_len=0, host_hit_length=0)
+@pytest.mark.parametrize(
+    ("free", "transfers", "verdict"),
+    [
+        pytest.param(1500, 1, ADMISSION, id="they fit"),
+        pytest.param(1499, 1, AddReqResult.OTHER, id="it waits for what is in flight"),
+        pytest.param(1499, 0, AddReqResult.NO_TOKEN, id="only restorations can give up slots"),
+    ],
+)
+def test_with_write_back_a_request_is_admitted_into_empty_slots_alone(
+    admits, free, transfers, verdict
+):
+    adder, room, req = writing_back(free, transfers)
+    assert adder._select_prefill_admission(req, total_tokens=500) is verdict
+    assert room.asked == [1000 + 500], "what was promised to others is counted"
 
-    def admitted(free, transfers):
-        adder, room = writing_back(free, transfers)
-        verdict = adder._select_prefill_admission(req, total_tokens=500)
-        assert room.asked == [1000 + 500], "what was promised to others is counted"
-        return verdict
 
-    assert admitted(1500, 1) is admission
-    assert admitted(1499, 1) is AddReqResult.OTHER, "it waits for what is in flight"
-    assert admitted(1499, 0) is AddReqResult.NO_TOKEN, "only restorations can give up slots"
-
-
-def test_a_request_waits_while_restorations_hold_the_last_slots_of_states(monkeypatch):
-    admission = SimpleNamespace(is_chunked=False)
-    monkeypatch.setattr(PrefillAdder, "_select_prefill_admission", lambda *a, **how: admission)
-    req = SimpleNamespace(rid="r", prefix_len=0, host_hit_length=0)
-
-    def admitted(held, short):
-        adder, room = writing_back(4096)
-        room.matters = False
-        context = adder.tree_cache.kvtier.engine.context
-        context.anchors = SimpleNamespace(is_short=lambda: short)
-        context.slots = SimpleNamespace(anchor_slots=held)
-        return adder._select_prefill_admission(req, total_tokens=500)
-
-    assert admitted(1, False) is admission
-    assert admitted(1, True) is AddReqResult.OTHER, "their slots are soon a request's, or free"
-    assert admitted(0, True) is admission, "SGLang's own affair"
+@pytest.mark.parametrize(
+    ("held", "short", "verdict"),
+    [
+        pytest.param(1, False, ADMISSION, id="there are others"),
+        pytest.param(1, True, AddReqResult.OTHER, id="theirs are soon a request's or free"),
+        pytest.param(0, True, ADMISSION, id="SGLang's own affair"),
+    ],
+)
+def test_a_request_waits_while_restorations_hold_the_last_slots_of_states(
+    admits, held, short, verdict
+):
+    adder, room, req = writing_back(4096)
+    room.matters = False
+    context = adder.tree_cache.kvtier.engine.context
+    context.anchors = SimpleNamespace(is_short=lambda: short)
+    context.slots = SimpleNamespace(anchor_slots=held)
+    assert adder._select_prefill_admission(req, total_tokens=500) is verdict
 
 
 def test_a_front_that_would_begin_without_its_state_is_offered_again(monkeypatch):
@@ -427,28 +434,22 @@ def test_a_front_that_would_begin_without_its_state_is_offered_again(monkeypatch
     assert again == [r] and over == ["r"], "SGLang goes on with others and leaves it as it is"
 
 
-def test_with_write_back_pages_that_a_request_has_in_host_memory_do_not_leave_for_it(monkeypatch):
-    admission = SimpleNamespace(is_chunked=False)
-    monkeypatch.setattr(PrefillAdder, "_select_prefill_admission", lambda *a, **how: admission)
-    adder, room = writing_back(4096)
+def test_with_write_back_pages_that_a_request_has_in_host_memory_do_not_leave_for_it(
+    admits, monkeypatch
+):
+    adder, room, req = writing_back(4096)
     locked: list[Any] = []
     held: list[Any] = []
     host = SimpleNamespace(pin=lambda node: locked.append(node) or node, unpin=locked.remove)
     adder.tree_cache.kvtier.engine.context.host = host
     monkeypatch.setattr(room, "free_up", lambda tokens: held.extend(locked) or 4096)
-    req = SimpleNamespace(rid="r", prefix_len=0, host_hit_length=64, best_match_node=7)
-    assert adder._select_prefill_admission(req, total_tokens=500) is admission
+    req.host_hit_length, req.best_match_node = 64, 7
+    assert adder._select_prefill_admission(req, total_tokens=500) is ADMISSION
     assert (held, locked) == ([7], []), "until it is known"
 
 
 def test_with_write_back_a_chunk_is_as_long_as_slots_are_empty(monkeypatch):
-    limits: list[int | None] = []
-
-    def add(self, req):
-        limits.append(self.chunked_req_limit)
-
-    monkeypatch.setattr(PrefillAdder, "add_chunked_req", add)
-    req = SimpleNamespace(rid="r", prefix_len=0, full_untruncated_fill_ids=[0] * 300)
+    limits, req = limits_of(monkeypatch), in_chunks("r", 300)
     assert writing_back(256)[0].add_chunked_req(req) is None
     assert writing_back(80)[0].add_chunked_req(req) is None
     assert writing_back(0)[0].add_chunked_req(req) is req, "it waits although nothing else runs"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sgl_kvtier.policy.messages import ChunkBeside, HeldBack, Mode, Waiter
 from sgl_kvtier.runtime.scheduler import hooks
 from sgl_kvtier.runtime.scheduler.queue import Queue, in_order_of_arrival
@@ -257,40 +259,33 @@ def views(*restoring: str) -> Views:
     return Views(engine, 512, 4096)
 
 
-def fresh(shown: Views, queue: Any) -> int:
-    return shown.of(queue, 0.0).fresh_tokens
-
-
 def before(shown: Views, queue: Any, rid: str) -> tuple[int, int]:
     view = shown.before(shown.of(queue, 0.0), queue, rid)
     return view.fresh_tokens, view.wanted_tokens
 
 
-def test_what_lies_in_memory_is_not_computed():
-    assert fresh(views(), scheduler(request("a", 1000, device=320, host=160))) == 520
-
-
-def test_a_stored_prefix_that_is_left_to_sglang_is_not_computed():
-    shown, queue = views(), scheduler(request("a", 1000), request("b", 600))
-    shown.left("a", 960)
-    assert fresh(shown, queue) == 40 + 600
-
-
-def test_what_came_to_memory_beyond_the_stored_prefix_counts_too():
-    shown = views()
-    shown.left("a", 320)
-    assert fresh(shown, scheduler(request("a", 1000, device=640))) == 360
-
-
-def test_a_prefix_that_is_offered_after_all_is_not_loaded_by_sglang():
-    shown = views()
-    shown.left("a", 960)
-    shown.left("a", 0)
-    assert fresh(shown, scheduler(request("a", 1000))) == 1000
-
-
-def test_a_request_that_restores_is_told_apart():
-    assert fresh(views("a"), scheduler(request("a", 1000), request("b", 600))) == 600
+@pytest.mark.parametrize(
+    ("waiting", "left", "fresh"),
+    [
+        pytest.param([("a", 1000, 320, 160)], [], 520, id="what lies in memory is not"),
+        pytest.param(
+            [("a", 1000), ("b", 600)], [960], 640, id="a stored prefix that SGLang loads is not"
+        ),
+        pytest.param(
+            [("a", 1000, 640)], [320], 360, id="what came to memory beyond the stored prefix is not"
+        ),
+        pytest.param(
+            [("a", 1000)], [960, 0], 1000, id="a prefix that is a candidate after all is not loaded"
+        ),
+        pytest.param([("restores", 1000), ("b", 600)], [], 600, id="one that restores is apart"),
+    ],
+)
+def test_tokens_that_will_be_computed_are_fresh(waiting, left, fresh):
+    shown = views("restores")
+    for tokens in left:
+        shown.left("a", tokens)
+    queue = scheduler(*(request(*one) for one in waiting))
+    assert shown.of(queue, 0.0).fresh_tokens == fresh
 
 
 def test_what_is_not_on_the_device_is_still_to_be_claimed_there():
@@ -333,7 +328,7 @@ def test_requests_that_have_gone_are_forgotten():
     shown.left("a", 960)
     shown._context.requests.forget("a")
     shown._context.requests.forget("never seen")
-    assert fresh(shown, scheduler(request("a", 1000))) == 1000
+    assert shown.of(scheduler(request("a", 1000)), 0.0).fresh_tokens == 1000
 
 
 def test_the_view_says_how_much_of_it_each_waiting_request_computes():

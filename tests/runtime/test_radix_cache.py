@@ -44,11 +44,20 @@ def test_at_a_graceful_end_nothing_reads_into_host_memory_when_it_is_unmapped(mo
     assert order == ["copies", "notes", "ahead", "store", "unmapped"]
 
 
-def test_a_server_without_our_parts_ends_as_stock_does(monkeypatch):
+def fails(*_: Any) -> None:
+    raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize(
+    "controller",
+    [None, SimpleNamespace(storage_backend=SimpleNamespace(begin_read=None, close=fails))],
+    ids=["none of our parts", "a store that cannot be closed"],
+)
+def test_sglangs_own_memory_is_given_back_all_the_same(monkeypatch, controller):
     ended: list[int] = []
     monkeypatch.setattr(UnifiedRadixCache, "release_host_resources", lambda self: ended.append(1))
     tree = bare()
-    tree.cache_controller = None
+    tree.cache_controller = controller
     tree.release_host_resources()
     assert ended == [1]
 
@@ -171,21 +180,6 @@ def test_looking_ahead_that_fails_costs_itself_alone(caplog):
     assert stopped == [1] and parts.ahead.broken, "with other ranks it is agreed on"
 
 
-def test_a_store_that_cannot_be_closed_does_not_keep_stock_from_ending(monkeypatch):
-    ended: list[int] = []
-    monkeypatch.setattr(UnifiedRadixCache, "release_host_resources", lambda self: ended.append(1))
-
-    def fails():
-        raise OSError("the disk is gone")
-
-    tree = bare()
-    tree.cache_controller = SimpleNamespace(
-        storage_backend=SimpleNamespace(begin_read=None, close=fails)
-    )
-    tree.release_host_resources()
-    assert ended == [1]
-
-
 PAGE = 4
 
 
@@ -217,23 +211,17 @@ def tree_that_backs_up(
     return tree, copied, keys
 
 
-def test_pages_that_were_restored_are_not_copied_back(monkeypatch):
+@pytest.mark.parametrize("sides", [[], [PoolName.DRAFT]], ids=["KV alone", "a draft's as well"])
+def test_pages_that_were_restored_are_not_copied_back(monkeypatch, sides):
+    """A draft's rows were read into the same host pages; those of others go with their KV."""
     tree, copied, keys = tree_that_backs_up(monkeypatch, 3)
     kept = torch.arange(2 * PAGE) + 500
     tree.kvtier.engine.kept.keep("r", keys[1:], kept)
-    host = tree._execute_kv_backup(7, torch.arange(3 * PAGE), {}, [])
+    host = tree._execute_kv_backup(7, torch.arange(3 * PAGE), {}, [spec(name) for name in sides])
     assert copied == [[0, 1, 2, 3]], "of three pages the one that was computed"
     assert host.tolist() == [1000, 1001, 1002, 1003, *kept.tolist()]
+    assert tree.sidecars == [sides]
     assert tree.kvtier.engine.kept.tokens == 0 and tree.cache_controller.ack_write_queue == []
-
-
-def test_restored_pages_of_a_draft_are_not_copied_back_either(monkeypatch):
-    """Their rows were read into the same host pages; those of the others go with their KV."""
-    tree, copied, keys = tree_that_backs_up(monkeypatch, 3)
-    tree.kvtier.engine.kept.keep("r", keys[1:], torch.arange(2 * PAGE) + 500)
-    host = tree._execute_kv_backup(7, torch.arange(3 * PAGE), {}, [spec(PoolName.DRAFT)])
-    assert copied == [[0, 1, 2, 3]] and host.tolist()[PAGE:] == list(range(500, 508))
-    assert tree.sidecars == [[PoolName.DRAFT]]
 
 
 def test_a_node_that_was_restored_as_a_whole_is_acknowledged_without_a_copy(monkeypatch):

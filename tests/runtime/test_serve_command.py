@@ -23,13 +23,17 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+def settings_in(command: list[str]) -> Any:
+    """The settings in SGLang's command."""
+    return json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
+
+
 def test_settings_go_to_sglang_as_text_and_no_file_is_written(tmp_path, capsys):
     words = ("--store", str(tmp_path / "pages"), "--capacity", "3GiB", "--device", "cuda")
     command = shlex.split(printed(capsys, *words).splitlines()[-1])
-    given = command[command.index("--hicache-storage-backend-extra-config") + 1]
-    store = {"path": str(tmp_path / "pages"), "capacity_bytes": 3 << 30}
-    assert json.loads(given) == {"store": store}
-    assert from_extra_config(json.loads(given)).store.path == str(tmp_path / "pages")
+    given = settings_in(command)
+    assert given == {"store": {"path": str(tmp_path / "pages"), "capacity_bytes": 3 << 30}}
+    assert from_extra_config(given).store.path == str(tmp_path / "pages")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -64,9 +68,8 @@ def test_modes_are_settings_and_other_flags_are_sglangs(capsys, monkeypatch):
     said = capsys.readouterr()
     assert "passed to SGLang: --tp 2" in said.err
     command = shlex.split(said.out)
-    given = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
     policy = {"restore": "load", "prefetch": "off", "eviction": "lru"}
-    assert given == {"store": {"path": "/mnt/kv"}, "policy": policy}
+    assert settings_in(command) == {"store": {"path": "/mnt/kv"}, "policy": policy}
     assert command[-6:] == ["--tp", "2", "--dtype", "half", "--port", "30000"]
     for wrong in (["m", "other"], ["--tp", "2", "m"]):
         with pytest.raises(SystemExit):
@@ -79,8 +82,7 @@ def test_modes_are_settings_and_other_flags_are_sglangs(capsys, monkeypatch):
 
 def test_a_capacity_may_be_a_share_of_the_disk(tmp_path, capsys):
     words = ("--store", str(tmp_path / "pages"), "--capacity", "80%", "--device", "cuda")
-    command = shlex.split(printed(capsys, *words).splitlines()[-1])
-    given = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
+    given = settings_in(shlex.split(printed(capsys, *words).splitlines()[-1]))
     assert given["store"]["capacity_bytes"] == "80%"
     assert from_extra_config(given).store.capacity_bytes > 1 << 20
 

@@ -64,22 +64,12 @@ def until(first: StageReports, mine: Poll, wanted: bytes) -> None:
     raise AssertionError(f"{list(first.state(mine))} instead of {list(wanted)}")
 
 
-def test_the_sockets_leave_no_file_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.mark.parametrize("folder", ["short", "x" * 100], ids=["short", "no socket's path"])
+def test_the_sockets_leave_no_file_behind(tmp_path, monkeypatch, folder):
+    (tmp_path / folder).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
     for ends in stages(2):
-        assert list(tmp_path.glob("kvtier-*")) == []
-        mine, theirs = Poll(1, 4), Poll(1, 4)
-        for their in (mine, theirs):
-            their.mark(0, LANDED, 1.0)
-        ends[1].exchange([theirs])
-        until(ends[0], mine, bytes([LANDED, OPEN, OPEN, OPEN]))
-
-
-def test_a_folder_whose_path_no_socket_can_have_is_not_used(tmp_path, monkeypatch):
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    for ends in stages(2):
+        assert list((tmp_path / folder).glob("kvtier-*")) == []
         mine, theirs = Poll(1, 4), Poll(1, 4)
         for their in (mine, theirs):
             their.mark(0, LANDED, 1.0)
