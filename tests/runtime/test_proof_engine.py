@@ -290,6 +290,7 @@ def test_a_sound_entry_is_read_beside_a_damaged_one(tmp_path):
 
 
 def proof_after(loads: int, nbytes: int) -> Proof:
+    """A proof that has looked at the pages of these loads, and found all of them equal."""
     proof = Proof(looks=True)
     for _ in range(loads):
         proof.note_load(nbytes // loads)
@@ -311,37 +312,23 @@ GIB = 1 << 30
 )
 def test_as_many_loads_and_as_many_bytes_have_to_be_right(loads, nbytes, state):
     proof = proof_after(loads, nbytes)
+    proof.note_load(0)  # nothing of it landed
     proof.conclude()
     assert proof.state is state
 
 
-def test_loads_of_which_nothing_landed_show_nothing():
-    proof = proof_after(15, 15 * GIB)
-    proof.note_load(0)
-    proof.conclude()
-    assert proof.state is State.PROVING
-
-
-def test_attaches_have_to_be_right_as_well_where_they_are_looked_at():
+@pytest.mark.parametrize(
+    ("found", "enough"),
+    [("equal", record.FIRST_ATTACHES), ("skipped", 4 * record.FIRST_ATTACHES)],
+    ids=["right", "cannot be compared, which does not keep a server proving for ever"],
+)
+def test_attaches_have_to_be_right_as_well_where_they_are_looked_at(found, enough):
     proof = proof_after(16, 16 * GIB)
     proof.looks_at_attaches = True
-    proof.attaches["equal"] = record.FIRST_ATTACHES - 1
-    proof.conclude()
-    assert proof.state is State.PROVING
-    proof.attaches["equal"] += 1
-    proof.conclude()
-    assert proof.state is State.PROVEN
-
-
-def test_attaches_that_cannot_be_compared_do_not_keep_a_server_proving_for_ever():
-    proof = proof_after(16, 16 * GIB)
-    proof.looks_at_attaches = True
-    proof.attaches["skipped"] = 4 * record.FIRST_ATTACHES - 1
-    proof.conclude()
-    assert proof.state is State.PROVING
-    proof.attaches["skipped"] += 1
-    proof.conclude()
-    assert proof.state is State.PROVEN
+    for count, state in ((enough - 1, State.PROVING), (enough, State.PROVEN)):
+        proof.attaches[found] = count
+        proof.conclude()
+        assert proof.state is state
 
 
 def test_nothing_is_proven_after_a_difference_and_a_refuted_server_stays_so():
@@ -357,16 +344,20 @@ def test_nothing_is_proven_after_a_difference_and_a_refuted_server_stays_so():
     assert (proof.state, told) == (State.REFUTED, [State.REFUTED])
 
 
-@pytest.mark.parametrize(("equal", "skipped"), [(0, 16), (15, 1)])
-def test_pages_that_cannot_be_compared_prove_nothing(equal, skipped):
-    proof = Proof(looks=True)
+@pytest.mark.parametrize(
+    ("looks", "equal", "skipped"), [(True, 0, 16), (True, 15, 1), (False, 0, 0)]
+)
+def test_pages_that_are_not_compared_prove_nothing(looks, equal, skipped):
+    proof = Proof(looks=looks)
     proof.changed = lambda proof: pytest.fail("it would be kept for the next server")
     for _ in range(16):
         proof.note_load(GIB)
-    proof.note_pages("equal", equal, equal * GIB)
-    proof.note_pages("skipped", skipped)
+    if looks:
+        proof.note_pages("equal", equal, equal * GIB)
+        proof.note_pages("skipped", skipped)
     proof.conclude()
     assert proof.state is State.PROVING
+    assert bool(list(proof.samples())) is looks
 
 
 @pytest.mark.parametrize(
@@ -391,12 +382,3 @@ def test_other_kernels_or_scheduling_begin_with_no_proof(tmp_path, monkeypatch, 
     assert find(tmp_path / NAME, again) is not None
     now = memory.conditions(controller, "page", "way", SimpleNamespace(**{**args, **other}))
     assert find(tmp_path / NAME, now) is None
-
-
-def test_where_nothing_is_compared_nothing_is_proven():
-    proof = Proof()
-    for _ in range(20):
-        proof.note_load(GIB)
-    proof.conclude()
-    assert proof.state is State.PROVING
-    assert list(proof.samples()) == []

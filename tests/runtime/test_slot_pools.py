@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from pools import PAGE, latent_host_pool, latent_pool, slots, state_pool
+from pools import PAGE, latent_host_pool, latent_pool, state_pool
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, SidecarPoolSpec
-from sglang.srt.mem_cache.l2_transfer import L2Transfer
 from side_pools import (
     Beside,
     slots_of,
@@ -22,7 +21,7 @@ from side_pools import (
     with_windows,
 )
 
-from sgl_kvtier.runtime.backend.loaded_pools import anchor_pools, loaded_pools
+from sgl_kvtier.runtime.backend.loaded_pools import anchor_pools
 from sgl_kvtier.runtime.proof import pages
 from sgl_kvtier.runtime.proof.pages import ReadBack
 from sgl_kvtier.runtime.proof.start import Rows
@@ -97,23 +96,6 @@ def test_one_bit_in_any_pool_is_found_where_it_is(made, piece_bytes, monkeypatch
                 assert differing(back, beside) == {page: (name, layer)}
                 found[place] ^= 4
     assert differing(back, beside) == {}
-
-
-@EACH
-def test_a_load_that_leaves_a_pool_out_is_found(made, monkeypatch):
-    beside = made()
-    back = ReadBack(beside.controller, beside.page, None)
-    with monkeypatch.context() as patch:
-        patch.setattr(slot_pools, "beside", lambda controller: [])
-        load(beside)
-    first = next(
-        (name for name in beside.buffers if name.startswith(("draft", "index", "c4"))), None
-    )
-    found = differing(back, beside)
-    if first is None:  # MTP's draft lies in the same host pages: SGLang describes both
-        assert found == {}
-    else:
-        assert found == dict.fromkeys((0, 1, 2), (first, 0))
 
 
 @EACH
@@ -202,11 +184,6 @@ def test_pages_of_several_pools_do_not_go_through_staging():
         "pages of several pools, draft beside KV"
     )
     assert copy_device._all_layers(with_draft().controller) is None
-
-
-def test_a_draft_in_the_targets_pages_is_one_pool_with_its_layers():
-    (pool,) = loaded_pools(with_packed_draft().controller, 16)
-    assert [len(half.layers) for half in pool.halves] == [3]
 
 
 def test_windows_of_deepseek_v4_are_counted_with_the_states_of_its_compressors():
@@ -324,46 +301,5 @@ def test_the_pools_of_a_draft_are_told_before_sglang_registers_them():
     for drafts, names in cases:
         params = SimpleNamespace(sidecar_draft_device_pools=drafts)
         assert slot_pools.registered_later(params) == names
-
-
-def test_a_release_that_does_not_tell_of_drafts_in_advance_has_none_to_wait_for():
-    """SGLang 0.5.22: a draft's pool comes later, and ends restoration (test_radix_cache.py)."""
+    # SGLang 0.5.22: a draft's pool comes later, and ends restoration (test_radix_cache.py).
     assert slot_pools.registered_later(SimpleNamespace()) == set()
-
-
-# Copies from host pages to the device in SGLang's real pools.
-
-
-def test_a_drafts_layer_comes_to_the_device_with_the_others():
-    target, draft = latent_pool(2), latent_pool(1)
-    host = latent_host_pool(target, drafts=(draft,))
-    host.kv_buffer.copy_(
-        torch.randn(host.kv_buffer.shape, generator=torch.Generator().manual_seed(1))
-    )
-    pages, places = [3, 7], [2, 5]
-
-    def transfers(host_slots, device_slots):
-        """As SGLang describes them: the draft's layer lies behind the target's, and goes with the
-        first of them.
-        """
-        behind = {0: target.layer_num}
-        return [
-            L2Transfer(host, target, host_slots, device_slots, layer_mapper=lambda layer: layer),
-            L2Transfer(
-                host, draft, host_slots, device_slots, layer_mapper=behind.get, is_draft=True
-            ),
-        ]
-
-    controller = SimpleNamespace(
-        _l2_load_transfers=transfers,
-        transfer_layer_id_max=2,
-        io_backend="direct",
-        mem_pool_host=host,
-    )
-    copy = CpuCopies(controller).begin(slots(pages), slots(places), None)
-    copy.place()
-    assert copy.done()
-    for layer, rows in enumerate([*target.kv_buffer, *draft.kv_buffer]):
-        assert torch.equal(
-            rows[slots(places)].view(2, -1), host.kv_buffer[pages, layer].reshape(2, -1)
-        ), f"layer {layer}"
