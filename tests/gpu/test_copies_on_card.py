@@ -24,37 +24,28 @@ gpu = pytest.mark.gpu
 pytestmark = pytest.mark.usefixtures("torch_threads")
 
 
-@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"page": 16},
+        {"page": 64},
+        {"dtype": torch.float16},
+        {"dtype": torch.float8_e4m3fn},
+        {"heads": 1},  # as on a rank of eight
+    ],
+    ids=["16 tokens", "64 tokens", "float16", "fp8", "one head"],
+)
 @pytest.mark.parametrize(("where", "io", "layout"), LAYOUTS)
-def test_pages_of_every_layout_arrive_byte_by_byte(
-    where: str, io: str, layout: str, page: int
-) -> None:
-    place = Place(where, io, device_pools.pools(where, layout, page=page))
+def test_pages_of_every_layout_arrive_byte_by_byte(where, io, layout, kind):
+    place = Place(where, io, device_pools.pools(where, layout, **kind))
     wait(place.begin(SOURCE, TARGET), 240.0)
     assert place.holds(SOURCE, TARGET)
     assert not place.holds(SOURCE, TARGET[::-1])
 
 
 @pytest.mark.parametrize(("where", "io", "layout"), LATENTS)
-def test_pages_of_latents_arrive_byte_by_byte(where: str, io: str, layout: str) -> None:
+def test_pages_of_latents_arrive_byte_by_byte(where, io, layout):
     place = Place(where, io, device_pools.latent_pools(where, layout))
-    wait(place.begin(SOURCE, TARGET), 240.0)
-    assert place.holds(SOURCE, TARGET)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("where", "io", "layout"), LAYOUTS)
-def test_other_numbers_arrive_byte_by_byte(
-    where: str, io: str, layout: str, dtype: torch.dtype
-) -> None:
-    place = Place(where, io, device_pools.pools(where, layout, dtype=dtype))
-    wait(place.begin(SOURCE, TARGET), 240.0)
-    assert place.holds(SOURCE, TARGET)
-
-
-@pytest.mark.parametrize(("where", "io", "layout"), LAYOUTS)
-def test_one_head_as_on_a_rank_of_eight_arrives(where: str, io: str, layout: str) -> None:
-    place = Place(where, io, device_pools.pools(where, layout, heads=1))
     wait(place.begin(SOURCE, TARGET), 240.0)
     assert place.holds(SOURCE, TARGET)
 

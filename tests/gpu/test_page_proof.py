@@ -106,32 +106,17 @@ def scene_of() -> Iterator[SceneOf]:
         scene.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("where", "io", "layout"), LAYOUTS)
-def test_pages_of_every_layout_are_equal_and_land(
-    scene_of: SceneOf, where: str, io: str, layout: str
-) -> None:
-    scene = scene_of(where, io, device_pools.pools(where, layout))
-    load = scene.load(SOURCE, TARGET)
-    assert scene.ended(load) == bytes([LANDED] * 5)
+def test_pages_of_every_layout_are_equal_and_land(scene_of, where, io, layout, dtype):
+    scene = scene_of(where, io, device_pools.pools(where, layout, dtype=dtype))
+    assert scene.ended(scene.load(SOURCE, TARGET)) == bytes([LANDED] * 5)
     assert scene.proof.pages == {"equal": 5} and scene.place.holds(SOURCE, TARGET)
 
 
 @pytest.mark.parametrize(("where", "io", "layout"), LATENTS)
-def test_pages_of_latents_are_equal_and_land(
-    scene_of: SceneOf, where: str, io: str, layout: str
-) -> None:
+def test_pages_of_latents_are_equal_and_land(scene_of, where, io, layout):
     scene = scene_of(where, io, device_pools.latent_pools(where, layout))
-    load = scene.load(SOURCE, TARGET)
-    assert scene.ended(load) == bytes([LANDED] * 5)
-    assert scene.proof.pages == {"equal": 5}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("where", "io", "layout"), LAYOUTS)
-def test_pages_of_other_numbers_are_equal_and_land(
-    scene_of: SceneOf, where: str, io: str, layout: str, dtype: torch.dtype
-) -> None:
-    scene = scene_of(where, io, device_pools.pools(where, layout, dtype=dtype))
     assert scene.ended(scene.load(SOURCE, TARGET)) == bytes([LANDED] * 5)
     assert scene.proof.pages == {"equal": 5}
 

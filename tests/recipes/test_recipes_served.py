@@ -16,9 +16,14 @@ from sgl_kvtier.lab.outside.server import Launch, Server
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 
-def test_a_recipe_is_stored_restored_and_looked_ahead_with_equal_answers(tmp_path: Path) -> None:
+def recipe_of(name: str) -> tuple[gauntlet.Recipe, dict[str, str]]:
+    """A recipe, and the flags that are dropped of all of them."""
     recipes, dropped = gauntlet.load()
-    recipe = next(one for one in recipes if one.name == "llama-3.1-405b")
+    return next(one for one in recipes if one.name == name), dropped
+
+
+def test_a_recipe_is_stored_restored_and_looked_ahead_with_equal_answers(tmp_path: Path) -> None:
+    recipe, dropped = recipe_of("llama-3.1-405b")
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
     assert all(row[name] for name in gauntlet.COLUMNS), row
     assert row["reason"] == "" and row["dropped"] == ["--model-path", "--tp"]
@@ -38,8 +43,7 @@ ANCHORS = [
 def test_windows_and_states_are_restored_with_what_the_front_computed(
     tmp_path: Path, name: str, kind: str
 ) -> None:
-    recipes, dropped = gauntlet.load()
-    recipe = next(one for one in recipes if one.name == name)
+    recipe, dropped = recipe_of(name)
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
     assert row["restores"] and row["equal"], row
     assert row["computed_tokens"] > 0 and row["loaded_tokens"] > 0, "from both ends"
@@ -52,9 +56,9 @@ def test_windows_and_states_are_restored_with_what_the_front_computed(
 def test_keys_and_values_of_different_widths_are_stored_and_read_with_their_windows(
     tmp_path: Path,
 ) -> None:
-    recipes, dropped = gauntlet.load()
+    recipe, dropped = recipe_of("gpt-oss-120b")
     recipe = replace(
-        next(one for one in recipes if one.name == "gpt-oss-120b"),
+        recipe,
         name="mimo-v2-flash",
         shape="mimo-v2",
         command="python -m sglang.launch_server --model-path XiaomiMiMo/MiMo-V2-Flash",
@@ -70,8 +74,7 @@ def test_keys_and_values_of_different_widths_are_stored_and_read_with_their_wind
 @pytest.mark.parametrize(("name", "kind"), ANCHORS)
 def test_two_ranks_restore_windows_and_states_in_step(tmp_path: Path, name: str, kind: str) -> None:
     """SGLang compares what the ranks decide, and ends the server when they differ."""
-    recipes, dropped = gauntlet.load()
-    recipe = next(one for one in recipes if one.name == name)
+    recipe, dropped = recipe_of(name)
     command = recipe.command.replace("--tp 8", "--tp 2")
     recipe = replace(recipe, command=f"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER=1 {command}")
     del dropped["--tp"]
@@ -97,8 +100,7 @@ def test_a_next_turn_finds_the_answer_before_it(
     """A prompt of 1,000 tokens, an answer of 200, and 40 more: what of them is not computed again,
     by how often states are kept while tokens are generated.
     """
-    recipes, dropped = gauntlet.load()
-    recipe = next(one for one in recipes if one.name == "qwen3-next-80b-a3b")
+    recipe, dropped = recipe_of("qwen3-next-80b-a3b")
     recipe = replace(recipe, command=recipe.command + flag)
     for name, value in {"restore": restore, "prefetch": "off", "eviction": "lru"}.items():
         monkeypatch.setitem(gauntlet.POLICY, name, value)
@@ -122,13 +124,12 @@ def test_a_next_turn_finds_the_answer_before_it(
 
 @pytest.mark.slow
 def test_windows_are_restored_with_a_draft(tmp_path: Path) -> None:
-    recipes, dropped = gauntlet.load()
-    recipe = next(one for one in recipes if one.name == "gpt-oss-120b-eagle3")
+    recipe, dropped = recipe_of("gpt-oss-120b-eagle3")
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
     assert row["restores"] and row["equal"], row
     assert row["accept_length"] == [4.0, 4.0]
     assert row["rows"]["window"]["checked"] > 0 and row["rows"]["draft kv"]["checked"] > 0
-    assert [kind["wrong"] for kind in row["rows"].values()] == [0] * len(row["rows"])
+    assert [one["wrong"] for one in row["rows"].values()] == [0] * len(row["rows"])
 
 
 @pytest.mark.slow
@@ -147,8 +148,7 @@ def test_windows_and_states_that_do_not_come_are_seen(
     """Loads leave them out while the file of $DRAFTS is there (`tests/runtime/changed_site`). With
     the proof the comparison of pages finds it, else forwards do.
     """
-    recipes, dropped = gauntlet.load()
-    recipe = next(one for one in recipes if one.name == name)
+    recipe, dropped = recipe_of(name)
     leave_out(monkeypatch)
     monkeypatch.setitem(gauntlet.POLICY, "proof", proof)
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
@@ -166,8 +166,7 @@ def test_windows_and_states_that_do_not_come_are_seen(
 def test_compressor_states_that_do_not_come_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: str
 ) -> None:
-    recipes, dropped = gauntlet.load()
-    recipe = next(one for one in recipes if one.name == "deepseek-v4-agentx")
+    recipe, dropped = recipe_of("deepseek-v4-agentx")
     leave_out(monkeypatch, "deepseek_v4_c4_state")
     monkeypatch.setitem(gauntlet.POLICY, "proof", proof)
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
@@ -196,8 +195,7 @@ def test_a_draft_whose_rows_do_not_come_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loads leave it out while the file of $DRAFTS is there (`tests/runtime/changed_site`)."""
-    recipes, dropped = gauntlet.load()
-    recipe = next(one for one in recipes if one.name == "kimi-k2.5-eagle3")
+    recipe, dropped = recipe_of("kimi-k2.5-eagle3")
     leave_out(monkeypatch)
     monkeypatch.setitem(gauntlet.POLICY, "proof", "off")  # which would find it first
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
@@ -212,8 +210,7 @@ def test_a_recipe_is_timed_against_the_best_split(
 ) -> None:
     monkeypatch.setattr(speed, "RATIOS", (1.0,))
     monkeypatch.setattr(speed, "ROUNDS", 1)
-    recipes, dropped = gauntlet.load()
-    recipe = next(one for one in recipes if one.name == "qwen3-next-80b-a3b")
+    recipe, dropped = recipe_of("qwen3-next-80b-a3b")
     row = speed.run(recipe, dropped, tmp_path / "server")
     (cell,) = row["cells"]
     assert 0 < cell["loaded_tokens"] < 2 * speed.PREFIX, "both ends, twice"
