@@ -69,8 +69,8 @@ WHERE = [
 @pytest.mark.parametrize(("where", "layout", "overlap"), WHERE)
 @pytest.mark.parametrize("right", [True, False], ids=["right", "wrong"])
 def test_what_the_forward_wrote_is_compared_and_nothing_that_came_after(
-    where: str, layout: str, overlap: bool, right: bool
-) -> None:
+    where, layout, overlap, right
+):
     forward = Forward(where, layout, overlap)
     scene = forward.scene
     wrong = [torch.zeros_like(rows) for rows in forward.right]

@@ -26,9 +26,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 @pytest.mark.slow  # nvcc compiles FlashInfer's module
 @pytest.mark.parametrize("page", [1, 16, 64])
-def test_flashinfer_appends_pages_of_a_page_first_buffer_where_an_index_copy_does(
-    page: int,
-) -> None:
+def test_flashinfer_appends_pages_of_a_page_first_buffer_where_an_index_copy_does(page):
     flashinfer = pytest.importorskip("flashinfer")
     layers, layer, total = 4, 1, 64 * page
     tokens = 4 * page + page // 2  # the last page is half full
@@ -51,9 +49,7 @@ def test_flashinfer_appends_pages_of_a_page_first_buffer_where_an_index_copy_doe
 @pytest.mark.slow  # nvcc compiles FlashInfer's module
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("page", [16, 64])
-def test_flashinfers_append_puts_staged_pages_where_our_kernel_does(
-    page: int, dtype: torch.dtype
-) -> None:
+def test_flashinfers_append_puts_staged_pages_where_our_kernel_does(page, dtype):
     """uint8: a pool of 8-bit floats as SGLang keeps it."""
     pytest.importorskip("flashinfer")
     shape, pages = PageShape(page, 3, HEADS * DIM * dtype.itemsize, layer_major=False), 6

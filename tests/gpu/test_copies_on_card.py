@@ -51,7 +51,7 @@ def test_pages_of_latents_arrive_byte_by_byte(where, io, layout):
 
 
 @pytest.mark.parametrize(("where", "io", "layout"), LAYOUTS)
-def test_what_no_copy_was_asked_for_stays_as_it_is(where: str, io: str, layout: str) -> None:
+def test_what_no_copy_was_asked_for_stays_as_it_is(where, io, layout):
     place = Place(where, io, device_pools.pools(where, layout))
     others = [page for page in range(1, 40) if page not in TARGET]
     place.scribble(others)
@@ -62,9 +62,7 @@ def test_what_no_copy_was_asked_for_stays_as_it_is(where: str, io: str, layout: 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize(("where", "io", "layout"), LAYOUTS)
-def test_a_copy_waits_for_the_forward_that_still_writes_its_pages(
-    where: str, io: str, layout: str, overlap: bool
-) -> None:
+def test_a_copy_waits_for_the_forward_that_still_writes_its_pages(where, io, layout, overlap):
     place = Place(where, io, device_pools.pools(where, layout))
     place.warm()
     with place.launched(overlap=overlap):
@@ -76,9 +74,7 @@ def test_a_copy_waits_for_the_forward_that_still_writes_its_pages(
 
 
 @pytest.mark.parametrize(("where", "io", "layout"), LAYOUTS)
-def test_a_forward_launched_later_is_behind_pages_seen_landed(
-    where: str, io: str, layout: str
-) -> None:
+def test_a_forward_launched_later_is_behind_pages_seen_landed(where, io, layout):
     place = Place(where, io, device_pools.pools(where, layout))
     wait(place.begin(SOURCE, TARGET), 240.0)
     with place.launched():
@@ -94,7 +90,7 @@ def test_a_forward_launched_later_is_behind_pages_seen_landed(
 
 
 @pytest.mark.parametrize(("where", "io", "layout"), LAYOUTS)
-def test_slots_that_nobody_holds_any_more_do_no_harm(where: str, io: str, layout: str) -> None:
+def test_slots_that_nobody_holds_any_more_do_no_harm(where, io, layout):
     """Their tensors are dropped while the copy waits, and others take that memory at once."""
     place = Place(where, io, device_pools.pools(where, layout))
     place.warm()
@@ -110,9 +106,7 @@ def test_slots_that_nobody_holds_any_more_do_no_harm(where: str, io: str, layout
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("where", "io", "layout"), LAYOUTS)
-def test_many_loads_of_any_size_beside_forwards_all_arrive(
-    where: str, io: str, layout: str, seed: int
-) -> None:
+def test_many_loads_of_any_size_beside_forwards_all_arrive(where, io, layout, seed):
     chance = random.Random(seed)
     place = Place(where, io, device_pools.pools(where, layout))
     place.warm()
@@ -132,7 +126,7 @@ def test_many_loads_of_any_size_beside_forwards_all_arrive(
 
 
 @pytest.mark.parametrize(("where", "io", "layout"), LAYOUTS)
-def test_the_mover_lands_pages_from_a_thread_of_its_own(where: str, io: str, layout: str) -> None:
+def test_the_mover_lands_pages_from_a_thread_of_its_own(where, io, layout):
     place = Place(where, io, device_pools.pools(where, layout))
     source, target = list(range(40)), list(range(20, 60))
     mover = PageMover(place.copies, place.page)
@@ -151,7 +145,7 @@ def test_the_mover_lands_pages_from_a_thread_of_its_own(where: str, io: str, lay
 
 @gpu
 @pytest.mark.parametrize(("io", "layout"), device_pools.WAYS)
-def test_a_copy_is_not_done_while_the_forward_before_it_runs(io: str, layout: str) -> None:
+def test_a_copy_is_not_done_while_the_forward_before_it_runs(io, layout):
     place = Place("cuda", io, device_pools.pools("cuda", layout))
     place.warm()
     with place.launched():
@@ -168,7 +162,7 @@ def test_a_copy_is_not_done_while_the_forward_before_it_runs(io: str, layout: st
 
 @gpu
 @pytest.mark.real_gpu("a real clock")
-def test_beginning_beside_a_kernel_of_100_ms_takes_less_than_1_ms() -> None:
+def test_beginning_beside_a_kernel_of_100_ms_takes_less_than_1_ms():
     """The one test here that takes a time: a card's forward does not hold it up."""
     place = Place("cuda", "kernel", device_pools.pools("cuda", "page_first"))
     place.warm()
@@ -186,7 +180,7 @@ def test_beginning_beside_a_kernel_of_100_ms_takes_less_than_1_ms() -> None:
 
 
 @gpu
-def test_a_second_card_would_be_told_from_the_first() -> None:
+def test_a_second_card_would_be_told_from_the_first():
     """SGLang calls its device "cuda"; the mover's thread has to choose the scheduler's card."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one card")

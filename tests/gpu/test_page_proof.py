@@ -54,7 +54,7 @@ class Scene:
         place, pages = self.place, len(source)
         host = place.host_slots(source)
         r = Restoration(
-            f"r{self.number}", None, pages * place.page + 1, 0, pages,  # type: ignore[arg-type]
+            f"r{self.number}", None, pages * place.page + 1, 0, pages,
             ((Span(0, pages), Tier.HOST),), (), host,
         )  # fmt: skip
         load = Load(
@@ -122,20 +122,18 @@ def test_pages_of_latents_are_equal_and_land(scene_of, where, io, layout):
 
 
 @pytest.mark.parametrize(("where", "io", "layout"), LAYOUTS)
-def test_a_page_that_is_spoiled_in_front_of_the_look_does_not_land(
-    scene_of: SceneOf, where: str, io: str, layout: str
-) -> None:
+def test_a_page_that_is_spoiled_in_front_of_the_look_does_not_land(scene_of, where, io, layout):
     scene = scene_of(where, io, device_pools.pools(where, layout))
     look = scene.check.look
 
-    def spoiled(*how: Any) -> Any:
+    def spoiled(*how):
         row = scene.place.device.v_buffer[-1].view(torch.uint8)[TARGET[2] * scene.place.page + 3]
         row.view(-1)[5] ^= 1
         if scene.place.on_card:
             torch.cuda.synchronize()
         return look(*how)
 
-    scene.check.look = spoiled  # type: ignore[method-assign]
+    scene.check.look = spoiled
     states = scene.ended(scene.load(SOURCE, TARGET))
     assert states == bytes([LANDED, LANDED, DIFFERS, LANDED, LANDED])
     assert scene.proof.difference is not None and "values of layer 3" in scene.proof.difference.what
@@ -225,9 +223,7 @@ def an_end_in_front_of_the_scatter(patch: pytest.MonkeyPatch, scene: Scene) -> N
     ],
     ids=lambda plant: plant.__name__,
 )  # fmt: skip
-def test_a_planted_mistake_lands_no_wrong_page(
-    scene_of: SceneOf, monkeypatch: pytest.MonkeyPatch, plant: Plant
-) -> None:
+def test_a_planted_mistake_lands_no_wrong_page(scene_of, monkeypatch, plant):
     scene = scene_of("cuda", "kernel", device_pools.pools("cuda", "page_first"))
     if not hasattr(scene.place.copies, "_scatter"):
         pytest.fail("copies are not staged here")
@@ -241,7 +237,7 @@ def test_a_planted_mistake_lands_no_wrong_page(
 
 @gpu
 @pytest.mark.parametrize("seed", range(2))
-def test_many_loads_beside_forwards_are_all_equal(scene_of: SceneOf, seed: int) -> None:
+def test_many_loads_beside_forwards_are_all_equal(scene_of, seed):
     chance = random.Random(seed)
     scene = scene_of("cuda", "kernel", device_pools.pools("cuda", "page_first"))
     place, free, loads = scene.place, list(range(2, 62)), []
@@ -262,8 +258,8 @@ def test_many_loads_beside_forwards_are_all_equal(scene_of: SceneOf, seed: int) 
 @gpu
 @pytest.mark.parametrize("overwritten", [True, False], ids=["overwritten", "as it was"])
 def test_a_forward_that_writes_over_a_landed_page_is_found_at_the_second_look(
-    scene_of: SceneOf, overwritten: bool
-) -> None:
+    scene_of, overwritten
+):
     """As one does that a fence has left out. Whoever owns the slots after the request comes behind
     the second look, and is not taken for it.
     """

@@ -123,7 +123,7 @@ def load(made: Callable[..., Beside], beside: Beside) -> tuple[bytes, Proof]:
     mover = PageMover(copies, page, checks[0])
     host, pages = slots_of(SOURCE, page), len(SOURCE)
     sources = ((Span(0, pages), Tier.HOST),)
-    r = Restoration("r", None, pages * page + 1, 0, pages, sources, (), host)  # type: ignore[arg-type]
+    r = Restoration("r", None, pages * page + 1, 0, pages, sources, (), host)
     device = slots_of(TARGET, page).to(controller.device)
     anchor = None
     if made in ANCHORS:
@@ -158,9 +158,7 @@ def leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @WITH_MTP
 @WHERE
-def test_pages_land_in_all_pools_and_are_compared_in_all(
-    made: Callable[..., Beside], where: str, io: str, layout: str
-) -> None:
+def test_pages_land_in_all_pools_and_are_compared_in_all(made, where, io, layout):
     states, proof = load(made, place(made, layout, where, io))
     assert states == bytes([LANDED] * len(SOURCE)) and proof.difference is None
     assert proof.pages == {"equal": len(SOURCE)}
@@ -168,9 +166,7 @@ def test_pages_land_in_all_pools_and_are_compared_in_all(
 
 @EACH
 @WHERE
-def test_pages_of_which_a_part_did_not_come_do_not_land(
-    made: Callable[..., Beside], where: str, io: str, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_of_which_a_part_did_not_come_do_not_land(made, where, io, layout, monkeypatch):
     leave_out(monkeypatch)
     states, proof = load(made, place(made, layout, where, io))
     of_kv = made in (with_windows, with_states)  # pages without anchors are the KV pool's alone
@@ -195,9 +191,7 @@ def exchange_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @WHERE
-def test_windows_in_the_slots_of_others_do_not_land(
-    where: str, io: str, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_in_the_slots_of_others_do_not_land(where, io, layout, monkeypatch):
     exchange_windows(monkeypatch)
     states, proof = load(with_windows, place(with_windows, layout, where, io))
     assert states == bytes([LANDED] * 3 + [DIFFERS] * 2)
@@ -209,8 +203,8 @@ def test_windows_in_the_slots_of_others_do_not_land(
 @ON_GPU
 @pytest.mark.parametrize("mistake", [leave_out, exchange_windows])
 def test_the_check_at_start_finds_windows_and_states_that_come_wrong(
-    made: Callable[..., Beside], io: str, layout: str, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., None],
-) -> None:  # fmt: skip
+    made, io, layout, monkeypatch, mistake,
+):  # fmt: skip
     controller = place(made, layout, "cuda", io).controller
     copies = copies_for(controller)
     mistake(monkeypatch)
@@ -221,15 +215,13 @@ def test_the_check_at_start_finds_windows_and_states_that_come_wrong(
 @pytest.mark.gpu
 @EACH_ANCHOR
 @ON_GPU
-def test_windows_and_states_that_do_not_wait_for_a_forward_are_found(
-    made: Callable[..., Beside], io: str, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_and_states_that_do_not_wait_for_a_forward_are_found(made, io, layout, monkeypatch):
     """Placed when they are begun: the forward reads them, or writes over them."""
     monkeypatch.setattr(start, "_BUSY_S", 0.2)  # longer than a busy host delays a copy
     controller = place(made, layout, "cuda", io).controller
     copies, begin = copies_for(controller), StreamCopies.begin
 
-    def begin_at_once(self: Any, host: Any, device: Any, fence: Any, window: Any = None) -> Any:
+    def begin_at_once(self, host, device, fence, window=None):
         del fence
         past = torch.cuda.Event()
         copy = begin(self, host, device, past, window)
@@ -247,8 +239,8 @@ def test_windows_and_states_that_do_not_wait_for_a_forward_are_found(
 @EACH_ANCHOR
 @ON_GPU
 def test_pages_whose_windows_or_states_come_beside_them_go_through_staging(
-    made: Callable[..., Beside], io: str, layout: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    made, io, layout, caplog
+):
     beside = place(made, layout, "cuda", io)
     found = proven_copies(beside.controller)
     assert found.wrong == "" and found.start is not None and found.start.pages > 16
@@ -271,9 +263,7 @@ WITHOUT_STAGING = pytest.mark.parametrize(
 @pytest.mark.gpu
 @WITHOUT_STAGING
 @ON_GPU
-def test_the_check_at_start_takes_sglangs_kernels_and_says_why(
-    made: Callable[..., Beside], names: str, io: str, layout: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_check_at_start_takes_sglangs_kernels_and_says_why(made, names, io, layout, caplog):
     beside = place(made, layout, "cuda", io)
     found = proven_copies(beside.controller)
     assert found.wrong == "" and found.start is not None and found.start.pages > 8
@@ -286,9 +276,7 @@ def test_the_check_at_start_takes_sglangs_kernels_and_says_why(
 @pytest.mark.gpu
 @WITHOUT_STAGING
 @ON_GPU
-def test_the_check_at_start_finds_a_pool_that_is_left_out(
-    made: Callable[..., Beside], names: str, io: str, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_at_start_finds_a_pool_that_is_left_out(made, names, io, layout, monkeypatch):
     del names
     beside = place(made, layout, "cuda", io)
     leave_out(monkeypatch)
@@ -299,7 +287,7 @@ def test_the_check_at_start_finds_a_pool_that_is_left_out(
 
 @pytest.mark.gpu
 @ON_GPU
-def test_a_draft_in_the_targets_pages_goes_through_staging_with_them(io: str, layout: str) -> None:
+def test_a_draft_in_the_targets_pages_goes_through_staging_with_them(io, layout):
     found = proven_copies(place(with_packed_keys, layout, "cuda", io).controller)
     assert found.wrong == "" and found.start is not None and found.start.pages > 8
     assert way_of(found.copies) == "StagedCopies by TritonScatter"

@@ -56,9 +56,7 @@ def is_free(place: Place) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("io", "layout"), device_pools.WAYS)
-def test_the_first_way_to_copy_is_shown_to_be_right(
-    io: str, layout: str, dtype: torch.dtype
-) -> None:
+def test_the_first_way_to_copy_is_shown_to_be_right(io, layout, dtype):
     place = usual(io, layout, dtype=dtype)
     found = proven_copies(place.controller)
     assert found.wrong == "" and found.start is not None and found.start.pages > 10
@@ -69,16 +67,14 @@ def test_the_first_way_to_copy_is_shown_to_be_right(
 
 
 @pytest.mark.parametrize(("io", "layout"), STAGED)
-def test_latents_and_sglangs_own_copies_are_shown_to_be_right(io: str, layout: str) -> None:
+def test_latents_and_sglangs_own_copies_are_shown_to_be_right(io, layout):
     for pools in (device_pools.latent_pools("cuda", layout), device_pools.pools("cuda", layout)):
         place = place_of(io, pools)
         assert start.check(StreamCopies(place.controller), place.controller).pages > 8
 
 
 @pytest.mark.slow  # nvcc compiles FlashInfer's module
-def test_flashinfers_append_is_taken_where_our_kernel_is_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_flashinfers_append_is_taken_where_our_kernel_is_wrong(monkeypatch):
     pytest.importorskip("flashinfer.page").get_page_module()
     place = usual("kernel", "page_first")
     token_step_off(monkeypatch)
@@ -88,16 +84,14 @@ def test_flashinfers_append_is_taken_where_our_kernel_is_wrong(
     assert is_free(place)
 
 
-def test_where_staging_is_wrong_sglangs_kernels_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_staging_is_wrong_sglangs_kernels_copy(monkeypatch):
     place = usual("kernel", "page_first")
     the_last_page_is_not_sent(monkeypatch)
     found = proven_copies(place.controller)
     assert (way_of(found.copies), found.wrong) == ("StreamCopies", "")
 
 
-def test_where_no_way_is_right_restoration_is_off_and_says_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_no_way_is_right_restoration_is_off_and_says_why(monkeypatch):
     place = usual("kernel", "page_first")
     the_fence_knows_no_forward(monkeypatch)
     found = proven_copies(place.controller)
@@ -105,7 +99,7 @@ def test_where_no_way_is_right_restoration_is_off_and_says_why(
     assert is_free(place)
 
 
-def test_the_check_that_doctor_makes_is_passed_on_scratch_pools() -> None:
+def test_the_check_that_doctor_makes_is_passed_on_scratch_pools():
     probe = gpu_probe.try_out()
     assert probe.device == torch.cuda.get_device_name() and probe.result.pages > 20
     assert probe.result.gbytes_per_s and probe.result.small_copy_us and probe.result.window_bytes
@@ -193,9 +187,7 @@ def written_too(patch: pytest.MonkeyPatch, other: Callable[[torch.Tensor], torch
     ],
 )
 @pytest.mark.parametrize(("io", "layout"), STAGED)
-def test_a_mistake_in_staged_copies_is_found(
-    monkeypatch: pytest.MonkeyPatch, plant: Any, io: str, layout: str
-) -> None:
+def test_a_mistake_in_staged_copies_is_found(monkeypatch, plant, io, layout):
     place = usual(io, layout)
     plant(monkeypatch)
     copies = copies_for(place.controller)

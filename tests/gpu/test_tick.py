@@ -136,7 +136,7 @@ class Scene:
             planner,
             Agreement(tree, 1, first=True),
             turns,
-            Views(self.engine, 256, host.size),  # type: ignore[arg-type]
+            Views(self.engine, 256, host.size),
         )
         self.scheduler = SimpleNamespace(
             chunked_req=None, waiting_queue=[], last_batch=None, running_batch=SimpleNamespace(reqs=[], batch_is_full=False)
@@ -204,7 +204,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
     torch.set_num_threads(threads)
 
 
-def test_whole_ticks_that_load_settle_and_splice_never_wait_for_the_device(scene: Scene) -> None:
+def test_whole_ticks_that_load_settle_and_splice_never_wait_for_the_device(scene):
     place = scene.place
     with place.launched():
         place.sleep(0.05)
@@ -221,7 +221,7 @@ def test_whole_ticks_that_load_settle_and_splice_never_wait_for_the_device(scene
     assert place.holds_slots(scene.source(), slots)
 
 
-def test_loads_of_an_abandoned_request_give_their_pages_back_without_waiting(scene: Scene) -> None:
+def test_loads_of_an_abandoned_request_give_their_pages_back_without_waiting(scene):
     place = scene.place
     with place.launched():
         place.sleep(0.05)
@@ -237,7 +237,7 @@ def test_loads_of_an_abandoned_request_give_their_pages_back_without_waiting(sce
     assert scene.allocator.freed == PAGES * place.page
 
 
-def test_an_audit_on_the_device_finds_what_was_loaded_and_what_was_spoiled(scene: Scene) -> None:
+def test_an_audit_on_the_device_finds_what_was_loaded_and_what_was_spoiled(scene):
     scene.run(loads(Span(0, 8)))
     scene.until_landed()
     place, engine = scene.place, scene.engine
