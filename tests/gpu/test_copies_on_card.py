@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import random
 import time
-from types import SimpleNamespace
 
 import device_pools
 import pytest
 import torch
+from engine_fakes import host_load
+from patience import until
 from place import LATENTS, LAYOUTS, Place, wait
 
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.step.polls import LANDED, Poll
-from sgl_kvtier.runtime.step.restoration import Load
-from sgl_kvtier.types import Link, Span
+from sgl_kvtier.runtime.step.polls import LANDED
 
 SOURCE, TARGET = [3, 11, 4, 0, 7], [6, 2, 9, 1, 12]
 LONG_S = 0.1
@@ -130,16 +129,10 @@ def test_the_mover_lands_pages_from_a_thread_of_its_own(where, io, layout):
     place = Place(where, io, device_pools.pools(where, layout))
     source, target = list(range(40)), list(range(20, 60))
     mover = PageMover(place.copies, place.page)
-    load = Load(
-        SimpleNamespace(closed=False), Span(0, 40), Link.HOST_TO_DEVICE, place.slots(target), place.host_slots(source),
-        False, 0.0, 60.0, Poll(1, 40),
-    )  # fmt: skip
+    load = host_load(place.host_slots(source), place.slots(target), place.page)
     mover.submit(load, None, 60.0)
-    until = time.monotonic() + 240
-    while set(load.poll.local) != {LANDED} and time.monotonic() < until:
-        mover.wait_news(0.05)
+    until(lambda: set(load.poll.local) == {LANDED}, 240)
     mover.close()
-    assert set(load.poll.local) == {LANDED}
     assert place.holds(source, target)
 
 

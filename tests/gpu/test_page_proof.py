@@ -13,6 +13,8 @@ from typing import Any
 import device_pools
 import pytest
 import torch
+from engine_fakes import host_load
+from patience import until
 from place import LATENTS, LAYOUTS, Place
 
 from sgl_kvtier.runtime.cuda import staged_copies
@@ -20,9 +22,8 @@ from sgl_kvtier.runtime.proof.pages import checks_of
 from sgl_kvtier.runtime.proof.record import Proof
 from sgl_kvtier.runtime.restore.copy_device import memory_of, way_of
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.step.polls import DIFFERS, LANDED, OPEN, Poll
-from sgl_kvtier.runtime.step.restoration import Load, Restoration
-from sgl_kvtier.types import Link, Span, Tier
+from sgl_kvtier.runtime.step.polls import DIFFERS, LANDED, OPEN
+from sgl_kvtier.runtime.step.restoration import Load
 
 gpu = pytest.mark.gpu
 SOURCE, TARGET = [3, 11, 4, 0, 7], [6, 2, 9, 1, 12]
@@ -51,25 +52,14 @@ class Scene:
     def load(self, source: list[int], target: list[int]) -> Load:
         """Begins a load."""
         self.number += 1
-        place, pages = self.place, len(source)
-        host = place.host_slots(source)
-        r = Restoration(
-            f"r{self.number}", None, pages * place.page + 1, 0, pages,
-            ((Span(0, pages), Tier.HOST),), (), host,
-        )  # fmt: skip
-        load = Load(
-            r, Span(0, pages), Link.HOST_TO_DEVICE, place.slots(target), host, False, 0.0, 60.0,
-            Poll(self.number, pages),
-        )  # fmt: skip
+        place = self.place
+        load = host_load(place.host_slots(source), place.slots(target), place.page, self.number)
         self.mover.submit(load, None, 60.0)
         return load
 
     def ended(self, load: Load) -> bytes:
         """The states of its pages."""
-        end = time.monotonic() + 240
-        while OPEN in load.poll.local:
-            assert time.monotonic() < end
-            self.mover.wait_news(0.02)
+        until(lambda: OPEN not in load.poll.local, 240)
         return bytes(load.poll.local)
 
     def landed_wrong(self, load: Load, source: list[int], target: list[int]) -> int:

@@ -5,7 +5,6 @@ pages: the check at start and the page check see all of them.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_fakes import host_load
+from patience import until
 from place import LATENTS
 from side_pools import (
     Beside,
@@ -38,10 +39,8 @@ from sgl_kvtier.runtime.restore.copy_device import (
     way_of,
 )
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.step.polls import DIFFERS, LANDED, OPEN, Poll
+from sgl_kvtier.runtime.step.polls import DIFFERS, LANDED, OPEN
 from sgl_kvtier.runtime.step.private_slots import AnchorSlots
-from sgl_kvtier.runtime.step.restoration import Load, Restoration
-from sgl_kvtier.types import Link, Span, Tier
 
 SOURCE, TARGET = [3, 9, 4, 0, 7], [6, 2, 9, 1, 12]
 ANCHORS = {
@@ -121,23 +120,15 @@ def load(made: Callable[..., Beside], beside: Beside) -> tuple[bytes, Proof]:
     checks = checks_of(controller, rows, page, proof, memory, every_page=True)
     assert checks is not None
     mover = PageMover(copies, page, checks[0])
-    host, pages = slots_of(SOURCE, page), len(SOURCE)
-    sources = ((Span(0, pages), Tier.HOST),)
-    r = Restoration("r", None, pages * page + 1, 0, pages, sources, (), host)
+    host = slots_of(SOURCE, page)
     device = slots_of(TARGET, page).to(controller.device)
     anchor = None
     if made in ANCHORS:
         in_host, on_device = (slots_of(some, beside.anchor_page) for some in ANCHORS[made])
         anchor = AnchorSlots(on_device.to(controller.device), in_host, beside.anchor_page)
-    one = Load(
-        r, Span(0, pages), Link.HOST_TO_DEVICE, device, host, False, 0.0, 60.0, Poll(1, pages),
-        anchor=anchor,
-    )  # fmt: skip
+    one = host_load(host, device, page, anchor=anchor)
     mover.submit(one, None, 60.0)
-    end = time.monotonic() + 240
-    while OPEN in one.poll.local:
-        assert time.monotonic() < end
-        mover.wait_news(0.02)
+    until(lambda: OPEN not in one.poll.local, 240)
     mover.close()
     checks[1].close()
     return bytes(one.poll.local), proof

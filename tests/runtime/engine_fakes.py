@@ -12,7 +12,7 @@ from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.step.context import StepContext
-from sgl_kvtier.runtime.step.polls import LANDED, OPEN
+from sgl_kvtier.runtime.step.polls import LANDED, OPEN, Poll
 from sgl_kvtier.runtime.step.restoration import Load, Restoration, Stored
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -91,6 +91,25 @@ def load_of(
 ) -> messages.Load:
     """What a plan says of a load for the request."""
     return messages.Load("r", span, source, link, 1.0)
+
+
+def host_load(
+    host_slots: torch.Tensor,
+    device_slots: torch.Tensor,
+    page: int,
+    number: int = 1,
+    anchor: Any = None,
+) -> Load:
+    """A load of a request's pages that are in host memory, for the mover."""
+    pages = len(host_slots) // page
+    span = Span(0, pages)
+    r: Any = Restoration(
+        f"r{number}", None, pages * page + 1, 0, pages, ((span, Tier.HOST),), (), host_slots
+    )
+    return Load(
+        r, span, Link.HOST_TO_DEVICE, device_slots, host_slots, False, 0.0, 60.0, Poll(number, pages),
+        anchor=anchor,
+    )  # fmt: skip
 
 
 def load(engine: RestoreEngine, span: Span) -> Load:

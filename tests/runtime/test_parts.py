@@ -59,16 +59,11 @@ def test_only_what_is_computed_before_a_request_is_fresh_in_the_view_it_is_asked
     assert question.view.fresh_tokens == 30
 
 
-def test_a_prefix_that_is_left_to_sglang_is_told_to_those_behind_it():
+@pytest.mark.parametrize(("why", "left"), [("no room", 10 * PAGE), (None, 0)])
+def test_those_behind_a_request_are_told_what_of_it_sglang_loads(why, left):
     queue = Queue(fresh=0, ahead=0)
-    assert parts_with(lambda question: "no room", queue)._why_left(OFFER) == "no room"
-    assert queue.left_tokens == {"r": 10 * PAGE}
-
-
-def test_a_prefix_that_is_offered_is_not_loaded_by_sglang():
-    queue = Queue(fresh=0, ahead=0)
-    assert parts_with(lambda question: None, queue)._why_left(OFFER) is None
-    assert queue.left_tokens == {"r": 0}
+    assert parts_with(lambda question: why, queue)._why_left(OFFER) == why
+    assert queue.left_tokens == {"r": left}
 
 
 def test_a_planner_that_fails_leaves_the_prefix_to_sglang_and_is_counted():

@@ -376,7 +376,7 @@ def writing_back(free: int, transfers: int = 0) -> tuple[KVTierPrefillAdder, Roo
     """An adder that SGLang tells of 4096 tokens, of which so many are empty slots; and a request."""
     room = Room(free, transfers)
     context = SimpleNamespace(room=room, anchors=None, device=SimpleNamespace(tokens=4096))
-    adder = adder_with(SimpleNamespace(**vars(PLAIN), context=context))
+    adder = adder_with(SimpleNamespace(**{**vars(PLAIN), "context": context}))
     return adder, room, SimpleNamespace(rid="r", prefix_len=0, host_hit_length=0)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from device_pools import LAYOUTS, controller, latent_pools, slots
+from engine_fakes import host_load
 from patience import until
 
 from sgl_kvtier.runtime.proof import pages, record
@@ -21,9 +22,8 @@ from sgl_kvtier.runtime.proof.pages import ReadBack, Sampling, checks_of
 from sgl_kvtier.runtime.proof.record import Proof, State
 from sgl_kvtier.runtime.restore.copy_device import CpuCopies
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.step.polls import DIFFERS, LANDED, OPEN, Poll
-from sgl_kvtier.runtime.step.restoration import Load, Restoration
-from sgl_kvtier.types import Link, Span, Tier
+from sgl_kvtier.runtime.step.polls import DIFFERS, LANDED, OPEN
+from sgl_kvtier.runtime.step.restoration import Load
 
 PAGE = 16
 GIB = 1 << 30
@@ -220,15 +220,7 @@ class Scene:
     def load(self, source: list[int] = FROM, target: list[int] = TO) -> Load:
         """These pages of a request, which have ended."""
         self.number += 1
-        count = len(source)
-        r = Restoration(
-            f"r{self.number}", None, count * PAGE + 1, 0, count,
-            ((Span(0, count), Tier.HOST),), (), slots(source, PAGE),
-        )  # fmt: skip
-        load = Load(
-            r, Span(0, count), Link.HOST_TO_DEVICE, slots(target, PAGE), slots(source, PAGE), False,
-            0.0, 60.0, Poll(self.number, count),
-        )  # fmt: skip
+        load = host_load(slots(source, PAGE), slots(target, PAGE), PAGE, self.number)
         self.mover.submit(load, None, 60.0)
         until(lambda: OPEN not in load.poll.local)
         return load

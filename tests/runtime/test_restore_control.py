@@ -110,12 +110,6 @@ def test_what_the_engine_itself_acts_on_is_in_force_from_the_start():
     assert scheduler.engine.offers.min_tokens == 512
 
 
-def test_the_least_length_is_the_engines_as_well():
-    scheduler = lab(PolicyConfig())
-    HANDLERS["policy.min_restore_tokens"](scheduler, 1024)
-    assert scheduler.engine.offers.min_tokens == 1024
-
-
 @pytest.mark.parametrize("name", FIXED)
 def test_what_is_fixed_at_the_start_is_refused(name):
     scheduler = lab(PolicyConfig())

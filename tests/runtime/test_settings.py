@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -89,32 +90,30 @@ def test_the_backend_needs_the_hierarchical_cache():
         settings.check_server(args(enable_hierarchical_cache=False))
 
 
-def test_both_forms_are_recognised_and_other_backends_left_alone():
-    dynamic = '{"backend_name": "kvtier", "module_path": "sgl_kvtier.runtime.backend.storage", "class_name": "KVTierStorage"}'
-    assert settings.uses_backend(args())
-    assert settings.uses_backend(
-        args(hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=dynamic)
-    )
-    assert not settings.uses_backend(args(hicache_storage_backend="file"))
-    assert not settings.uses_backend(
-        args(hicache_storage_backend=None, hicache_storage_backend_extra_config=None)
-    )
-    assert not settings.uses_backend(
-        args(hicache_storage_backend="dynamic", hicache_storage_backend_extra_config="{}")
-    )
+OURS = {
+    "backend_name": "kvtier",
+    "module_path": "sgl_kvtier.runtime.backend.storage",
+    "class_name": "KVTierStorage",
+}
 
 
-def test_the_dynamic_form_is_recognised_in_a_settings_file(tmp_path):
-    file = tmp_path / "kvtier.json"
-    file.write_text(
-        '{"module_path": "sgl_kvtier.runtime.backend.storage", "class_name": "KVTierStorage", "backend_name": "kvtier"}'
-    )
-    dynamic = {"hicache_storage_backend": "dynamic"}
-    assert settings.uses_backend(args(**dynamic, hicache_storage_backend_extra_config=f"@{file}"))
-    file.write_text('{"module_path": "another.backend"}')
-    assert not settings.uses_backend(
-        args(**dynamic, hicache_storage_backend_extra_config=f"@{file}")
-    )
-    assert not settings.uses_backend(
-        args(**dynamic, hicache_storage_backend_extra_config="@no-such-file.json")
-    )
+@pytest.mark.parametrize(
+    ("backend", "extra", "used"),
+    [
+        ("kvtier", '{"store": {"path": "p"}}', True),
+        ("dynamic", json.dumps(OURS), True),
+        ("dynamic", f"@{json.dumps(OURS)}", True),
+        ("file", '{"store": {"path": "p"}}', False),
+        (None, None, False),
+        ("dynamic", "{}", False),
+        ("dynamic", '@{"module_path": "another.backend"}', False),
+        ("dynamic", "@no-such-file.json", False),
+    ],
+)
+def test_both_forms_are_recognised_and_other_backends_left_alone(tmp_path, backend, extra, used):
+    """Also in a settings file, whose contents stand behind an @ here."""
+    if extra and extra.startswith("@{"):
+        (tmp_path / "kvtier.json").write_text(extra[1:])
+        extra = f"@{tmp_path / 'kvtier.json'}"
+    given = {"hicache_storage_backend": backend, "hicache_storage_backend_extra_config": extra}
+    assert settings.uses_backend(args(**given)) is used

@@ -111,33 +111,29 @@ def on_disk(start: int, pages: int, *runs: tuple[int, int]) -> Stored:
     return Stored(start, tuple(KEYS[:pages]), sources)
 
 
-def test_pages_behind_the_first_missing_one_are_found():
-    backend, one = Backend([0, 1, 4, 5, 7]), operation(start=3)
-    assert ask(Controller(backend), one, 2) == 2
-    assert backend.asked == [NAMES[2:]], "those before the gap are known"
+@pytest.mark.parametrize(
+    ("stored", "hit", "asked", "expected"),
+    [
+        pytest.param(
+            [0, 1, 4, 5, 7], 2, [NAMES[2:]], (8, (0, 2), (4, 6), (7, 8)), id="behind a gap, known ones not asked for"
+        ),
+        pytest.param(range(10), 10, [], (10, (0, 10)), id="no gap: what SGLang found"),
+        pytest.param([0, 1], 2, [NAMES[2:]], (2, (0, 2)), id="nothing behind the gap"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("sides", [[], ["draft"]], ids=["KV alone", "side pools at their slots"])
+def test_pages_behind_the_first_missing_one_are_found(stored, hit, asked, expected, sides):
+    backend, one = Backend(stored), operation()
+    one.pool_transfers = [SimpleNamespace(name=name) for name in sides] or None
+    assert ask(Controller(backend), one, hit) == hit
+    assert backend.asked == asked
+    assert found(one, hit * PAGE, PAGE) == on_disk(0, *expected)
+
+
+def test_pages_that_the_tree_has_are_counted_before_those_that_are_asked_for():
+    one = operation(start=3)
+    assert ask(Controller(Backend([0, 1, 4, 5, 7])), one, 2) == 2
     assert found(one, 2 * PAGE, PAGE) == on_disk(3, 8, (3, 5), (7, 9), (10, 11))
-
-
-def test_a_prefix_without_a_gap_is_what_sglang_found():
-    backend, one = Backend(range(10)), operation()
-    assert ask(Controller(backend), one, 10) == 10
-    assert backend.asked == []
-    assert found(one, 10 * PAGE, PAGE) == on_disk(0, 10, (0, 10))
-
-
-def test_pages_behind_the_gap_are_found_with_side_pools_too():
-    """They have the slots of the KV pages, and the backend looks into every pool."""
-    backend, one = Backend([0, 1, 4, 5, 7]), operation()
-    one.pool_transfers = [SimpleNamespace(name="draft")]
-    assert ask(Controller(backend), one, 2) == 2
-    assert backend.asked == [NAMES[2:]]
-    assert found(one, 2 * PAGE, PAGE) == on_disk(0, 8, (0, 2), (4, 6), (7, 8))
-
-
-def test_where_nothing_lies_behind_the_gap_there_is_no_hole():
-    one = operation()
-    assert ask(Controller(Backend([0, 1])), one, 2) == 2
-    assert found(one, 2 * PAGE, PAGE) == on_disk(0, 2, (0, 2))
 
 
 def test_ranks_agree_on_the_pages_that_all_of_them_have():

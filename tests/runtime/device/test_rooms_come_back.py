@@ -8,17 +8,16 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_fakes import host_load
 from sglang_streams import PAGE, ROOM_PAGES, Rig, slots_of
 from virtual_device import Event, Stream
 
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.step.polls import LANDED, OPEN, Poll
+from sgl_kvtier.runtime.step.polls import LANDED, OPEN
 from sgl_kvtier.runtime.step.restoration import Load
-from sgl_kvtier.types import Link, Span
 
 
 class Faults:
@@ -54,9 +53,7 @@ class Faults:
 def in_host(mover: PageMover, first: int) -> Load:
     """A load of a room's pages that are in host memory, into slots of the same numbers."""
     slots = slots_of(*range(first, first + ROOM_PAGES))
-    restoration: Any = SimpleNamespace(closed=False)
-    span, poll = Span(0, ROOM_PAGES), Poll(1, ROOM_PAGES)
-    load = Load(restoration, span, Link.HOST_TO_DEVICE, slots, slots, False, 0.0, 0.0, poll)
+    load = host_load(slots, slots, PAGE)
     mover.submit(load, None, 1.0)
     return load
 
