@@ -51,12 +51,6 @@ def rids(waiting: list[Any]) -> list[str]:
     return [req.rid for req in waiting]
 
 
-def test_the_queue_is_sorted_in_place():
-    waiting = [request("long", 900), request("short", 100), request("middle", 500)]
-    queue(Shortest()).sort(waiting, 0.0)
-    assert rids(waiting) == ["short", "middle", "long"]
-
-
 def test_the_planner_sees_the_order_of_arrival_however_the_queue_was_sorted():
     planner = Shortest()
     ordered, waiting = queue(planner), [request("long", 900), request("short", 100)]
@@ -67,16 +61,15 @@ def test_the_planner_sees_the_order_of_arrival_however_the_queue_was_sorted():
     assert rids(waiting) == ["new", "short", "long"]
 
 
-def test_the_planner_is_told_what_lies_where():
+@pytest.mark.parametrize(
+    ("stored", "device", "host", "told"),
+    [(640, 320, 160, (320, 160, 160)), (320, 640, 0, (640, 0, 0))],
+    ids=["stored beyond", "pages in memory beyond the stored ones count once"],
+)
+def test_the_planner_is_told_what_lies_where(stored, device, host, told):
     planner = Shortest()
-    queue(planner, a=640).sort([request("a", 1000, device=320, host=160), request("b")], 0.0)
-    assert planner.asked[0][0] == Waiter("a", 1000, 320, 160, 160)
-
-
-def test_pages_in_memory_beyond_the_stored_ones_count_once():
-    planner = Shortest()
-    queue(planner, a=320).sort([request("a", 1000, device=640), request("b")], 0.0)
-    assert planner.asked[0][0] == Waiter("a", 1000, 640, 0, 0)
+    queue(planner, a=stored).sort([request("a", 1000, device, host), request("b")], 0.0)
+    assert planner.asked[0][0] == Waiter("a", 1000, *told)
 
 
 def test_while_the_same_requests_wait_the_planner_is_asked_from_time_to_time():
@@ -301,34 +294,11 @@ def test_an_offer_without_an_answer_has_claimed_nothing_yet():
     assert before(shown, queue, "b") == (0, 1000)
 
 
-def test_only_requests_before_one_in_the_queue_are_computed_before_it():
+def test_only_requests_before_one_are_computed_before_it():
     queue = scheduler(request("a", 300), request("b", 500, host=400), request("c", 700))
     assert before(views(), queue, "a") == (0, 0)
     assert before(views(), queue, "c") == (400, 800)
-
-
-def test_all_that_wait_are_before_one_that_is_not_in_the_queue_yet():
-    queue = scheduler(request("a", 300), request("b", 500))
-    assert before(views(), queue, "c") == (800, 800)
-
-
-def test_requests_left_to_sglang_do_not_grow_into_seconds_of_compute():
-    """Six agents whose contexts are stored: the seventh sees their last turns, not their contexts,
-    as compute. All of it will be on the device.
-    """
-    shown = views()
-    queue = scheduler(*(request(str(n), 30_000) for n in range(7)))
-    for n in range(6):
-        shown.left(str(n), 29_696)
-    assert before(shown, queue, "6") == (6 * 304, 6 * 30_000)
-
-
-def test_requests_that_have_gone_are_forgotten():
-    shown = views()
-    shown.left("a", 960)
-    shown._context.requests.forget("a")
-    shown._context.requests.forget("never seen")
-    assert shown.of(scheduler(request("a", 1000)), 0.0).fresh_tokens == 1000
+    assert before(views(), queue, "not in the queue yet") == (1100, 1500)
 
 
 def test_the_view_says_how_much_of_it_each_waiting_request_computes():
