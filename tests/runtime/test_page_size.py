@@ -54,44 +54,29 @@ def test_without_a_page_size_storage_has_pages_of_64_tokens_and_restoring_follow
     assert own_way(args, PLAIN_MODEL, PolicyConfig(restore="both")) is None
 
 
-def test_the_dynamic_form_has_them_as_well(launch):
-    assert launch(*DYNAMIC, *ON_GPU).page_size == 64
-
-
-@pytest.mark.parametrize("size", [1, 16, 128])
-def test_a_page_size_that_was_chosen_stays(launch, size):
-    assert launch(*KVTIER, *ON_GPU, "--page-size", str(size)).page_size == size
-
-
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "size"),
     [
-        (),
-        ("--enable-hierarchical-cache",),
-        ("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
+        pytest.param([*DYNAMIC, *ON_GPU], 64, id="the dynamic form"),
+        *((([*KVTIER, *ON_GPU, "--page-size", str(size)]), size) for size in (1, 16, 128)),
+        pytest.param(ON_GPU, 1, id="no cache"),
+        pytest.param(["--enable-hierarchical-cache", *ON_GPU], 1, id="no storage"),
+        pytest.param(
+            ["--enable-hierarchical-cache", "--hicache-storage-backend", "file", *ON_GPU], 1, id="another storage"
+        ),
+        pytest.param(
+            [*KVTIER, "--device", "cpu", "--attention-backend", "torch_native"], 1, id="a CPU by SGLang's own engine"
+        ),
+        pytest.param([*KVTIER, *ON_GPU, "--chunked-prefill-size", "1000"], 1, id="chunks of other sizes"),
+        pytest.param([*KVTIER, *ON_GPU, "--disaggregation-mode", "prefill"], 1, id="prefill apart"),
+        pytest.param([*KVTIER, *ON_GPU, "--model-path", "MLA", "--speculative-algorithm", "EAGLE"], 1, id="drafts"),
     ],
-    ids=["no-cache", "no-storage", "another-storage"],
-)
-def test_servers_without_our_backend_keep_sglangs_default(launch, flags):
-    assert launch(*flags, *ON_GPU).page_size == 1
-
-
-def test_a_cpu_of_sglangs_own_engine_keeps_its_default(launch):
-    assert launch(*KVTIER, "--device", "cpu", "--attention-backend", "torch_native").page_size == 1
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--chunked-prefill-size", "1000"),
-        ("--disaggregation-mode", "prefill"),
-        ("--model-path", "MLA", "--speculative-algorithm", "EAGLE"),
-    ],
-    ids=["chunks-of-other-sizes", "prefill-apart", "drafts"],
-)
-def test_where_larger_pages_could_be_refused_they_are_not_chosen(launch, flags, tmp_path):
+)  # fmt: skip
+def test_pages_of_64_tokens_are_chosen_where_none_was_and_none_could_be_refused(
+    launch, flags, size, tmp_path
+):
     named = [flag if flag != "MLA" else mla_model(tmp_path / "mla") for flag in flags]
-    assert launch(*KVTIER, *ON_GPU, *named).page_size == 1
+    assert launch(*named).page_size == size
 
 
 def test_states_of_linear_layers_keep_pages_of_one_token(launch):

@@ -40,6 +40,7 @@ from sgl_kvtier.runtime.settings import looks_ahead
 BOTH = PolicyConfig(restore="both", prefetch="off", eviction="lru")
 AUTO = PolicyConfig(restore="auto", prefetch="off", eviction="lru")
 AHEAD = PolicyConfig(restore="both", prefetch="on", eviction="next-use")
+ONLY_AHEAD = PolicyConfig(restore="off", prefetch="on", eviction="next-use")
 
 CHAIN = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 TREE = "--speculative-num-steps 3 --speculative-eagle-topk 2 --speculative-num-draft-tokens 6 --device cuda --attention-backend flashinfer"
@@ -133,10 +134,30 @@ def tree(*kinds: ComponentType, side_pools: tuple[PoolName, ...] = ()) -> Any:
     )
 
 
-def test_a_plain_server_is_refused_nothing(launch):
-    args = launch("")
-    assert restore_setup.own_way(args, context(), AUTO) is None
-    assert restore_setup.not_followed(args, AUTO) == []
+WINDOWS, LINEAR = {"is_hybrid_swa": True}, {"is_hybrid_ssm": True}
+FOLLOWED = [
+    ("", {}, AUTO),
+    *((flags, model, BOTH) for model in (WINDOWS, LINEAR) for flags in ("", "--device cuda")),
+    *(("", model, ahead) for model in (WINDOWS, LINEAR) for ahead in (AHEAD, ONLY_AHEAD)),
+    (f"--model-path MLA --speculative-algorithm EAGLE {CHAIN}", WINDOWS, BOTH),
+    ("--model-path MLA --tp 2", {}, AHEAD),
+    (f"--model-path MLA --speculative-algorithm EAGLE {CHAIN}", {}, AHEAD),
+    (f"--model-path MLA --speculative-algorithm NEXTN {CHAIN}", {}, AHEAD),
+    (f"--model-path MLA --speculative-algorithm EAGLE3 --speculative-draft-model-path MLA {CHAIN}", {}, AHEAD),
+    (f"--model-path MLA --speculative-algorithm STANDALONE --speculative-draft-model-path MLA {CHAIN}", {}, AHEAD),
+    ("--model-path MLA --speculative-algorithm NGRAM --device cuda --attention-backend flashinfer", {}, AHEAD),
+]  # fmt: skip
+"""Flags, what SGLang has found out about the model, and settings that are followed."""
+
+
+@pytest.mark.parametrize(("flags", "model", "asked"), FOLLOWED)
+def test_what_is_known_is_refused_nothing(launch, drafts, flags, model, asked):
+    args = launch(flags)
+    assert restore_setup.own_way(args, context(**model), asked) is None
+    assert restore_setup.not_followed(args, asked) == []
+
+
+def test_a_tree_of_kv_pages_lacks_nothing():
     assert refusals.lacking(tree()) is None
 
 
@@ -175,15 +196,6 @@ def test_models_that_restoring_does_not_know_are_refused_each_by_its_own_reason(
     assert [other for other, _, _ in BY_MODEL if other in line] == [what]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["", "--device cuda", f"--model-path MLA --speculative-algorithm EAGLE {CHAIN}"],
-    ids=["CPU", "GPU", "draft"],
-)
-def test_models_with_windows_are_restored(launch, drafts, flags):
-    assert restore_setup.own_way(launch(flags), context(is_hybrid_swa=True), BOTH) is None
-
-
 @pytest.mark.parametrize(("what", "mend", "flags"), BY_STATES)
 def test_states_are_restored_where_writes_wait_for_reads(launch, monkeypatch, what, mend, flags):
     flags, _, _ = flags.partition(", ")
@@ -196,15 +208,6 @@ def test_states_are_restored_where_writes_wait_for_reads(launch, monkeypatch, wh
     assert restore_setup.own_way(launch(""), linear, BOTH) is None
     with envs.SGLANG_ENABLE_WAR_BARRIER.override(True):
         assert restore_setup.own_way(args, linear, BOTH) is None
-
-
-@pytest.mark.parametrize("kind", ["is_hybrid_swa", "is_hybrid_ssm"])
-def test_models_with_anchors_are_looked_ahead_for(launch, kind):
-    anchored = context(**{kind: True})
-    only_ahead = PolicyConfig(restore="off", prefetch="on", eviction="next-use")
-    assert restore_setup.own_way(launch(""), anchored, AHEAD) is None
-    assert restore_setup.own_way(launch(""), anchored, only_ahead) is None
-    assert restore_setup.own_way(launch("--device cuda"), anchored, BOTH) is None
 
 
 @pytest.mark.parametrize(
@@ -253,34 +256,8 @@ def test_a_server_that_was_to_look_ahead_says_that_it_does_not(launch, drafts, f
     assert "pages are prefetched and evicted SGLang's own way" in str(
         restore_setup.own_way(args, context(), AHEAD)
     )
-    only_ahead = PolicyConfig(restore="off", prefetch="on", eviction="next-use")
-    line = str(restore_setup.own_way(args, context(), only_ahead))
+    line = str(restore_setup.own_way(args, context(), ONLY_AHEAD))
     assert line.startswith("kvtier: pages are prefetched and evicted SGLang's own way: ")
-
-
-def test_latents_on_several_ranks_are_restored_as_other_pages_are(launch):
-    args = launch("--model-path MLA --tp 2")
-    assert (
-        restore_setup.own_way(args, context(), AHEAD) is None
-        and restore_setup.not_followed(args, AHEAD) == []
-    )
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        f"--speculative-algorithm EAGLE {CHAIN}",
-        f"--speculative-algorithm NEXTN {CHAIN}",
-        f"--speculative-algorithm EAGLE3 --speculative-draft-model-path MLA {CHAIN}",
-        f"--speculative-algorithm STANDALONE --speculative-draft-model-path MLA {CHAIN}",
-        "--speculative-algorithm NGRAM --device cuda --attention-backend flashinfer",
-    ],
-    ids=["EAGLE", "NEXTN", "EAGLE3", "STANDALONE", "NGRAM"],
-)
-def test_chains_of_drafted_tokens_are_not_refused(launch, drafts, flags):
-    args = launch(f"--model-path MLA {flags}")
-    assert restore_setup.own_way(args, context(), AHEAD) is None
-    assert restore_setup.not_followed(args, AHEAD) == []
 
 
 def test_with_stages_looking_ahead_is_refused_and_restoring_goes_on(launch):
@@ -288,8 +265,7 @@ def test_with_stages_looking_ahead_is_refused_and_restoring_goes_on(launch):
     assert restore_setup.own_way(args, context(), AHEAD) is None
     (line,) = restore_setup.not_followed(args, AHEAD)
     assert "more than one pipeline stage" in line and "--pp-size 1" in line
-    only_ahead = PolicyConfig(restore="off", prefetch="on", eviction="next-use")
-    assert str(STAGES) in str(restore_setup.own_way(args, context(), only_ahead))
+    assert str(STAGES) in str(restore_setup.own_way(args, context(), ONLY_AHEAD))
 
 
 def test_a_server_that_looks_ahead_says_when_it_does_not_restore_besides(launch):

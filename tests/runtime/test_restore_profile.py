@@ -231,15 +231,6 @@ def test_a_folder_that_is_gone_is_survived(tmp_path):
 # `kvtier stat`: the speeds that servers learned and keep in a store.
 
 
-PROFILE = Profile(
-    {"device": "cpu"},
-    {"fixed_s": 0.002, "per_token_s": 0.0001, "per_token_position_s": 1e-9},
-    {"storage-device": 3 << 20},
-    30,
-    {"storage-device": 9},
-)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The folder of an identity in a store."""
@@ -250,25 +241,25 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_was_learned_is_told_in_a_sentence(folder, capsys):
-    cost_profile.write(folder / NAME, PROFILE)
+    cost_profile.write(folder / NAME, KNOWN)
     assert main(["stat", str(folder.parent)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{folder.name}: learned from 30 chunks and 9 transfers on cpu" in said
-    assert "a chunk takes 2.00 ms, 100.00 us per token, and 1.000 ns per token" in said
-    assert "links: storage-device 3.0 MiB/s" in said
+    assert f"{folder.name}: learned from 40 chunks and 12 transfers on cpu" in said
+    assert "a chunk takes 4.00 ms, 300.00 us per token, and 10.000 ns per token" in said
+    assert "links: storage-device 2.9 MiB/s" in said
 
 
 def test_what_was_learned_is_in_the_json(folder, capsys):
-    cost_profile.write(folder / NAME, PROFILE)
+    cost_profile.write(folder / NAME, KNOWN)
     assert main(["stat", str(folder.parent), "--json", "-"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["namespaces"]
     assert row["learned"] == {
-        "conditions": {"device": "cpu"},
-        "prefill": PROFILE.prefill,
-        "links_bytes_per_s": {"storage-device": 3 << 20},
-        "restore": {},
-        "chunks": 30,
-        "transfers": {"storage-device": 9},
+        "conditions": KNOWN.conditions,
+        "prefill": KNOWN.prefill,
+        "links_bytes_per_s": KNOWN.links,
+        "restore": KNOWN.restore,
+        "chunks": 40,
+        "transfers": KNOWN.transfers,
         "written_s": 0.0,
     }
 
@@ -283,6 +274,6 @@ def test_a_store_without_a_profile_is_listed_all_the_same(folder, text, capsys):
 
 
 def test_a_profile_of_an_unknown_device_and_no_link_is_told(folder, capsys):
-    cost_profile.write(folder / NAME, replace(PROFILE, conditions={}, links={}, transfers={}))
+    cost_profile.write(folder / NAME, replace(KNOWN, conditions={}, links={}, transfers={}))
     assert main(["stat", str(folder.parent)]) == 0
     assert "links: none measured yet" in " ".join(capsys.readouterr().out.split())
