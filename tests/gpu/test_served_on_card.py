@@ -62,7 +62,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield server
 
 
-def test_restored_prefixes_are_the_stores_bit_by_bit(served: Served) -> None:
+def test_restored_prefixes_are_the_stores_bit_by_bit(served):
     asked = prompts(3, LONG, seed=1)
     for ids in asked:
         served.ask(ids)
@@ -75,7 +75,7 @@ def test_restored_prefixes_are_the_stores_bit_by_bit(served: Served) -> None:
     assert not counted.get("differs") and not counted.get("skipped")
 
 
-def test_no_page_of_a_restoration_fails_on_its_way_to_the_device(served: Served) -> None:
+def test_no_page_of_a_restoration_fails_on_its_way_to_the_device(served):
     ids = prompts(1, LONG, seed=2)[0]
     served.ask(ids)
     served.flush()
@@ -90,9 +90,7 @@ def test_no_page_of_a_restoration_fails_on_its_way_to_the_device(served: Served)
     assert "a copy to the device failed" not in log
 
 
-def test_a_server_that_looks_ahead_on_a_card_answers_and_its_pages_are_the_stores(
-    tmp_path: Path,
-) -> None:
+def test_a_server_that_looks_ahead_on_a_card_answers_and_its_pages_are_the_stores(tmp_path):
     with serving(tmp_path, card_flags(), settings(tmp_path, **AHEAD)) as server:
         asked = prompts(6, LONG, seed=3)
         first = [server.ask(ids) for ids in asked]

@@ -22,7 +22,7 @@ def recipe_of(name: str) -> tuple[gauntlet.Recipe, dict[str, str]]:
     return next(one for one in recipes if one.name == name), dropped
 
 
-def test_a_recipe_is_stored_restored_and_looked_ahead_with_equal_answers(tmp_path: Path) -> None:
+def test_a_recipe_is_stored_restored_and_looked_ahead_with_equal_answers(tmp_path):
     recipe, dropped = recipe_of("llama-3.1-405b")
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
     assert all(row[name] for name in gauntlet.COLUMNS), row
@@ -40,9 +40,7 @@ ANCHORS = [
 
 
 @pytest.mark.parametrize(("name", "kind"), ANCHORS)
-def test_windows_and_states_are_restored_with_what_the_front_computed(
-    tmp_path: Path, name: str, kind: str
-) -> None:
+def test_windows_and_states_are_restored_with_what_the_front_computed(tmp_path, name, kind):
     recipe, dropped = recipe_of(name)
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
     assert row["restores"] and row["equal"], row
@@ -53,9 +51,7 @@ def test_windows_and_states_are_restored_with_what_the_front_computed(
 
 
 @pytest.mark.slow
-def test_keys_and_values_of_different_widths_are_stored_and_read_with_their_windows(
-    tmp_path: Path,
-) -> None:
+def test_keys_and_values_of_different_widths_are_stored_and_read_with_their_windows(tmp_path):
     recipe, dropped = recipe_of("gpt-oss-120b")
     recipe = replace(
         recipe,
@@ -72,7 +68,7 @@ def test_keys_and_values_of_different_widths_are_stored_and_read_with_their_wind
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), ANCHORS)
-def test_two_ranks_restore_windows_and_states_in_step(tmp_path: Path, name: str, kind: str) -> None:
+def test_two_ranks_restore_windows_and_states_in_step(tmp_path, name, kind):
     """SGLang compares what the ranks decide, and ends the server when they differ."""
     recipe, dropped = recipe_of(name)
     command = recipe.command.replace("--tp 8", "--tp 2")
@@ -94,9 +90,7 @@ def test_two_ranks_restore_windows_and_states_in_step(tmp_path: Path, name: str,
         pytest.param(" --mamba-track-interval 8192", "both", 960, marks=pytest.mark.slow),
     ],
 )
-def test_a_next_turn_finds_the_answer_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, restore: str, found: int
-) -> None:
+def test_a_next_turn_finds_the_answer_before_it(tmp_path, monkeypatch, flag, restore, found):
     """A prompt of 1,000 tokens, an answer of 200, and 40 more: what of them is not computed again,
     by how often states are kept while tokens are generated.
     """
@@ -123,7 +117,7 @@ def test_a_next_turn_finds_the_answer_before_it(
 
 
 @pytest.mark.slow
-def test_windows_are_restored_with_a_draft(tmp_path: Path) -> None:
+def test_windows_are_restored_with_a_draft(tmp_path):
     recipe, dropped = recipe_of("gpt-oss-120b-eagle3")
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
     assert row["restores"] and row["equal"], row
@@ -142,9 +136,7 @@ def test_windows_are_restored_with_a_draft(tmp_path: Path) -> None:
         ("qwen3-next-80b-a3b", "state", "off"),
     ],
 )
-def test_windows_and_states_that_do_not_come_are_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, proof: str
-) -> None:
+def test_windows_and_states_that_do_not_come_are_seen(tmp_path, monkeypatch, name, kind, proof):
     """Loads leave them out while the file of $DRAFTS is there (`tests/runtime/changed_site`). With
     the proof the comparison of pages finds it, else forwards do.
     """
@@ -163,9 +155,7 @@ def test_windows_and_states_that_do_not_come_are_seen(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("proof", ["auto", "off"])
-def test_compressor_states_that_do_not_come_are_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: str
-) -> None:
+def test_compressor_states_that_do_not_come_are_seen(tmp_path, monkeypatch, proof):
     recipe, dropped = recipe_of("deepseek-v4-agentx")
     leave_out(monkeypatch, "deepseek_v4_c4_state")
     monkeypatch.setitem(gauntlet.POLICY, "proof", proof)
@@ -191,9 +181,7 @@ def leave_out(monkeypatch: pytest.MonkeyPatch, pool: str = "") -> None:
 
 
 @pytest.mark.slow
-def test_a_draft_whose_rows_do_not_come_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_whose_rows_do_not_come_is_seen(tmp_path, monkeypatch):
     """Loads leave it out while the file of $DRAFTS is there (`tests/runtime/changed_site`)."""
     recipe, dropped = recipe_of("kimi-k2.5-eagle3")
     leave_out(monkeypatch)
@@ -205,9 +193,7 @@ def test_a_draft_whose_rows_do_not_come_is_seen(
 
 
 @pytest.mark.slow
-def test_a_recipe_is_timed_against_the_best_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_is_timed_against_the_best_split(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "RATIOS", (1.0,))
     monkeypatch.setattr(speed, "ROUNDS", 1)
     recipe, dropped = recipe_of("qwen3-next-80b-a3b")

@@ -56,7 +56,7 @@ def pacer(patched: Path) -> Any:
     return module.StoragePrefetchPacer()
 
 
-def test_reads_begin_in_the_order_of_the_queue_while_they_fit(pacer: Any) -> None:
+def test_reads_begin_in_the_order_of_the_queue_while_they_fit(pacer):
     for name in "abcd":
         pacer.defer(name)
     queue = [("a", 600), ("b", 300), ("c", 200), ("d", 1)]
@@ -66,14 +66,14 @@ def test_reads_begin_in_the_order_of_the_queue_while_they_fit(pacer: Any) -> Non
     assert pacer.due(queue[1:], 1000) == ["c", "d"]
 
 
-def test_the_first_of_the_queue_is_read_whatever_room_there_is(pacer: Any) -> None:
+def test_the_first_of_the_queue_is_read_whatever_room_there_is(pacer):
     pacer.defer("a")
     pacer.defer("b")
     assert pacer.due([("a", 600), ("b", 1)], 0) == ["a"]
     assert pacer.due([("b", 1)], -50) == ["b"]
 
 
-def test_who_left_the_queue_is_forgotten_and_lets_go_what_was_kept(pacer: Any) -> None:
+def test_who_left_the_queue_is_forgotten_and_lets_go_what_was_kept(pacer):
     tree = Tree()
     for name in "ab":
         pacer.defer(name)
@@ -99,7 +99,7 @@ def ask_all(served: Served, asked: list[list[int]]) -> list[tuple[list[int], int
 @pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_patched_server_computes_nothing_that_is_stored(tmp_path: Path, patched: Path) -> None:
+def test_a_patched_server_computes_nothing_that_is_stored(tmp_path, patched):
     compile_hash(patched)
     asked = prompts(COUNT, LENGTH, seed=11)
     words = flags(backend="file", page_size=PAGE, max_running_requests=1)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 from patience import until
-from serving import STRICT, TOKENS, Answer, Record, Served, config_file, flags, prompts
+from serving import STRICT, TOKENS, Answer, Served, config_file, flags, prompts
 from volumes import GROUP, ME, in_memory, kubelet, loose
 
 from sgl_kvtier.lab.outside.server import Launch, Server
@@ -109,9 +109,7 @@ def tokens(answers: list[Answer]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def test_a_pod_finds_its_pages_again_until_its_volume_is_full(
-    home: Path, record_property: Record
-) -> None:
+def test_a_pod_finds_its_pages_again_until_its_volume_is_full(home, record_property):
     volume = home / "volume"
     volume.mkdir()
     asked = prompts(MOST_PROMPTS, seed=71)

@@ -27,9 +27,7 @@ def lines(served: Served) -> str:
     return served.server.last_lines(5000)
 
 
-def test_a_damaged_page_is_computed_and_the_server_serves_on_by_sglangs_own_way(
-    tmp_path: Path,
-) -> None:
+def test_a_damaged_page_is_computed_and_the_server_serves_on_by_sglangs_own_way(tmp_path):
     spoil = tmp_path / "spoil"
     arguments = flags(chunked_prefill_size=CHUNK, page_size=PAGE)
     long, *short = prompts(1, LONG, seed=1) + prompts(EACH, 400, seed=2)
@@ -78,7 +76,7 @@ def test_a_damaged_page_is_computed_and_the_server_serves_on_by_sglangs_own_way(
         assert not found.get("loaded_bytes_total storage-device")
 
 
-def test_every_page_is_compared_twice_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_every_page_is_compared_twice_where_that_is_asked_for(tmp_path):
     """Requests of several lengths, restored at once: nothing differs at the second look either."""
     arguments = flags(chunked_prefill_size=CHUNK, page_size=PAGE)
     asked = prompts(4, LONG, seed=3)

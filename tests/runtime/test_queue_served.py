@@ -13,7 +13,6 @@ import pytest
 from ahead_lab import AHEAD, looking_ahead, one_at_a_time
 from restore_lab import CHECKED, change, counts
 from serving import ADMIN, Served, changed, prompts
-from shared import Shared
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -56,7 +55,7 @@ def finished(
     return order, answers
 
 
-def test_the_shortest_runs_first_and_the_answers_are_the_same(servers: Shared) -> None:
+def test_the_shortest_runs_first_and_the_answers_are_the_same(servers):
     served = one_at_a_time(servers)
     served.ask(prompts(1, 1200, seed=1)[0], 1)  # what prefill costs is learned
     asked = [prompts(1, length, seed=length)[0] for length in LENGTHS]
@@ -90,7 +89,7 @@ def begun(steps: list[list[list[int]]]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_two_ranks_run_all_that_waits_in_the_same_order(tmp_path: Path) -> None:
+def test_two_ranks_run_all_that_waits_in_the_same_order(tmp_path):
     """The second one's disk is late."""
     policy = {**AHEAD, "restore": "both", "sessions": False}
     late = {"faults": {"stall_ms": 40, "seed": 4, "rank": 1}}

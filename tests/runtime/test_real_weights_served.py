@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 QUESTION = "What is the capital of France?"
 
 
-def test_a_restored_document_is_answered_as_before(tmp_path: Path) -> None:
+def test_a_restored_document_is_answered_as_before(tmp_path):
     from transformers import AutoTokenizer
 
     try:
@@ -26,7 +26,7 @@ def test_a_restored_document_is_answered_as_before(tmp_path: Path) -> None:
         pytest.skip(str(error))
     tokenizer = AutoTokenizer.from_pretrained(model)
 
-    def ids_of(text: str) -> list[int]:
+    def ids_of(text):
         messages = [{"role": "user", "content": text}]
         rendered = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True

@@ -39,7 +39,7 @@ def crowd_out(served: Served, seed: int) -> None:
         served.ask(ids, 1)
 
 
-def test_a_prefix_in_host_memory_is_copied_by_sglang(served: Served) -> None:
+def test_a_prefix_in_host_memory_is_copied_by_sglang(served):
     served.flush()
     ids = prompts(1, LONG, seed=2)[0]
     first = served.ask(ids)
@@ -54,7 +54,7 @@ def test_a_prefix_in_host_memory_is_copied_by_sglang(served: Served) -> None:
     )
 
 
-def test_storage_so_fast_that_all_would_be_loaded_is_read_ahead_by_sglang(served: Served) -> None:
+def test_storage_so_fast_that_all_would_be_loaded_is_read_ahead_by_sglang(served):
     assert change(served, throttle__read_gbps=100)
     assert change(served, policy__restore=LOAD)
     for ids in prompts(6, LONG, seed=3):  # until the link is known to be fast
@@ -78,7 +78,7 @@ def test_storage_so_fast_that_all_would_be_loaded_is_read_ahead_by_sglang(served
     assert after["ended_total met"] == before["ended_total met"]
 
 
-def test_a_prefix_that_loads_about_as_fast_as_it_is_computed_is_restored(served: Served) -> None:
+def test_a_prefix_that_loads_about_as_fast_as_it_is_computed_is_restored(served):
     assert change(served, policy__restore=AUTO)
     for seed in range(60, 68):  # the link of the test before was fast: until that is forgotten
         ids = prompts(1, LONGER, seed=seed)[0]
@@ -99,7 +99,7 @@ def test_a_prefix_that_loads_about_as_fast_as_it_is_computed_is_restored(served:
     assert change(served, throttle__read_gbps=GBPS)
 
 
-def test_a_prefix_in_host_memory_and_storage_is_restored(served: Served) -> None:
+def test_a_prefix_in_host_memory_and_storage_is_restored(served):
     assert change(served, policy__restore=BOTH)
     ids = prompts(1, LONG, seed=5)[0]
     first = served.ask(ids)
@@ -116,9 +116,7 @@ def test_a_prefix_in_host_memory_and_storage_is_restored(served: Served) -> None
     assert after["loaded_bytes_total host-device"] > before.get("loaded_bytes_total host-device", 0)
 
 
-def test_a_read_begun_for_want_of_device_room_is_taken_back_when_there_is_room(
-    served: Served,
-) -> None:
+def test_a_read_begun_for_want_of_device_room_is_taken_back_when_there_is_room(served):
     (stored,), (running,) = prompts(1, LONGER, seed=30), prompts(1, LONG, seed=31)
     assert change(served, policy__restore=AUTO)
     served.flush()
@@ -145,7 +143,7 @@ def test_a_read_begun_for_want_of_device_room_is_taken_back_when_there_is_room(
     assert change(served, throttle__read_gbps=GBPS)
 
 
-def test_a_short_one_runs_beside_the_chunks_of_a_long_one(served: Served) -> None:
+def test_a_short_one_runs_beside_the_chunks_of_a_long_one(served):
     (long,), (short,) = prompts(1, 3570, seed=20), prompts(1, 40, seed=21)
     found = []
     for pause_s in PAUSES_S:

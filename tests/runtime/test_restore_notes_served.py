@@ -73,7 +73,7 @@ def sglangs(served: Served) -> dict[str, float]:
     return found
 
 
-def test_restored_tokens_are_in_sglangs_own_hit_figures(served: Served) -> None:
+def test_restored_tokens_are_in_sglangs_own_hit_figures(served):
     (ids,) = prompts(1, LONG, seed=71)
     served.ask(ids)
     served.flush()
@@ -89,7 +89,7 @@ def test_restored_tokens_are_in_sglangs_own_hit_figures(served: Served) -> None:
     assert not grown.get("storage_prefetch_unfulfilled_tokens_total")
 
 
-def test_bytes_restored_from_host_memory_are_in_sglangs_load_back_figures(served: Served) -> None:
+def test_bytes_restored_from_host_memory_are_in_sglangs_load_back_figures(served):
     (ids,) = prompts(1, LONG, seed=72)
     served.ask(ids)
     served.flush()
@@ -105,7 +105,7 @@ def test_bytes_restored_from_host_memory_are_in_sglangs_load_back_figures(served
     assert grown["load_back_duration_seconds_sum"] > 0
 
 
-def test_pages_that_were_restored_are_not_copied_back_where_they_came_from(served: Served) -> None:
+def test_pages_that_were_restored_are_not_copied_back_where_they_came_from(served):
     ids = prompts(1, LONG, seed=41)[0]
     served.ask(ids)
     served.flush()
@@ -122,7 +122,7 @@ def test_pages_that_were_restored_are_not_copied_back_where_they_came_from(serve
     settled(served)
 
 
-def test_what_restorations_did_is_in_the_metrics(served: Served) -> None:
+def test_what_restorations_did_is_in_the_metrics(served):
     before = settled(served)
     loaded = 0
     for seed in (11, 12, 13):
@@ -145,7 +145,7 @@ def test_what_restorations_did_is_in_the_metrics(served: Served) -> None:
     assert after["under_way"] == 0
 
 
-def test_a_setting_is_changed_between_two_requests(served: Served) -> None:
+def test_a_setting_is_changed_between_two_requests(served):
     assert change(served, policy__restore=RESTORE.index("load"))
     before = settled(served)
     first, again, storage = restored(served, 21)
@@ -160,7 +160,7 @@ def test_a_setting_is_changed_between_two_requests(served: Served) -> None:
     assert total(served, "sglang:cache_hit_rate") == pytest.approx(storage / LONG)
 
 
-def test_switched_off_everything_is_sglangs_own_until_it_is_switched_on(served: Served) -> None:
+def test_switched_off_everything_is_sglangs_own_until_it_is_switched_on(served):
     assert change(served, policy__restore=RESTORE.index("off"))
     before = settled(served)
     first, again, storage = restored(served, 31)
@@ -174,9 +174,7 @@ def test_switched_off_everything_is_sglangs_own_until_it_is_switched_on(served: 
     assert settled(served)["ended_total met"] == before["ended_total met"] + 1
 
 
-def test_the_log_of_a_running_server_is_decided_again_to_the_bit(
-    served: Served, folder: Path
-) -> None:
+def test_the_log_of_a_running_server_is_decided_again_to_the_bit(served, folder):
     restored(served, 41)
     lines = lines_of(folder)
     records = [*map(Reader().decode, lines[1:])]
@@ -194,7 +192,7 @@ def test_the_log_of_a_running_server_is_decided_again_to_the_bit(
     assert counts(served)["log_lines_dropped_total"] == 0
 
 
-def test_what_was_learned_lies_beside_the_store(served: Served, folder: Path) -> None:
+def test_what_was_learned_lies_beside_the_store(served, folder):
     found = [cost_profile.read(path) for path in (folder / "store").glob(f"*/{cost_profile.NAME}")]
     assert len(found) == 1
     profile = found[0]

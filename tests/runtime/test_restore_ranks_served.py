@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from restore_lab import CHUNK, GBPS, LONG, counts, settled, since, two_ranks
 from serving import config_file, flags, prompts, serving
-from shared import Shared
 
 pytestmark = pytest.mark.server
 
 
-def test_a_rank_that_reads_late_and_loses_pages_changes_no_answer(servers: Shared) -> None:
+def test_a_rank_that_reads_late_and_loses_pages_changes_no_answer(servers):
     asked = prompts(4, tokens=LONG, seed=3)
     server = two_ranks(servers)
     before = settled(server)
@@ -47,9 +45,7 @@ def test_a_rank_that_reads_late_and_loses_pages_changes_no_answer(servers: Share
 POLICY = {"restore": "both", "min_restore_tokens": 64}
 
 
-def test_without_its_first_page_a_prefix_is_restored_and_the_page_is_stored_again(
-    tmp_path: Path,
-) -> None:
+def test_without_its_first_page_a_prefix_is_restored_and_the_page_is_stored_again(tmp_path):
     sections = {"throttle": {"read_gbps": GBPS}, "policy": POLICY, "faults": {"lose_first": 1}}
     asked = prompts(3, tokens=LONG, seed=5)
     arguments = flags(chunked_prefill_size=CHUNK, page_size=16)
@@ -75,7 +71,7 @@ def test_without_its_first_page_a_prefix_is_restored_and_the_page_is_stored_agai
     assert not any(found.get(f"lost_pages_total {why}") for why in ("miss", "failed"))
 
 
-def test_two_ranks_with_different_holes_load_what_both_have(servers: Shared) -> None:
+def test_two_ranks_with_different_holes_load_what_both_have(servers):
     asked = prompts(4, tokens=LONG, seed=6)
     server = two_ranks(servers)
     before = settled(server)

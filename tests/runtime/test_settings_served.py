@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from restore_lab import LONG, restoring, settled, since, two_ranks
 from serving import ADMIN, Served, prompts
-from shared import Shared
 
 pytestmark = pytest.mark.server
 PATH = "/kvtier/settings"
@@ -36,7 +35,7 @@ def declined(served: Served, reason: str) -> dict[str, float]:
     return {re.findall('tp_rank="(.*?)"', labels)[0]: float(value) for labels, value in lines}
 
 
-def test_only_the_admin_key_reads_and_changes_settings(servers: Shared) -> None:
+def test_only_the_admin_key_reads_and_changes_settings(servers):
     served = restoring(servers)
     assert refused(lambda: served.call("GET", PATH, None, {}))[0] == 401
     assert refused(lambda: served.call("POST", PATH, {"policy": {"restore": "off"}}, {}))[0] == 401
@@ -46,7 +45,7 @@ def test_only_the_admin_key_reads_and_changes_settings(servers: Shared) -> None:
     assert found["fixed"]["policy"]["decision_log"].endswith("decisions.jsonl")
 
 
-def test_a_named_setting_is_in_force_from_the_next_request_on(servers: Shared) -> None:
+def test_a_named_setting_is_in_force_from_the_next_request_on(servers):
     served = restoring(servers)
     (ids,) = prompts(1, LONG, seed=61)
     first = served.ask(ids)
@@ -63,7 +62,7 @@ def test_a_named_setting_is_in_force_from_the_next_request_on(servers: Shared) -
     assert since(off, settled(served))["started_total both configured"] == 1
 
 
-def test_a_refusal_says_why_and_changes_nothing(servers: Shared) -> None:
+def test_a_refusal_says_why_and_changes_nothing(servers):
     served = restoring(servers)
     before = served.call("GET", PATH, None, ADMIN)
     for policy, reason in (
@@ -77,7 +76,7 @@ def test_a_refusal_says_why_and_changes_nothing(servers: Shared) -> None:
     assert served.call("GET", PATH, None, ADMIN) == before
 
 
-def test_every_rank_changes(servers: Shared) -> None:
+def test_every_rank_changes(servers):
     """Ranks with different settings would decide differently, which SGLang's checker ends."""
     served = two_ranks(servers)
     (ids,) = prompts(1, LONG, seed=62)

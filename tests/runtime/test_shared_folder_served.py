@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from serving import TOKENS, Answer, Served, flags, prompts, serving
@@ -50,23 +49,19 @@ def found(told: list[Answer], again: list[Answer]) -> None:
     assert [answer.tokens for answer in again] == [answer.tokens for answer in told]
 
 
-def test_two_servers_on_one_folder_find_what_the_other_wrote(
-    one: Served, killed: list[Answer]
-) -> None:
+def test_two_servers_on_one_folder_find_what_the_other_wrote(one, killed):
     found(killed, [one.ask(ids) for ids in LAST])
     assert one.metric("kvtier:pages_corrupt_total") == 0
 
 
-def test_a_server_started_after_one_was_killed_finds_its_pages(
-    one: Served, killed: list[Answer], tmp_path: Path
-) -> None:
+def test_a_server_started_after_one_was_killed_finds_its_pages(one, killed, tmp_path):
     with serving(tmp_path, flags(), one.server.folder / "kvtier.json") as server:
         found(killed, [server.ask(ids) for ids in LAST])
         assert server.metric("kvtier:pages_corrupt_total") == 0
 
 
 @pytest.mark.slow
-def test_data_parallel_ranks_of_one_server_find_what_the_other_wrote(servers: Shared) -> None:
+def test_data_parallel_ranks_of_one_server_find_what_the_other_wrote(servers):
     server = servers.get(flags(dp_size=2))
     for writer, reader in ((0, 1), (1, 0)):
         asked = prompts(2, seed=64 + writer)

@@ -78,7 +78,7 @@ def seen(folder: Path, arguments: list[str], **env: str) -> dict[str, Any]:
     "backend", [None, "file"], ids=["radix cache alone", "HiCache with SGLang's file backend"]
 )
 def test_a_server_that_does_not_use_the_package_is_as_one_that_does_not_have_it(tmp_path, backend):
-    def one(name: str, **env: str) -> dict[str, Any]:
+    def one(name, **env):
         stored = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / f"{name}-pages")}
         return seen(tmp_path / name, flags(backend=backend), **stored, **env)
 

@@ -46,7 +46,7 @@ def figure(served: Served, name: str, tenant: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if f'tenant="{tenant}"' in line)
 
 
-def test_pages_name_the_tenant_of_their_salt_or_extra_key(served: Served) -> None:
+def test_pages_name_the_tenant_of_their_salt_or_extra_key(served):
     ids = prompts(4, seed=801)
     served.ask(ids[0], cache_salt=SALTS[0])
     served.ask(ids[1], extra_key=SALTS[1])
@@ -61,7 +61,7 @@ def test_pages_name_the_tenant_of_their_salt_or_extra_key(served: Served) -> Non
     assert served.ask(ids[1], extra_key=SALTS[1]).storage == WHOLE
 
 
-def test_a_long_prompt_of_several_writes_is_one_tenants(served: Served) -> None:
+def test_a_long_prompt_of_several_writes_is_one_tenants(served):
     (ids,) = prompts(1, 200 * PAGE, seed=802)
     before = held(served).get(BETA, 0)
     served.ask(ids, cache_salt=SALTS[1])
@@ -70,9 +70,7 @@ def test_a_long_prompt_of_several_writes_is_one_tenants(served: Served) -> None:
     assert set(held(served)) <= {ACME, BETA, NOISY, ""}
 
 
-def test_a_noisy_tenant_evicts_its_own_pages_and_leaves_the_others_their_share(
-    served: Served,
-) -> None:
+def test_a_noisy_tenant_evicts_its_own_pages_and_leaves_the_others_their_share(served):
     mine = prompts(3, seed=803)
     first = [served.ask(ids, cache_salt=SALTS[0]) for ids in mine]
     served.flush()
@@ -87,7 +85,7 @@ def test_a_noisy_tenant_evicts_its_own_pages_and_leaves_the_others_their_share(
     assert [a.tokens for a in again] == [a.tokens for a in first]
 
 
-def test_metrics_show_names_and_never_a_salt_or_a_digest(served: Served) -> None:
+def test_metrics_show_names_and_never_a_salt_or_a_digest(served):
     text = served.call("GET", "/metrics", None, raw=True)
     assert 'tenant="acme"' in text and 'tenant="other"' in text
     for secret in (*SALTS, ACME, BETA, NOISY):
@@ -97,7 +95,7 @@ def test_metrics_show_names_and_never_a_salt_or_a_digest(served: Served) -> None
             assert not any(salt.encode() in path.read_bytes() for salt in SALTS)
 
 
-def test_a_tenant_is_purged_by_its_salt_while_the_server_runs(served: Served) -> None:
+def test_a_tenant_is_purged_by_its_salt_while_the_server_runs(served):
     (mine,) = prompts(1, seed=805)
     (others,) = prompts(1, seed=806)
     served.ask(mine, cache_salt=SALTS[0])

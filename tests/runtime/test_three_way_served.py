@@ -47,7 +47,7 @@ def shared_by(server: Served, asked: list[list[int]]) -> list[list[int]]:
     return first
 
 
-def test_the_disk_and_the_network_are_read_at_the_same_time(tmp_path: Path) -> None:
+def test_the_disk_and_the_network_are_read_at_the_same_time(tmp_path):
     asked = prompts(2, tokens=LONG, seed=5)
     engine, log = tmp_path / "engine", tmp_path / "decisions"
     with serving(tmp_path / "a", launched(), settings(tmp_path / "a", engine)) as server:
@@ -97,7 +97,7 @@ def read_of(log: Path) -> tuple[list[Any], list[list[Link]]]:
     return list(offers.values()), [order.get(rid, []) for rid in offers]
 
 
-def test_ranks_agree_where_pages_are_after_one_has_lost_its_disk(tmp_path: Path) -> None:
+def test_ranks_agree_where_pages_are_after_one_has_lost_its_disk(tmp_path):
     asked = prompts(3, tokens=LONG, seed=6)
     engine = tmp_path / "engine"
     policy = {"restore": "both", "min_restore_tokens": 64}

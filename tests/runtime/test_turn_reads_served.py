@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from ahead_lab import AHEAD, check_map, counts, looking_ahead, one_at_a_time
 from restore_lab import counts as restore_counts
 from serving import ADMIN, Served, prompts
-from shared import Shared
 
 from sgl_kvtier.lab.sim.replay import replay
 
@@ -39,7 +37,7 @@ def pages_read(served: Served, expected: float) -> float:
     return served.metric("kvtier:pages_read_total")
 
 
-def test_all_that_wait_find_what_is_stored_of_them(servers: Shared) -> None:
+def test_all_that_wait_find_what_is_stored_of_them(servers):
     asked = prompts(8, LENGTH, seed=11)
     served = one_at_a_time(servers)
     served.restore("off")
@@ -61,7 +59,7 @@ def test_all_that_wait_find_what_is_stored_of_them(servers: Shared) -> None:
 
 
 @pytest.mark.slow
-def test_aborted_ones_keep_nobody_waiting(tmp_path: Path) -> None:
+def test_aborted_ones_keep_nobody_waiting(tmp_path):
     asked = prompts(8, LENGTH, seed=12)
     pools = {"hicache_ratio": 2, "max_running_requests": 1}
     with looking_ahead(tmp_path, {**AHEAD, "restore": "off"}, **pools) as served:

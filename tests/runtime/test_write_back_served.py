@@ -5,8 +5,6 @@ memory".
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from serving import config_file, flags, prompts, serving
 
@@ -16,9 +14,7 @@ POOLS = {"max_total_tokens": 2048, "context_length": 2048, "hicache_ratio": 1.5}
 
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
-def test_requests_wait_while_what_leaves_the_device_is_being_stored(
-    tmp_path: Path, policy: str
-) -> None:
+def test_requests_wait_while_what_leaves_the_device_is_being_stored(tmp_path, policy):
     asked = prompts(4, 1800, seed=31)
     slow = config_file(tmp_path, throttle={"latency_ms": 700})
     arguments = flags(hicache_write_policy=policy, **POOLS)
