@@ -150,7 +150,14 @@ FOLLOWED = [
 """Flags, what SGLang has found out about the model, and settings that are followed."""
 
 
-@pytest.mark.parametrize(("flags", "model", "asked"), FOLLOWED)
+def named(flags, model, asked):
+    said = (flags, *model, f"restore {asked.restore}", f"prefetch {asked.prefetch}")
+    return ", ".join(filter(None, said))
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "asked"), FOLLOWED, ids=[named(*case) for case in FOLLOWED]
+)
 def test_what_is_known_is_refused_nothing(launch, drafts, flags, model, asked):
     args = launch(flags)
     assert restore_setup.own_way(args, context(**model), asked) is None

@@ -25,6 +25,7 @@ from side_pools import with_compressed
 
 from sgl_kvtier.policy.messages import PagesLost, RequestFinished, RestoreOffered
 from sgl_kvtier.runtime.backend import host_pages
+from sgl_kvtier.runtime.cpu import hicache
 from sgl_kvtier.runtime.restore import offers
 from sgl_kvtier.runtime.scheduler import hooks, refusals
 from sgl_kvtier.runtime.sglang import slot_pools, states, windows
@@ -95,6 +96,7 @@ class Windows(AnchorLab):
 
 def host_states(slots: int = 6) -> MambaPoolHost:
     """SGLang's host memory for states of two layers: one recurrent tensor, two of convolutions."""
+    hicache.install()  # else SGLang leaves 10 GiB of the host's memory alone
     recurrent = torch.zeros(2, slots, 3, 4)
     convolutions = [torch.zeros(2, slots, width, dtype=torch.bfloat16) for width in (5, 2)]
     info = MambaStateBufferInfo(conv=convolutions, temporal=recurrent)

@@ -30,7 +30,7 @@ from sgl_kvtier.runtime.proof import start
 from sgl_kvtier.runtime.proof.record import Proof, State
 from sgl_kvtier.runtime.proof.start import Rows, StartDiffers, StartResult, StartUnreadable
 from sgl_kvtier.runtime.restore import copy_device
-from sgl_kvtier.runtime.restore.copy_device import CpuCopies, chosen_for, copies_for
+from sgl_kvtier.runtime.restore.copy_device import chosen_for, copies_for
 from sgl_kvtier.runtime.scheduler import setup
 from sgl_kvtier.runtime.scheduler.refusals import UNREADABLE
 from sgl_kvtier.runtime.scheduler.setup import refute_at_start, unreadable_at_start
@@ -60,10 +60,6 @@ def test_what_cannot_be_staged_is_said():
     moved = controller_of(host_pool())
     moved.mem_pool_device.host_transfer_translate = lambda slots: slots
     assert "other numbers" in str(unfit(moved))
-
-
-def test_a_cpu_copies_by_itself():
-    assert isinstance(copies_for(SimpleNamespace(device="cpu")), CpuCopies)
 
 
 @pytest.mark.parametrize(
