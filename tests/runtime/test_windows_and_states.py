@@ -239,13 +239,13 @@ def test_anchors_are_copied_to_slots_of_their_own_and_counted_apart_from_pages(p
 # --- windows --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("full", ["device", "host"])
-def test_a_load_that_finds_no_room_for_windows_claims_nothing(full):
+@pytest.mark.parametrize("full", ["device's windows", "host's windows", "host's pages"])
+def test_a_load_that_does_not_find_all_its_room_claims_nothing(full):
     lab = Windows()
-    if full == "device":
+    if full == "device's windows":
         lab.pools.swa_attn_allocator.alloc(WINDOW_SLOTS - PAGE)
     else:
-        lab.host_windows.free_pages = []
+        (lab.host if full == "host's pages" else lab.host_windows).free_pages = []
     before = lab.available()
     assert lab.load(8, 12) is None
     assert lab.available() == before and lab.held == (0, 0)
