@@ -442,6 +442,13 @@ def test_slots_are_left_for_the_requests_that_run_and_one_more():
     assert lab.on_device.available_size() == before - 1, "a free one goes before one of the tree"
 
 
+@pytest.mark.parametrize(("in_use", "fits"), [(13, True), (14, False)])
+def test_the_last_slot_that_may_be_taken_is(in_use, fits):
+    lab = States()
+    lab.on_device.alloc(in_use)  # one for every two in use, and four, are left
+    assert (lab.load(8, PAGES) is not None) is fits
+
+
 def test_a_state_is_read_and_written_in_place_as_a_page_of_its_tensors():
     pool = host_states()
     assert host_pages.is_page_contiguous(pool)
