@@ -10,10 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from sglang.srt.mem_cache.pool_host import base
 
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.runtime.cpu import platform
-from sgl_kvtier.runtime.sglang import features
+from sgl_kvtier.runtime.cpu import hicache, platform
+from sgl_kvtier.runtime.sglang import features, seams
 from sgl_kvtier.runtime.sglang.seams import Seam, SeamStatus
 
 OURS = "sgl_kvtier.runtime.cpu.platform_class.CpuPlatform"
@@ -138,3 +139,15 @@ def test_a_stand_in_that_is_not_there_is_refused_and_named(monkeypatch, named):
     monkeypatch.setenv(platform.STAND_IN, named)
     with pytest.raises(ConfigError, match=platform.STAND_IN):
         platform.stand_in()
+
+
+def test_every_hook_on_host_pools_is_a_seam():
+    assert set(hicache.UNPINNED) <= {seam.symbol for seam in seams.load_manifest()}
+
+
+def test_host_pools_leave_little_memory_free(monkeypatch):
+    hicache.install()
+    free = 3 << 30
+    monkeypatch.setattr(base, "available_host_memory_bytes", lambda **_: free)
+    monkeypatch.setattr(base, "ranks_per_host", lambda: 1)
+    assert base.host_memory_budget_bytes(1) == free - platform.RESERVE_BYTES

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_send_pages import COPY, compiled
 
-from sgl_kvtier.runtime.cuda import card_memory
 from sgl_kvtier.runtime.cuda.bus_window import (
     SLICE_BYTES,
     START_BYTES,
@@ -25,14 +25,8 @@ from sgl_kvtier.runtime.cuda.card_memory import send_pages
 MIB = 1 << 20
 PAGE, PAGES, HALF = 4, 12, 48
 ALL = (torch.arange(PAGES)[:, None] * PAGE + torch.arange(PAGE)).flatten()
-_COPY = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t
-)
 _RECORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)
 _WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
-compiled = pytest.mark.skipif(
-    card_memory._native is None, reason="sgl_kvtier.runtime.cuda._native is not compiled"
-)
 
 
 def trials(*found: tuple[int, float, float]) -> list[Trial]:
@@ -73,7 +67,7 @@ class Bus:
         self.queue: deque[Any] = deque()
         self.queued = self.most_queued = 0
         self.pieces: list[int] = []
-        self._driver = _COPY(self._copy), _RECORD(self._record), _WAIT(self._wait)
+        self._driver = COPY(self._copy), _RECORD(self._record), _WAIT(self._wait)
         self.copy, self.record, self.wait = (
             ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self._driver
         )

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from engine_lab import EngineLab, lab_of
+from patience import until
 from sglang_streams import PAGE, PAGES
 
 from sgl_kvtier.runtime.step.polls import LANDED, OPEN
@@ -38,10 +39,7 @@ def under_way(lab: EngineLab) -> None:
     lab.store.chance.random = lambda: 1.0
     for _ in range(2):
         lab.store.read()
-    end = time.monotonic() + 20
-    while not any(stream.todo for stream in lab.rig.device.streams):
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until(lambda: any(stream.todo for stream in lab.rig.device.streams), 20)
     time.sleep(0.02)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from engine_fakes import host_load
+from patience import until
 from sglang_streams import PAGE, ROOM_PAGES, Rig, slots_of
 from virtual_device import Event, Stream
 
@@ -81,10 +82,7 @@ def one_failure(
     mover = PageMover(rig.copies, PAGE)
     first, second = in_host(mover, 0), in_host(mover, ROOM_PAGES)
     if held:
-        end = time.monotonic() + 60
-        while len(staging._free) > len(rooms) - 2 and not faults.raised:
-            assert time.monotonic() < end
-            time.sleep(0.0005)
+        until(lambda: len(staging._free) <= len(rooms) - 2 or faults.raised)
         release()
     ended(rig, first, second)
     if not ever_after:
