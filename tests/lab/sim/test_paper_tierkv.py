@@ -112,14 +112,6 @@ def test_every_token_is_generated_once_whatever_pages(
     assert moved_bytes(run) <= on.link_bytes_per_s * run.end_s * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("policy", _POLICIES)
-def test_the_same_load_gives_the_same_run_twice(policy: str) -> None:
-    on = server(20_000)
-    asked = arrivals(60, 9_000, ((1, 128, 4096),), ((1, 8, 300),), seed=5)
-    first, second = (simulate(on, asked, pager_of(on, policy)) for _ in range(2))
-    assert first == second
-
-
 # --- pagers ---------------------------------------------------------------------------------------
 
 

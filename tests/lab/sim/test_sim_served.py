@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from scenes import COST, MODEL, PAGE, Scripted, keys, machine, serve
+from scenes import COST, MODEL, PAGE, Scripted, keys, machine
 
 from sgl_kvtier.lab.sim.baselines import Served
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
@@ -103,13 +103,6 @@ def test_what_is_not_left_is_offered_to_the_planner_and_not_loaded_by_the_engine
     assert result.links[Link.STORAGE_TO_HOST].nbytes == 0
 
 
-def test_a_prefix_too_short_to_restore_is_left_without_a_question() -> None:
-    planner = Asked(lambda offer, view: None)
-    result = _run(planner, _then_back(36), least=1000)
-    assert planner.of(LeftToEngine) == []
-    assert result.requests[-1].spliced_tokens > 0
-
-
 def test_the_question_counts_only_requests_before_it_in_the_queue() -> None:
     seen: list[StepView] = []
 
@@ -184,16 +177,6 @@ def test_one_that_would_take_a_sessions_pages_waits_as_in_a_server() -> None:
     assert asked[0].host_empty == 80 - 24, "the other one has its copies there"
     assert waits["again"].resident_tokens == 24 * PAGE > goes["again"].resident_tokens
     assert (waits["b"].first_chunk_s or 0.0) >= 103.0
-
-
-def test_unless_asked_to_mix_a_step_holds_prefill_or_decode() -> None:
-    first, second = SimRequest("r", 0.0, 32, 40), SimRequest("s", 1.6, 320)
-    apart, mixed = (
-        serve(Scripted(), [first, second], **how).requests[0].finished_s
-        for how in ({}, {"mixed": True})
-    )
-    assert apart is not None and mixed is not None
-    assert apart > mixed  # its decoding stands still while the other is prefilled
 
 
 def test_room_on_the_device_is_made_in_the_maps_order_as_in_a_server() -> None:

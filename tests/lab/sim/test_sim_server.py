@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scenes import COST, MODEL, PAGE, Scripted, keys, machine, serve
+from scenes import Scripted, keys, machine, serve
 
-from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab.sim.baselines import RecomputeOnly
-from sgl_kvtier.lab.sim.hardware import planner_profile
 from sgl_kvtier.lab.sim.requests import SimRequest
-from sgl_kvtier.lab.sim.run import engine_shape, simulate
-from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.policy.messages import (
     Cancel,
     ChunkDone,
@@ -28,7 +24,6 @@ from sgl_kvtier.policy.messages import (
     StepPlan,
     TransferDone,
 )
-from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.types import Link, Span, Tier
 
 CACHED = ((Span(0, 8), Tier.STORAGE),)
@@ -52,41 +47,10 @@ def test_a_prompt_is_prefilled_in_chunks_of_the_token_budget() -> None:
     assert result.requests[0].chunks == 3
 
 
-def test_a_request_decodes_one_token_per_step_after_its_first() -> None:
-    result = serve(RecomputeOnly(), [_request(cached=(), prompt_tokens=32, output_tokens=3)])
-    assert result.requests[0].finished_s == pytest.approx(1 + 2 * (0.5 + 1 / 64))
-
-
 def test_a_follower_arrives_its_gap_after_the_one_before_has_ended() -> None:
     first = _request(cached=(), prompt_tokens=32)
     second = SimRequest("s", 2.0, 32, after="r")
     assert serve(RecomputeOnly(), [first, second]).requests[1].arrived_s == 3.0
-
-
-def test_both_pointers_meet_and_every_page_is_delivered_once() -> None:
-    spec = ServerSpec(page_tokens=PAGE, step_tokens=32)
-    shape = engine_shape(spec, MODEL)
-    # A chunk takes a second here, so the learner's first guess of milliseconds would weigh most.
-    prefill = {"fixed_s": COST.fixed_s, "per_token_s": COST.per_token_s}
-    known = {**planner_profile(machine(), COST, shape), "prefill": prefill}
-    planner = make_planner(PolicyConfig(load_tokens=16), shape, known)
-    request = simulate(planner, machine(), MODEL, [_request()], server=spec, cost=COST).requests[0]
-    assert request.computed_tokens + request.spliced_tokens == 129
-    assert 0 < request.spliced_tokens < 128
-    # Alone: computing takes four chunks of 1 s and a last token, loading 2 s and a last token.
-    assert request.ttft_s < 2 + 0.5 + 1 / 64
-
-
-def test_splitting_beats_either_resource_alone() -> None:
-    spec = ServerSpec(page_tokens=PAGE, step_tokens=32)
-    shape = engine_shape(spec, MODEL)
-    seconds = {}
-    for mode in ("both", "load", "compute"):
-        config = PolicyConfig(restore=mode, load_tokens=16)
-        planner = make_planner(config, shape, planner_profile(machine(storage=32), COST, shape))
-        result = simulate(planner, machine(storage=32), MODEL, [_request()], server=spec, cost=COST)
-        seconds[mode] = result.requests[0].ttft_s
-    assert seconds["both"] < min(seconds["load"], seconds["compute"])
 
 
 def _finish() -> list[StepPlan]:
@@ -266,20 +230,3 @@ def test_a_share_of_the_budget_leaves_the_rest_of_the_step_to_others() -> None:
 def test_a_request_that_can_never_fit_is_named_before_the_run() -> None:
     with pytest.raises(ConfigError, match="request r takes 130 tokens"):
         serve(RecomputeOnly(), [_request()], device_pages=4)
-
-
-def test_the_same_run_gives_the_same_result_to_the_bit() -> None:
-    spec = ServerSpec(page_tokens=PAGE, step_tokens=32)
-    runs = [
-        simulate(
-            make_planner(PolicyConfig(), engine_shape(spec, MODEL)),
-            machine(),
-            MODEL,
-            [_request()],
-            server=spec,
-            cost=COST,
-        )
-        for _ in range(2)
-    ]
-    assert runs[0].requests == runs[1].requests
-    assert runs[0].events == runs[1].events
