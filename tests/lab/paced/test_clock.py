@@ -70,17 +70,6 @@ def test_the_current_stream_is_the_threads_own(time):
     assert clock.current_stream() is not mine
 
 
-def test_the_stand_in_gives_a_module_streams_that_keep_time(time):
-    module = SimpleNamespace()
-    clock.stand_in(module)
-    stream = module.Stream(priority=0)
-    with module.stream(stream):
-        module.current_stream().launch(2.0)
-    event = module.Event(enable_timing=True)
-    event.record(stream)
-    assert not event.query()
-
-
 def test_a_copy_takes_the_first_time_that_holds_it_whole(time):
     link, behind = Link(1.0), Stream()
     behind.delay(102.0)

@@ -129,33 +129,12 @@ def test_a_page_damaged_in_storage_is_found_and_named(tmp_path, kept):
     assert found.page == 32 + 7
 
 
-def test_a_page_damaged_in_host_memory_is_found_and_named(tmp_path, kept):
-    tiers = Tiers(tmp_path, Damage("host", seed=1), kept)
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_page_damaged_in_host_memory_or_on_its_way_to_the_device_is_found(tmp_path, kept, where):
+    tiers = Tiers(tmp_path, Damage(where, seed=1), kept)
     right = tiers.prefill(0, 0)
     tiers.save()
     tiers.load()
     assert tiers.prefill(PREFIX, 32) != right
     (found,) = tiers.signer.mismatches
     assert (found.tier, found.tokens) == ("host memory", 1)
-
-
-def test_a_page_damaged_on_its_way_to_the_device_is_found_and_named(tmp_path, kept):
-    tiers = Tiers(tmp_path, Damage("device", seed=1), kept)
-    right = tiers.prefill(0, 0)
-    tiers.save()
-    tiers.load()
-    assert tiers.prefill(PREFIX, 32) != right
-    assert tiers.signer.mismatches[0].tokens == 1
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_page_damaged_where_it_was_computed_is_found_and_named(tmp_path, kept, seed):
-    tiers = Tiers(tmp_path, Damage(), kept)
-    right = tiers.prefill(0, 0)
-    chance = torch.Generator().manual_seed(seed)
-    slot = int(torch.randint(PREFIX, (1,), generator=chance))
-    buffer = tiers.device[int(torch.randint(2 * LAYERS, (1,), generator=chance))]
-    buffer[slot].view(torch.uint8)[0, 5] ^= 16
-    assert tiers.prefill(PREFIX, 0) != right
-    (found,) = tiers.signer.mismatches
-    assert (found.first, found.tier) == (slot, "the device")

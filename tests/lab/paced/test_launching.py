@@ -109,21 +109,7 @@ def test_the_stock_arms_time_outs_are_dilated_too(tmp_path):
     assert settings["prefetch_timeout_base"] == 3.0
 
 
-def test_a_users_server_gets_settings_that_the_product_accepts(tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    serve_command.add_arguments(parser)
-    store = tmp_path / "store"
-    args = parser.parse_args(["--device", "paced:h100-llama8b", "--store", str(store), "--print"])
-    assert serve_command.run(args) == 0
-    command = shlex.split(capsys.readouterr().out)
-    given = command[command.index("--hicache-storage-backend-extra-config") + 1]
-    assert parse_config(json.loads(given)).lab.throttle.read_gbps == pytest.approx(0.1)
-
-
-def test_a_users_server_finds_its_pages_again_after_a_restart(tmp_path, capsys):
-    """The seed of dummy weights is part of the fingerprint; SGLang draws one where none is given."""
-    assert serve(*PACED, "--store", str(tmp_path / "s")) == 0
-    assert " --load-format dummy --random-seed 0 " in capsys.readouterr().out
+PACED = ("--device", "paced:h100-llama8b")
 
 
 def serve(*words, extra=()):
@@ -135,7 +121,20 @@ def serve(*words, extra=()):
     return serve_command.run(args)
 
 
-PACED = ("--device", "paced:h100-llama8b")
+def given_in(command):
+    """The settings that a launch line gives to the storage backend."""
+    words = shlex.split(command)
+    return json.loads(words[words.index("--hicache-storage-backend-extra-config") + 1])
+
+
+def test_a_users_server_gets_settings_that_the_product_accepts(tmp_path, capsys):
+    """The seed of dummy weights is part of the fingerprint: with one that SGLang draws, pages would
+    not be found again after a restart.
+    """
+    assert serve(*PACED, "--store", str(tmp_path / "store")) == 0
+    command = capsys.readouterr().out
+    assert parse_config(given_in(command)).lab.throttle.read_gbps == pytest.approx(0.1)
+    assert " --load-format dummy --random-seed 0 " in command
 
 
 def test_a_paced_server_takes_no_other_model(tmp_path):
@@ -199,10 +198,7 @@ def test_a_users_server_in_fp8_has_room_for_twice_the_tokens(tmp_path, capsys):
     command = capsys.readouterr().out.strip()
     assert f"--max-total-tokens {2 * launching.DEVICE_TOKENS} " in command
     assert command.endswith(f"{' '.join(FP8)} --port 30000")
-    words = shlex.split(command)
-    given = words[words.index("--hicache-storage-backend-extra-config") + 1]
-    throttle = json.loads(given)["lab"]["throttle"]
-    assert throttle["read_gbps"] == pytest.approx(0.05)
+    assert given_in(command)["lab"]["throttle"]["read_gbps"] == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("named", ["flag", "file", "neither"])

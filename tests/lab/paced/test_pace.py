@@ -16,40 +16,21 @@ def log(path, *steps: dict) -> list[dict]:
     return pace.read(path)
 
 
-def test_a_gap_counts_where_the_request_served_last_goes_on(tmp_path):
-    first, second = log(
-        tmp_path / "log",
-        {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1},
-        {"called": 1.25, "begin": 1.25, "end": 2.25, "returned": 1.3},
-    )
-    assert (first["gap_s"], second["gap_s"]) == (0.0, 0.25)
+FIRST = {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1}
+GAPS = {
+    "the request served last goes on": ({"called": 1.25, "begin": 1.25}, 0.25),
+    "launched before the last one ended": ({"called": 0.5, "begin": 1.0}, 0.0),
+    "a pause between requests": ({"called": 9.0, "begin": 9.0, "rids": ["b"]}, 0.0),
+    "waiting for pages": ({"called": 3.0, "begin": 3.0, "waiting": {"a"}}, 0.0),
+}
 
 
-def test_a_step_launched_before_the_last_one_ended_has_no_gap(tmp_path):
-    lines = log(
-        tmp_path / "log",
-        {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1},
-        {"called": 0.5, "begin": 1.0, "end": 2.0, "returned": 0.6},
-    )
-    assert lines[1]["gap_s"] == 0.0
-
-
-def test_a_pause_between_requests_is_no_gap(tmp_path):
-    lines = log(
-        tmp_path / "log",
-        {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1},
-        {"called": 9.0, "begin": 9.0, "end": 10.0, "returned": 9.1, "rids": ["b"]},
-    )
-    assert lines[1]["gap_s"] == 0.0
-
-
-def test_waiting_for_pages_is_no_gap(tmp_path):
-    lines = log(
-        tmp_path / "log",
-        {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1},
-        {"called": 3.0, "begin": 3.0, "end": 4.0, "returned": 3.1, "waiting": {"a"}},
-    )
-    assert lines[1]["gap_s"] == 0.0
+@pytest.mark.parametrize("what", GAPS)
+def test_time_is_lost_where_the_request_served_last_goes_on_late(tmp_path, what):
+    step, gap_s = GAPS[what]
+    end = step["begin"] + 1.0
+    first, second = log(tmp_path / "log", FIRST, {"end": end, "returned": end, **step})
+    assert (first["gap_s"], second["gap_s"]) == (0.0, gap_s)
 
 
 def test_a_step_that_waits_for_pages_occupies_the_device_until_they_have_come(tmp_path):
@@ -62,7 +43,7 @@ def test_a_step_that_waits_for_pages_occupies_the_device_until_they_have_come(tm
 
 
 def test_checking_longer_than_the_step_is_late(tmp_path):
-    lines = log(tmp_path / "log", {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 1.5})
+    lines = log(tmp_path / "log", {**FIRST, "returned": 1.5})
     assert lines[0]["late_s"] == 0.5
 
 
@@ -74,12 +55,8 @@ def test_a_prefill_step_says_whose_prompts_it_computed_and_when(tmp_path):
 
 
 def test_overrun_is_what_was_lost_of_all_steps(tmp_path):
-    lines = log(
-        tmp_path / "log",
-        {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1},
-        {"called": 1.05, "begin": 1.05, "end": 2.05, "returned": 1.1},
-    )
-    found = pace.figures(lines, dilation=2.0)
+    late = {"called": 1.05, "begin": 1.05, "end": 2.05, "returned": 1.1}
+    found = pace.figures(log(tmp_path / "log", FIRST, late), dilation=2.0)
     assert found["overrun"] == pytest.approx(0.025)
     assert found["overrun_p99"] == pytest.approx(0.05)
     assert found["busy_s"] == pytest.approx(1.0)
@@ -87,42 +64,36 @@ def test_overrun_is_what_was_lost_of_all_steps(tmp_path):
 
 
 def test_a_run_that_lost_a_tenth_of_its_time_is_not_valid(tmp_path):
-    lines = log(
-        tmp_path / "log",
-        {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1},
-        {"called": 1.3, "begin": 1.3, "end": 2.3, "returned": 1.4},
-    )
+    late = {"called": 1.3, "begin": 1.3, "end": 2.3, "returned": 1.4}
+    lines = log(tmp_path / "log", FIRST, late)
     assert pace.figures(lines, dilation=1.0)["valid"] is False
 
 
 def test_a_run_with_a_mismatch_is_not_valid(tmp_path):
     path = tmp_path / "log"
-    written = PaceLog(path)
-    written.step(
-        kind="prefill", rids=["a"], waiting=set(), called=0.0, begin=0.0, end=1.0, returned=0.1
-    )
-    written.mismatch(0.5, "1 of 8 tokens", "a", "storage")
+    log(path, FIRST)
+    PaceLog(path).mismatch(0.5, "1 of 8 tokens", "a", "storage")
     found = pace.figures(pace.read(path), dilation=1.0)
     assert (found["mismatches"], found["valid"]) == (1, False)
 
 
 def test_a_torn_last_line_is_left_away(tmp_path):
     path = tmp_path / "log"
-    log(path, {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1})
+    log(path, FIRST)
     with path.open("a") as file:
         file.write('{"step": "dec')
     assert len(pace.read(path)) == 1
 
 
 def test_the_folder_of_a_log_is_made_for_this_user_alone(tmp_path):
-    log(tmp_path / "store" / "log", {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1})
+    log(tmp_path / "store" / "log", FIRST)
     assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
 
 
 def test_the_log_of_a_server_that_was_killed_goes_on_with_a_whole_line(tmp_path):
     path = tmp_path / "log"
     path.write_text('{"step": "dec')
-    log(path, {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1})
+    log(path, FIRST)
     assert [row["step"] for row in pace.read(path)] == ["decode"]
 
 
@@ -139,13 +110,6 @@ def test_a_bounded_log_keeps_the_newest_lines_in_two_files(tmp_path):
     assert kept == [float(at) for at in range(100 - len(kept), 100)]
 
 
-def test_a_log_without_a_bound_keeps_every_line(tmp_path):
-    written = PaceLog(tmp_path / "log")
-    for at in range(50):
-        written.mismatch(float(at), "1 of 8 tokens", "a", "storage")
-    assert len(pace.read(tmp_path / "log")) == 50
-
-
 def test_nothing_measured_is_neither_valid_nor_invalid():
     assert pace.figures([], dilation=1.0)["valid"] is None
 
@@ -154,7 +118,7 @@ def test_a_reader_gives_every_line_once_and_waits_for_the_end_of_one(tmp_path):
     path = tmp_path / "log"
     reader = pace.Reader(path)
     assert reader.new() == []
-    log(path, {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1})
+    log(path, FIRST)
     with path.open("a") as file:
         file.write('{"mismatch": "1 of 8')
     assert [row["step"] for row in reader.new()] == ["decode"]

@@ -128,24 +128,6 @@ def test_the_bus_does_not_wait_for_a_forward_and_the_scatter_waits_for_the_bus(
     assert copy.seconds == pytest.approx(2 * LINK_S)
 
 
-def test_a_room_is_filled_again_behind_its_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Card(monkeypatch)
-    copies = card.staged()
-    rooms = len(copies._staging._rooms)
-    first = copies.begin(of(1), of(1), copies.fence())
-    assert first is not None
-    first.place()
-    card.now = first._come.at  # its scatter runs
-    for number in range(2, rooms + 1):
-        other = copies.begin(of(number), of(number), copies.fence())
-        assert other is not None
-        other.place()
-    bus = copies._bus.tail
-    again = copies.begin(of(9), of(9), copies.fence())
-    assert again is not None
-    assert again._begun.at == max(bus, first._ended.at)
-
-
 def test_a_page_keeps_the_tier_that_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch)
     copies = card.staged()

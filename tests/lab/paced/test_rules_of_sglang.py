@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.managers import cache_controller
-from sglang.srt.managers.cache_controller import HiCacheController, LayerDoneCounter
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache import l2_transfer
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 from sglang.srt.mem_cache.pool_host import mha
 
 from sgl_kvtier.lab.gpu.pools import pools
@@ -134,15 +133,6 @@ def test_each_layer_of_a_load_has_its_event_and_the_last_is_that_of_all(sglang):
     assert [event.query() for event in events.load_events] == [True, False, False, False]
 
 
-def test_events_are_used_again_only_behind_the_load_that_they_stood_for(sglang):
-    """LayerDoneCounter.update_producer: three sets, never recorded they are over."""
-    assert [sglang.load()[0] for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(AssertionError, match="Producer finish event"):
-        sglang.load()
-    counter = LayerDoneCounter(4)
-    assert counter.update_producer() == 0
-
-
 def test_a_load_is_as_long_as_its_events_say(sglang):
     """TransferCompletion: both events enclose the copies, not what these waited for."""
     sglang.forwards.launch(10.0)
@@ -181,45 +171,6 @@ def test_a_write_back_waits_for_the_forward_and_later_forwards_not_for_it(sglang
     assert sglang.forward(4.0)[0] == (110.0, 111.0)
 
 
-def test_a_forward_waits_for_the_scheduler(sglang):
-    """Scheduler.launch_batch_sample_if_needed, as run_batch: forward_stream.wait_stream."""
-    sglang.schedule.launch(2.0)
-    result: Any = SimpleNamespace(future_indices=None, logits_output=None)
-
-    def sampled() -> Any:
-        result.span = sglang.forwards.launch(1.0)
-        return result
-
-    result.delay_sample_func = sampled
-    scheduler: Any = SimpleNamespace(
-        forward_stream=sglang.forwards,
-        schedule_stream=sglang.schedule,
-        forward_stream_ctx=StreamContext(sglang.forwards),
-        _relay_forward_payload=lambda *_: None,
-        _copy_result_to_cpu=lambda *_: None,
-    )
-    Scheduler.launch_batch_sample_if_needed(scheduler, result, None)
-    assert result.span == (102.0, 103.0)
-
-
-@pytest.mark.parametrize("shared_read", [False, True])
-def test_the_scheduler_goes_on_behind_the_forwards_shared_reads(sglang, shared_read):
-    """Scheduler._apply_war_barrier: the runner's event, or else all of the forward."""
-    event = Event()
-    sglang.forwards.launch(1.0)
-    event.record(sglang.forwards)
-    sglang.forwards.launch(9.0)
-    runner = SimpleNamespace(shared_read_done_event=event if shared_read else None)
-    scheduler: Any = SimpleNamespace(
-        _war_barrier_enabled=True,
-        model_worker=SimpleNamespace(last_shared_read_runner=runner),
-        schedule_stream=sglang.schedule,
-        forward_stream=sglang.forwards,
-    )
-    Scheduler._apply_war_barrier(scheduler)
-    assert sglang.schedule.tail == (101.0 if shared_read else 110.0)
-
-
 # --- rule 4: streams and links -------------------------------------------------------------------
 
 
@@ -227,18 +178,6 @@ def test_a_load_and_a_write_back_run_side_by_side(sglang):
     """L2TransferEngine has a stream for each direction, and a bus carries both."""
     assert sglang.load()[1][-1] == 104.0
     assert sglang.write() == (100.0, 104.0)
-
-
-def test_a_load_that_waits_for_a_forward_keeps_no_other_engines_load_back(sglang):
-    """Two L2TransferEngines are two streams: copies take turns on the bus, not in launch order."""
-    sglang.forwards.launch(10.0)
-    assert sglang.load()[1][0] == 111.0
-    host, device = sglang.controller.move_indices(torch.arange(PAGE), torch.arange(PAGE))
-    with StreamContext(Stream()):
-        done = L2TransferEngine("direct").submit_host_to_device(
-            sglang.controller._l2_load_transfers(host, device), transfer_layer_id_max=4
-        )
-    assert (done.start_event.at, done.finish_event.at) == (100.0, 104.0)
 
 
 def test_a_forward_of_others_is_not_slower_beside_a_load(sglang):
@@ -263,13 +202,6 @@ def test_a_layer_waits_for_its_own_keys_and_values_only(sglang, seconds, begins)
     number, _ = sglang.load()
     sglang.consume(number)
     assert [begin for begin, _ in sglang.forward(seconds)] == pytest.approx(begins)
-
-
-def test_a_forward_takes_the_longer_of_load_and_compute_not_both(sglang):
-    """The same; a serial forward would end at 108."""
-    number, _ = sglang.load()
-    sglang.consume(number)
-    assert sglang.forward(4.0)[-1][1] == 105.0
 
 
 def test_layers_wait_for_the_load_of_their_own_batch(sglang):
