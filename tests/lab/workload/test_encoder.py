@@ -20,8 +20,7 @@ from sgl_kvtier.lab.workload.encoder import (
     TokenizerEncoder,
     output_tokens,
 )
-from sgl_kvtier.lab.workload.session import Append, Blocks, Call, Context, Edit, Message, Session
-from sgl_kvtier.types import Span
+from sgl_kvtier.lab.workload.session import Append, Blocks, Call, Context, Message, Session
 
 VOCABULARY = 512
 divisors = st.sampled_from([1, 2, 8, 16])
@@ -135,31 +134,6 @@ def test_outputs_are_scaled_and_bounded() -> None:
     assert output_tokens(Call(out, output_tokens=0), eighth) == 1
     assert output_tokens(Call(out), eighth) == 3  # its own length: 64 / 32 and one for the role
     assert output_tokens(Call(), eighth) == 1
-
-
-class CountingEncoder(ByteEncoder):
-    def __init__(self) -> None:
-        super().__init__(1 << 20)
-        self.messages: list[Message] = []
-
-    def encode(self, message: Message) -> np.ndarray:
-        self.messages.append(message)
-        return super().encode(message)
-
-
-def test_only_what_changed_in_a_prompt_is_encoded_again() -> None:
-    a, out, b, fresh = (
-        Message("user", "a" * 40),
-        Message("assistant", "o"),
-        Message("tool", "b"),
-        Message("user", "f"),
-    )
-    events = (Append(a), Call(out), Append(b), Call(), Edit((Span(0, 1), fresh)), Call())
-    encoder = CountingEncoder()
-    tokens = PromptTokens(encoder)
-    for _, prompt in Context(Session("s", "t", events)).calls():
-        tokens.show(prompt)
-    assert encoder.messages == [a, out, b, fresh]
 
 
 @given(

@@ -244,6 +244,46 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
     "Zstandard": (b"\x28\xb5\x2f\xfd rest", "unpack it with `zstd -d`"),
     "a Parquet table": (b"PAR1 rest", "Parquet table: write its rows as lines of JSON"),
     "UTF-16": ("[]".encode("utf-16"), "write it as UTF-8"),
+    "a capture whose ids do not fit its block size": (
+        lines(capture("t", asked(0.0, 1, 2, **{"in": 900}))),
+        "2 hash_ids for 'in' = 900 do not fit blocks of 64",
+    ),
+    "an unknown kind of request in a capture": (
+        lines(capture("t", asked(0.0, 1, type="x"))),
+        "'type' = \"x\" is no known kind of request",
+    ),
+    "an unknown speaker": (
+        lines({"conversations": [from_("narrator", "x"), *TALK]}),
+        "'from' = \"narrator\" is no known speaker",
+    ),
+}
+# name: the file's text, its calls, and what is counted as left out.
+LEFT_OUT: dict[str, tuple[str, int, dict[str, int]]] = {
+    "requests of a capture that hold no whole block": (
+        lines(capture("t", asked(0.0, 1), asked(1.0, **{"in": 8}))),
+        1,
+        {"requests shorter than one block": 1},
+    ),
+    "requests without hashes": (
+        lines(*[{"timestamp": 0, "input_length": 1200, "output_length": 52}] * 2),
+        2,
+        {"requests without hash_ids, which share no prefix": 2},
+    ),
+    "fields that mean nothing to the reader": (
+        lines(mooncake_record(9, 0, priority=3)),
+        1,
+        {'"priority" fields of rows': 1},
+    ),
+    "failed requests of BurstGPT": (
+        lines(BURST, "5,GPT-4,472,18,490,Chat log", "7.5,GPT-4,100,0,100,Chat log"),
+        1,
+        {"failed requests, which have no response tokens": 1},
+    ),
+    "a question that nobody answers": (
+        lines({"conversations": [from_("gpt", "hello"), *TALK, from_("human", "and?")]}),
+        2,
+        {"messages behind the last answer": 1},
+    ),
 }
 
 
@@ -295,6 +335,13 @@ def test_what_is_not_read_is_refused_in_one_line(tmp_path: Path, name: str) -> N
     with pytest.raises(TraceError, match=line) as found:
         load_sessions(written(tmp_path, content))
     assert "\n" not in str(found.value) and "mine" in str(found.value)
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_is_left_out_is_counted(tmp_path: Path, name: str) -> None:
+    text, requests, counted = LEFT_OUT[name]
+    loaded = load_sessions(written(tmp_path, text))
+    assert (loaded.calls, loaded.left_out) == (requests, counted)
 
 
 PUBLISHED = {
@@ -366,24 +413,6 @@ def test_a_captures_requests_share_the_ids_they_begin_with_alike(tmp_path: Path)
     )
     assert ids(session) == [[1, 2], [1, 2, 3], [1, 8], [1]]
     assert session.edits == 2
-
-
-def test_a_capture_whose_ids_do_not_fit_its_block_size_is_bad(tmp_path: Path) -> None:
-    spoiled = capture("t", asked(0.0, 1, 2, **{"in": 900}))
-    with pytest.raises(TraceError, match="2 hash_ids for 'in' = 900 do not fit blocks of 64"):
-        load_sessions(written(tmp_path, lines(spoiled)))
-
-
-def test_requests_of_a_capture_that_hold_no_whole_block_are_counted(tmp_path: Path) -> None:
-    short = asked(1.0, **{"in": 8})
-    loaded = load_sessions(written(tmp_path, lines(capture("t", asked(0.0, 1), short))))
-    assert loaded.calls == 1
-    assert loaded.left_out == {"requests shorter than one block": 1}
-
-
-def test_an_unknown_kind_of_request_in_a_capture_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="'type' = \"x\" is no known kind of request"):
-        load_sessions(written(tmp_path, lines(capture("t", asked(0.0, 1, type="x")))))
 
 
 @pytest.mark.parametrize(
@@ -480,12 +509,6 @@ def test_a_block_size_that_a_format_has_no_room_for_is_refused(tmp_path: Path, n
         load_sessions("generated:chat", limit=1, block_tokens=16)
 
 
-def test_one_row_that_does_not_fit_among_those_that_do_is_a_bad_line(tmp_path: Path) -> None:
-    rows = [mooncake_record(600, 0, 1), mooncake_record(600, 0), mooncake_record(9, 4)]
-    loaded = load_sessions(written(tmp_path, lines(*rows)))
-    assert (len(loaded.sessions), [bad.line for bad in loaded.bad_lines]) == (2, [2])
-
-
 @pytest.mark.parametrize(
     "row", [mooncake_record, lambda *a, **b: of_session("s", *a, timestamp=0, **b)]
 )
@@ -504,18 +527,6 @@ def test_what_is_no_object_in_a_list_of_records_is_a_bad_line(tmp_path: Path) ->
     assert "a record must be an object, not null" in loaded.description
 
 
-def test_requests_without_hashes_share_nothing_and_are_counted(tmp_path: Path) -> None:
-    row = {"timestamp": 0, "input_length": 1200, "output_length": 52}
-    loaded = load_sessions(written(tmp_path, lines(row, row)))
-    assert loaded.left_out == {"requests without hash_ids, which share no prefix": 2}
-    assert describe(loaded.sessions, ByteEncoder((1 << 31) - 1)).cached_tokens_total == 0
-
-
-def test_fields_that_mean_nothing_to_the_reader_are_counted(tmp_path: Path) -> None:
-    loaded = load_sessions(written(tmp_path, lines(mooncake_record(9, 0, priority=3))))
-    assert loaded.left_out == {'"priority" fields of rows': 1}
-
-
 def test_azure_rows_arrive_at_their_times_and_share_nothing(tmp_path: Path) -> None:
     rows = ("2023-11-16 18:17:03.9799600,4808,10\r", "2023-11-16 18:17:04.0319600,3180,8\r")
     first, second = load_sessions(written(tmp_path, lines(AZURE, *rows))).sessions
@@ -525,44 +536,25 @@ def test_azure_rows_arrive_at_their_times_and_share_nothing(tmp_path: Path) -> N
     assert describe([first, second], ByteEncoder((1 << 31) - 1)).cached_tokens_total == 0
 
 
-def test_failed_requests_of_burst_gpt_are_left_out_and_counted(tmp_path: Path) -> None:
-    text = lines(BURST, "5,GPT-4,472,18,490,Chat log", "7.5,GPT-4,100,0,100,Chat log")
-    loaded = load_sessions(written(tmp_path, text))
-    assert [(s.start_s, s.model) for s in loaded.sessions] == [(5.0, "GPT-4")]
-    assert loaded.left_out == {"failed requests, which have no response tokens": 1}
-
-
 def test_what_burst_gpt_took_is_the_latency_and_its_sessions_share_nothing(tmp_path: Path) -> None:
     rows = (f"{at},0,3.5,ChatGPT,40,18,58,Conversation log" for at in (5, 50))
     loaded = load_sessions(written(tmp_path, lines(BURST_SESSIONS, *rows)))
+    assert [(s.start_s, s.model) for s in loaded.sessions] == [(5.0, "ChatGPT"), (50.0, "ChatGPT")]
     assert [calls(s)[0].latency_s for s in loaded.sessions] == [3.5, 3.5]
     assert "2 session ids" in loaded.description
 
 
 def test_a_conversations_answers_are_the_outputs_of_its_calls(tmp_path: Path) -> None:
-    session = only(tmp_path, {"id": "c", "conversations": [from_("system", "be brief"), *TALK]})
+    before = [from_("gpt", "hello"), from_("system", "be brief")]
+    session = only(tmp_path, {"id": "c", "conversations": [*before, *TALK]})
     assert [call.output and call.output.text for call in calls(session)] == ["an answer", "the end"]
     assert prompts(session)[1] == [
+        ("assistant", "hello"),
         ("system", "be brief"),
         ("user", "a question"),
         ("assistant", "an answer"),
         ("user", "another"),
     ]
-
-
-def test_what_stands_before_the_first_question_or_behind_the_last_answer_is_no_call(
-    tmp_path: Path,
-) -> None:
-    turns = [from_("gpt", "hello"), *TALK, from_("human", "nobody answers")]
-    loaded = load_sessions(written(tmp_path, lines({"conversations": turns})))
-    assert loaded.calls == 2
-    assert prompts(loaded.sessions[0])[0] == [("assistant", "hello"), ("user", "a question")]
-    assert loaded.left_out == {"messages behind the last answer": 1}
-
-
-def test_an_unknown_speaker_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="'from' = \"narrator\" is no known speaker"):
-        only(tmp_path, {"conversations": [from_("narrator", "x"), *TALK]})
 
 
 def test_a_list_of_messages_that_ends_with_the_clients_is_one_request(tmp_path: Path) -> None:

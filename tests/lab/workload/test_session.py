@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,19 +30,6 @@ def session(*events: Event, tools: Message | None = None) -> Session:
 
 def texts(prompt: object) -> list[str | None]:
     return [message.text for message in prompt]  # type: ignore[attr-defined]
-
-
-def test_a_prompt_is_the_tools_and_the_context_so_far() -> None:
-    walk = Context(
-        session(
-            Append(says("a")), Call(says("out")), Append(says("b")), Call(), tools=says("tools")
-        )
-    )
-    assert walk.next_call() == Call(says("out"))
-    assert texts(walk.prompt) == ["tools", "a"]
-    assert walk.next_call() == Call()
-    assert texts(walk.prompt) == ["tools", "a", "out", "b"]
-    assert walk.next_call() is None
 
 
 def test_an_edit_counts_messages_without_the_tools() -> None:
@@ -87,18 +72,6 @@ def test_a_prompt_is_a_sequence() -> None:
     assert (len(prompt), prompt[-1].text, texts(prompt[1:])) == (2, "b", ["b"])
     with pytest.raises(IndexError):
         prompt[2]
-
-
-def test_handing_out_prompts_of_a_long_session_copies_no_messages() -> None:
-    turns = [event for i in range(2000) for event in (Append(says(str(i))), Call(says("out")))]
-    walk = Context(session(*turns))
-    tracemalloc.start()
-    prompts = [prompt for _, prompt in walk.calls()]
-    nbytes, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert sum(map(len, prompts)) == 2000 * 2000
-    # Copies would hold 8 bytes for each of these 4 million messages.
-    assert nbytes < 2_000_000
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 5)), max_size=6), st.integers(0, 40))
