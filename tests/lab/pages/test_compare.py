@@ -15,7 +15,6 @@ from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.lab.pages.compare.page import compare_page
 from sgl_kvtier.lab.pages.compare.result import prompt_parts
 from sgl_kvtier.lab.pages.compare.tables import detail_tables, main_tables
-from sgl_kvtier.lab.pages.html import flatten
 from sgl_kvtier.sizes import format_bytes
 
 VOID = {"meta", "link", "br", "img"}
@@ -87,27 +86,6 @@ def test_bytes_of_an_emulated_gpu_are_those_of_the_model_as_in_the_plot(
     assert (
         "Bytes are those of the modelled machine; the result has those moved here." in table.notes
     )
-
-
-def test_the_page_has_results_first_and_settings_last(compare_text: str) -> None:
-    page = Page(compare_text)
-    assert [attrs["id"] for tag, attrs in page.tags if tag == "section"] == [
-        "headline",
-        "plots",
-        "tables",
-        "losing-cells",
-        "configuration",
-        "environment",
-        "repeat",
-    ]
-    inside = [tag for tag, _ in page.tags]
-    assert inside.index("table") < inside.index("svg")
-
-
-def test_the_settings_are_folded(compare_text: str) -> None:
-    _, _, rest = compare_text.partition('<section id="configuration">')
-    folded = rest.partition("<details>")[2].partition("</details>")[0]
-    assert folded.count("<summary>Settings</summary>") == 1 and folded.count("<dt>") > 3
 
 
 def test_the_page_refers_to_nothing_outside_itself_and_has_no_script(compare_text: str) -> None:
@@ -232,37 +210,3 @@ def test_an_arm_that_wins_everywhere_has_no_losing_cell_and_the_page_says_how_ma
 )
 def test_a_share_is_never_rounded_up_to_all_or_down_to_none(share: float, text: str) -> None:
     assert format_share(share) == text
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (412 << 20, "412.0 MiB"),
-        (3 << 50, "3,072.0 TiB"),
-    ],
-)
-def test_bytes_are_written_for_people(nbytes: int, text: str) -> None:
-    assert format_bytes(nbytes) == text
-
-
-def test_nested_settings_become_dotted_names() -> None:
-    assert flatten(
-        {
-            "cpu": {"count": 2},
-            "ram_bytes": 1024,
-            "argv": ["--a", "b c"],
-            "x": [],
-            "y": None,
-            "z": [1, 2],
-        }
-    ) == [
-        ("cpu.count", "2"),
-        ("ram", "1.0 KiB"),
-        ("argv", "--a 'b c'"),
-        ("x", MISSING),
-        ("y", MISSING),
-        ("z", "1, 2"),
-    ]

@@ -19,7 +19,7 @@ from sgl_kvtier.lab.pages.compare.figures import (
     session_bars,
 )
 from sgl_kvtier.lab.pages.figure import colours
-from sgl_kvtier.lab.pages.plots import Bar, Panel, Series, panels, timeline
+from sgl_kvtier.lab.pages.plots import Bar, Panel, Series, panels
 
 pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
 
@@ -102,17 +102,6 @@ def test_what_a_result_does_not_have_is_not_drawn(
     assert titles(figures(compare_result)) == whole[:3]
 
 
-def test_sources_of_prompts_are_shares_so_that_arms_with_fewer_rounds_compare(
-    compare_result: dict, compare_figures: list[tuple[str, str]]
-) -> None:
-    def shares(drawn: Iterable[tuple[str, str]]) -> str:
-        return next(svg for svg, _ in drawn if "share of prompt tokens" in svg)
-
-    twice = [s for s in compare_result["samples"] if s["arm"] == "recompute"]
-    compare_result["samples"] += twice
-    assert shares(figures(compare_result)) == shares(compare_figures)
-
-
 def test_storage_traffic_of_a_paced_device_is_that_of_the_model(compare_result: dict) -> None:
     paced = {"profile": "h100-llama8b", "bytes_scale": 512.0}
     scaled = {**compare_result, "device": {"paced": paced}}
@@ -130,23 +119,6 @@ def test_a_gantt_says_whether_its_server_tells_loading_from_queueing(
     assert ">queued<" in ours and ">loading<" in ours
 
 
-def test_an_arm_has_one_colour_in_all_plots(compare_figures: list[tuple[str, str]]) -> None:
-    drawn = [svg for svg, _ in compare_figures]
-    for svg in (drawn[0], drawn[1], drawn[3], drawn[4]):
-        assert "#d55e00" in svg.lower()  # kvtier
-        assert "#0072b2" in svg.lower()  # hicache-file
-
-
-def test_panels_share_one_legend_also_of_curves_that_the_first_one_has_not() -> None:
-    rows = [
-        Panel("device", [Series("hicache", [0, 1], [1, 2]), Series("kvtier", [], [])]),
-        Panel("storage", [Series("hicache", [], []), Series("kvtier", [0, 1], [5, None])]),
-    ]
-    svg = panels(rows, "Tokens", "seconds", steps=True)
-    assert svg.count(">hicache<") == svg.count(">kvtier<") == 1
-    assert ">device<" in svg and ">storage<" in svg
-
-
 def test_a_curve_keeps_its_colour_where_another_has_no_values() -> None:
     known, other = Series("mooncake", [0, 1], [1, 2]), Series("nixl", [0, 1], [2, 3])
     both = panels([Panel("device", [known, other])], "T", "s")
@@ -154,12 +126,3 @@ def test_a_curve_keeps_its_colour_where_another_has_no_values() -> None:
     colour = colours(["mooncake", "nixl"])["nixl"].lower()
     assert colour in both.lower() and colour in one.lower()
     assert ">mooncake<" not in one
-
-
-def test_a_timeline_keeps_the_colours_it_is_given_and_ends_where_it_is_told() -> None:
-    bars = [Bar("1", 0, 1, "b"), Bar("1", 1, 2, "a")]
-    fills = {"a": "#123456", "b": "#654321", "c": "#ffffff"}
-    svg = timeline(bars, fills, "T", "s", "session", until=50)
-    assert svg.index(">a<") < svg.index(">b<")
-    assert "#123456" in svg and "#654321" in svg and ">c<" not in svg
-    assert ">50<" in svg
