@@ -10,18 +10,7 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.profile import Table
 
-NAMES = (
-    "h100-llama8b",
-    "h100-qwen30b-a3b",
-    "h100x2-qwen32b",
-    "h100x4-llama70b",
-    "h100x8-deepseek-v3",
-    "h200-llama8b",
-)
-
-
-def test_there_are_the_promised_profiles():
-    assert tuple(profile.names()) == NAMES
+NAMES = profile.names()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,19 +51,18 @@ def test_more_tokens_and_longer_prefixes_never_take_less_by_more_than_the_databa
         assert all(b > a * 0.9 for a, b in zip(upper, lower, strict=True))
 
 
-def test_a_point_of_the_table_is_met_exactly():
+@pytest.mark.parametrize(
+    ("row", "column", "seconds"),
+    [
+        (2, 10, 4.0),  # a point of the table
+        (3, 5, 5.0),  # between points
+        (4, 20, 11.0),  # beyond the last point it goes on as before it
+        (0.5, 0, 1.0),  # before the first point it is as there
+    ],
+)
+def test_times_between_and_beyond_the_points_of_a_table(row, column, seconds):
     table = Table((1, 2, 4), (0, 10), ((1.0, 2.0), (3.0, 4.0), (5.0, 8.0)))
-    assert table.at(2, 10) == 4.0
-    assert table.at(3, 5) == pytest.approx(5.0)
-
-
-def test_beyond_the_last_point_times_go_on_as_before_it():
-    table = Table((1, 2), (0, 10), ((1.0, 2.0), (3.0, 6.0)))
-    assert table.at(2, 20) == pytest.approx(9.0)
-
-
-def test_before_the_first_point_times_are_those_of_the_first():
-    assert Table((16, 32), (0, 10), ((1.0, 2.0), (3.0, 6.0))).at(1, 0) == 1.0
+    assert table.at(row, column) == pytest.approx(seconds)
 
 
 def test_one_request_takes_what_the_table_says():

@@ -15,7 +15,6 @@ from fake_restore import PAGE, PAGE_BYTES, RestoringServer, measure, trials_of
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.machine import CpuShare
 from sgl_kvtier.lab.experiment.restore import trial as restore_trial
-from sgl_kvtier.lab.experiment.restore.arms import ArmSwitch
 from sgl_kvtier.lab.experiment.restore.cells import (
     cells,
     failures,
@@ -74,20 +73,6 @@ def test_an_arm_is_two_settings_of_the_server_and_the_bandwidth_comes_from_the_r
     ]  # fmt: skip
     assert {gbps for _, _, gbps in last} == {scale.gbps(0.5)}
     assert scale.gbps(0.5) == pytest.approx(2 * scale.gbps(1.0))
-
-
-def test_only_what_changes_is_sent() -> None:
-    server = RestoringServer()
-
-    async def go() -> None:
-        async with server.up(), Client(server.url, admin_key="secret") as client:
-            switch = ArmSwitch(client)
-            for arm in ("kvtier", "kvtier", "load"):
-                await switch.use(arm, 2.0)
-
-    asyncio.run(go())
-    assert server.changes == [2.0]
-    assert (server.restore, server.prefetch) == ("off", "wait_complete")
 
 
 def test_caches_are_emptied_before_every_trial_but_those_of_a_resident_prompt(

@@ -50,9 +50,12 @@ def started(monkeypatch: pytest.MonkeyPatch, kvtier: Command) -> list[str]:
 LOADS = ("--concurrency", "1,3", "--sessions", "3")
 
 
-def test_every_load_is_one_comparison_of_the_same_arms(sweep: Command) -> None:
+def test_every_load_is_one_comparison_of_the_same_arms_on_the_same_servers(
+    sweep: Command, started: list[str]
+) -> None:
     done = sweep(*LOADS)
     assert done.status == 0, done.err
+    assert started == ["hicache-file", "kvtier"]
     result = done.result
     assert result["schema"] == "kvtier.sweep/1"
     assert result["settings"]["concurrency"] == [1, 3]
@@ -61,27 +64,11 @@ def test_every_load_is_one_comparison_of_the_same_arms(sweep: Command) -> None:
         assert list(cell["arms"]) == ["hicache-file", "kvtier"]
         assert [arm["requests"] for arm in cell["arms"].values()] == [6, 6]
         assert cell["ratios"]["kvtier/hicache-file"]["ttft_ms"]["n"] == 1
+        first = next(s for s in result["samples"] if s["concurrency"] == cell["concurrency"])
+        assert first["arm"] == ("hicache-file" if cell["concurrency"] == 1 else "kvtier")
     assert [arm["requests"] for arm in result["arms"].values()] == [12, 12]
-    assert "Throughput and time to first token" in done.out
-
-
-def test_servers_stay_up_from_one_load_to_the_next(sweep: Command, started: list[str]) -> None:
-    assert sweep(*LOADS).status == 0
-    assert started == ["hicache-file", "kvtier"]
-
-
-def test_every_load_begins_cold_though_its_servers_were_used_before(sweep: Command) -> None:
-    result = sweep(*LOADS).result
     assert not [note for note in result["notes"] if "not cold" in note]
-
-
-def test_another_arm_begins_in_the_next_cell(sweep: Command) -> None:
-    result = sweep(*LOADS).result
-    firsts = [
-        next(row["arm"] for row in result["samples"] if row["concurrency"] == load)
-        for load in (1, 3)
-    ]
-    assert firsts == ["hicache-file", "kvtier"]
+    assert "Throughput and time to first token" in done.out
 
 
 def test_goodput_counts_the_requests_whose_first_token_came_in_time(
@@ -170,20 +157,3 @@ def test_concurrencies_and_rates_exclude_each_other(sweep: Command) -> None:
     done = sweep("--concurrency", "1", "--rate", "0.5")
     assert done.status == 2
     assert "--rate: not allowed with argument --concurrency" in done.err
-
-
-def test_an_arm_that_is_skipped_is_looked_for_once(
-    sweep: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def missing(arm: str) -> str | None:
-        asked.append(arm)
-        return "no wheel" if arm == "hicache-nixl" else None
-
-    monkeypatch.setattr(rounds, "missing", missing)
-    done = sweep(*LOADS, "--arms", "hicache-nixl,kvtier")
-    assert done.status == 0, done.err
-    assert done.result["arms"]["hicache-nixl"]["skipped"] == "no wheel"
-    assert "hicache-nixl was skipped: no wheel." in done.out
-    assert asked.count("hicache-nixl") == 1

@@ -163,26 +163,6 @@ def test_a_paced_device_says_when_a_requests_pages_were_loaded() -> None:
     assert found["loading_s"] == [[3.0, 9.0]]
 
 
-def test_a_recorded_request_was_read_twice_and_its_step_waited_for_the_copy() -> None:
-    # Of `kvtier compare --quick --dilation 4 --arms kvtier`: a session's second turn.
-    lines = [
-        {"load": "storage-host", "at": 4138.189, "end": 4140.763, "rid": "a"},
-        {"load": "storage-host", "at": 4140.911, "end": 4141.169, "rid": "a"},
-        {
-            "step": "prefill",
-            "rids": ["a"],
-            "begin": 4141.899,
-            "seconds": 0.06,
-            "load_wait_s": 0.087,
-        },
-    ]
-    done = completion(4137.917, 1.046, 1.2, rid="a")
-    one = make_round(done, steps=lines, dilation=4.0, began_s=4113.297)
-    (found,) = requests(one)
-    assert found["loading_s"] == [[6.223, 6.867], [6.904, 6.968], [7.151, 7.172]]
-    assert found["computing_s"] == [[7.172, 7.187]]
-
-
 def test_nothing_is_loaded_where_there_is_no_tier_below_and_where_a_server_says_so() -> None:
     def loading(arm: str = "hicache", after: str = "", **more: Any) -> list | None:
         done = completion(101.0, 2.0, 3.0, **more)
