@@ -4,6 +4,7 @@ child processes.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -31,6 +32,22 @@ class Done:
 Command = Callable[..., Done]
 """kvtier(folder, *words, task="ARM:WHAT"): a command with fakes for servers, its files in a folder.
 """
+
+
+def parsed(command: Any, *words: str) -> argparse.Namespace:
+    """The arguments of a command (a module with `add_arguments`) with these words."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def options_of(arguments: Sequence[str]) -> dict[str, str]:
+    """The options of a command line and their values; "" for those that have none."""
+    found: dict[str, str] = {}
+    for word, after in zip(arguments, [*arguments[1:], ""], strict=True):
+        if word.startswith("--"):
+            found[word] = "" if after.startswith("--") else after
+    return found
 
 
 def environment(folder: Path, task: str = "") -> dict[str, str]:

@@ -5,15 +5,32 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from commands import options_of, parsed
 
+from sgl_kvtier import launch
 from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.arms import ARMS, STORAGE_ARMS, Arm, Setup, prepare, storage_folder
+from sgl_kvtier.lab.experiment import arms
+from sgl_kvtier.lab.experiment.argtypes import shape_of
+from sgl_kvtier.lab.experiment.arms import (
+    ARMS,
+    OURS,
+    STORAGE_ARMS,
+    Arm,
+    Setup,
+    prepare,
+    storage_folder,
+)
 from sgl_kvtier.lab.experiment.remote.run import REMOTE_ARMS
+from sgl_kvtier.lab.experiment.restore.plan import RestoreOptions
+from sgl_kvtier.lab.experiment.restore.server import setup_for, storage_bytes
+from sgl_kvtier.lab.experiment.scenarios import restore
 from sgl_kvtier.lab.outside import peers
 from sgl_kvtier.lab.paced.launching import MOONCAKE_WAITS
+from sgl_kvtier.lab.stress.server import command as fuzz
 from sgl_kvtier.launch import serve_flags
 
 CPU = Setup(
@@ -41,16 +58,6 @@ OF_SGLANG = Arm("of SGLang", "file", arguments=("--radix-eviction-policy", "slru
 """A configuration that differs from another one by a flag of SGLang."""
 
 
-def as_options(arguments: tuple[str, ...]) -> dict[str, str]:
-    options: dict[str, str] = {}
-    for word in arguments:
-        if word.startswith("--"):
-            options[word] = ""
-        else:
-            options[list(options)[-1]] = word
-    return options
-
-
 @pytest.fixture(autouse=True)
 def one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said of all arms is true of one that only differs by a flag, too."""
@@ -61,7 +68,7 @@ def test_all_arms_have_the_same_model_pools_and_chunks(tmp_path: Path) -> None:
     for setup in (CPU, GPU):
         common = []
         for arm in ARMS:
-            options = as_options(prepare(arm, setup, tmp_path / arm).arguments)
+            options = options_of(prepare(arm, setup, tmp_path / arm).arguments)
             common.append(
                 {
                     name: value
@@ -75,7 +82,7 @@ def test_all_arms_have_the_same_model_pools_and_chunks(tmp_path: Path) -> None:
 def test_arms_with_a_host_pool_have_the_same_one(tmp_path: Path) -> None:
     seen = {}
     for arm in ARMS:
-        options = as_options(prepare(arm, CPU, tmp_path / arm).arguments)
+        options = options_of(prepare(arm, CPU, tmp_path / arm).arguments)
         seen[arm] = {name: options.get(name) for name in CACHE_FLAGS if "storage" not in name}
     assert set(seen.pop("recompute").values()) == {None}
     assert all(options == seen["hicache"] for options in seen.values())
@@ -85,7 +92,7 @@ def test_storage_arms_have_folders_of_their_own_and_the_same_limits(tmp_path: Pa
     settings, folders = {}, set()
     for arm in (*STORAGE_ARMS, "flagged"):
         launch = prepare(arm, CPU, tmp_path / arm)
-        path = as_options(launch.arguments)["--hicache-storage-backend-extra-config"]
+        path = options_of(launch.arguments)["--hicache-storage-backend-extra-config"]
         assert path.startswith("@")
         settings[arm] = json.loads(Path(path[1:]).read_text())
         folders.add(storage_folder(tmp_path / arm))
@@ -100,7 +107,7 @@ def test_storage_arms_have_folders_of_their_own_and_the_same_limits(tmp_path: Pa
 
 def test_a_flag_of_sglang_reaches_the_server_of_its_arm_alone(tmp_path: Path) -> None:
     for arm in ("hicache-file", "flagged"):
-        options = as_options(prepare(arm, CPU, tmp_path / arm).arguments)
+        options = options_of(prepare(arm, CPU, tmp_path / arm).arguments)
         wanted = "slru" if arm == "flagged" else None
         assert options.get("--radix-eviction-policy") == wanted
 
@@ -120,7 +127,7 @@ def test_of_the_arms_that_restore_one_looks_ahead(tmp_path: Path) -> None:
 
 def test_nixl_is_told_of_its_plugin_and_of_the_arms_own_folder(tmp_path: Path) -> None:
     launch = prepare("hicache-nixl", CPU, tmp_path)
-    assert as_options(launch.arguments)["--hicache-storage-backend"] == "nixl"
+    assert options_of(launch.arguments)["--hicache-storage-backend"] == "nixl"
     assert launch.env[peers.NIXL_FOLDER] == str(storage_folder(tmp_path))
     settings = json.loads((tmp_path / "storage.json").read_text())
     assert settings["plugin"] == {"posix": {"active": True}}
@@ -145,13 +152,13 @@ def test_our_settings_file_is_one_the_server_accepts(tmp_path: Path) -> None:
 
 
 def test_a_gpu_uses_flashinfer_and_kernels_and_a_cpu_names_no_attention(tmp_path: Path) -> None:
-    gpu = as_options(prepare("kvtier", GPU, tmp_path / "g").arguments)
+    gpu = options_of(prepare("kvtier", GPU, tmp_path / "g").arguments)
     assert (
         gpu["--attention-backend"],
         gpu["--hicache-io-backend"],
         gpu["--hicache-mem-layout"],
     ) == ("flashinfer", "kernel", "page_first")
-    cpu = as_options(prepare("kvtier", CPU, tmp_path / "c").arguments)
+    cpu = options_of(prepare("kvtier", CPU, tmp_path / "c").arguments)
     assert "--attention-backend" not in cpu
     assert (cpu["--hicache-io-backend"], cpu["--hicache-mem-layout"]) == (
         "direct",
@@ -183,8 +190,119 @@ def test_stock_alone_has_the_policy_of_reading_ahead_that_is_said(tmp_path: Path
     flag = "--hicache-storage-prefetch-policy"
     said = replace(CPU, stock_reads="best_effort")
     for arm in STORAGE_ARMS:
-        options = as_options(prepare(arm, said, tmp_path / arm).arguments)
+        options = options_of(prepare(arm, said, tmp_path / arm).arguments)
         assert options.get(flag) == (None if arm.startswith("kvtier") else "best_effort")
-        assert flag not in as_options(prepare(arm, CPU, tmp_path / "default" / arm).arguments)
+        assert flag not in options_of(prepare(arm, CPU, tmp_path / "default" / arm).arguments)
     asked = replace(said, extra=(flag, "wait_complete"))
-    assert as_options(prepare("hicache-file", asked, tmp_path).arguments)[flag] == "wait_complete"
+    assert options_of(prepare("hicache-file", asked, tmp_path).arguments)[flag] == "wait_complete"
+
+
+CARD = Setup("/m", "m", device="cuda", page_size=64, chunk_tokens=4096, dtype="bfloat16")
+LENGTHS = [8 << 10, 16 << 10, 32 << 10, 64 << 10]
+
+
+@pytest.fixture
+def no_sampling_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arms, "find_spec", lambda _name: None)
+
+
+def test_float32_is_refused_where_flashinfer_is_the_attention(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="bfloat16"):
+        prepare(OURS, replace(CARD, dtype="float32"), tmp_path)
+    prepare(OURS, replace(CARD, dtype="float32", device="cpu"), tmp_path / "cpu")
+    other = ("--attention-backend", "triton")
+    prepare(OURS, replace(CARD, dtype="float32", extra=other), tmp_path / "triton")
+
+
+def test_torch_samples_on_a_card_whose_sampling_modules_are_not_compiled(
+    tmp_path: Path, no_sampling_modules: None
+) -> None:
+    found = options_of(prepare(OURS, CARD, tmp_path).arguments)
+    assert found["--sampling-backend"] == "pytorch"
+    assert found["--attention-backend"] == "flashinfer"
+
+
+def test_flashinfer_samples_where_its_modules_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "flashinfer" / "data" / "aot" / "sampling" / "sampling.so"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "flashinfer")])
+    monkeypatch.setattr(arms, "find_spec", lambda name: spec if name == "flashinfer" else None)
+    assert "--sampling-backend" not in prepare(OURS, CARD, tmp_path / "arm").arguments
+
+
+def test_a_users_own_server_samples_as_sglang_chooses(no_sampling_modules: None) -> None:
+    assert "--sampling-backend" not in launch.serve_flags("m", "cuda", "@/s.json")
+
+
+@pytest.mark.parametrize("model", ["shape-8b", "lab-gpu-1b"])
+def test_the_store_holds_every_prompt_of_a_model_of_ours(model: str) -> None:
+    tokens, per_token = sum(LENGTHS), {"shape-8b": 131072, "lab-gpu-1b": 65536}[model]
+    assert storage_bytes(None, model, "bfloat16", tokens) >= tokens * per_token
+    with pytest.raises(BenchError, match="--storage-size"):
+        storage_bytes(4 << 30, model, "bfloat16", tokens)
+    assert storage_bytes(40 << 30, model, "bfloat16", tokens) == 40 << 30
+
+
+def test_the_size_of_the_store_is_taken_at_its_word_for_a_model_that_is_not_known() -> None:
+    assert storage_bytes(1 << 30, "/models/some", "auto", 65536) == 1 << 30
+    assert storage_bytes(None, "/models/some", "auto", 65536) == 4 << 30
+
+
+def test_a_restore_server_on_a_card_serves_bfloat16_from_a_store_of_the_size_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ("--device", "cuda", "--storage-size", "30GiB", "--lengths", "64k")
+    args = RestoreOptions.of(parsed(restore, *words))
+    planned = restore.options_of(args, "shape-8b", page=64, chunk=4096)
+    setup = setup_for(args, shape_of(args, "shape-8b"), planned, "key")
+    found = options_of(prepare(OURS, setup, tmp_path / "server").arguments)
+    assert (found["--dtype"], found["--load-format"]) == ("bfloat16", "dummy")
+    assert "--context-length" not in found  # the model's own, which is long enough
+    config = json.loads((Path(found["--model-path"]) / "config.json").read_text())
+    assert config["max_position_embeddings"] >= int(found["--max-total-tokens"]) > 65536
+    settings = json.loads((tmp_path / "server" / "storage.json").read_text())
+    assert settings["store"]["capacity_bytes"] == 30 << 30
+
+
+def test_the_model_that_is_restored_by_default_has_weights_on_a_card() -> None:
+    assert restore.models_of(RestoreOptions.of(parsed(restore, "--device", "cuda"))) == [
+        "lab-gpu-1b"
+    ]
+    assert restore.models_of(RestoreOptions.of(parsed(restore, "--device", "cpu"))) == ["lab-mha"]
+
+
+def test_a_fuzz_run_on_a_card_has_heads_and_numbers_that_flashinfer_knows() -> None:
+    args = parsed(fuzz, "--device", "cuda", "--storage-size", "8GiB")
+    chosen = SimpleNamespace(longest_tokens=100, rows=[{"longest_tokens": 100}])
+    assert fuzz.fuzzed_model(args) == "lab-gpu-tiny"
+    setup = fuzz.make_setup(args, Path("/m"), chosen)  # type: ignore[arg-type]
+    assert (setup.device, setup.dtype, setup.storage_bytes) == ("cuda", "bfloat16", 8 << 30)
+    with pytest.raises(BenchError, match="heads of 32"):
+        fuzz.fuzzed_model(parsed(fuzz, "--device", "cuda", "--model", "tiny-qwen3"))
+
+
+def test_a_fuzz_run_with_another_attention_has_its_numbers_and_its_answers_too() -> None:
+    words = ("--attention-backend", "triton", "--hicache-io-backend", "direct")
+    named = [f"--server-arg={word}" for word in (*words, "--sampling-backend=pytorch")]
+    args = parsed(
+        fuzz, "--device", "cuda", "--dtype", "float32", "--model", "tiny-qwen3", "--tp", "2",
+        "--overlap", "off", *named,
+    )  # fmt: skip
+    assert fuzz.fuzzed_model(args) == "tiny-qwen3"
+    chosen = SimpleNamespace(longest_tokens=4096, rows=[{"longest_tokens": 4096}])
+    setup = fuzz.make_setup(args, Path("/m"), chosen)  # type: ignore[arg-type]
+    computing = fuzz.only_computing(setup)
+    assert computing.extra == ("--attention-backend", "triton", "--sampling-backend=pytorch")
+    assert (computing.dtype, computing.tp) == ("float32", 1)
+
+
+def test_a_fuzz_run_on_a_cpu_is_what_it_was() -> None:
+    args = parsed(fuzz, "--device", "cpu")
+    chosen = SimpleNamespace(longest_tokens=100, rows=[{"longest_tokens": 100}])
+    setup = fuzz.make_setup(args, Path("/m"), chosen)  # type: ignore[arg-type]
+    assert fuzz.fuzzed_model(args) == "tiny-qwen3"
+    assert (setup.dtype, setup.storage_bytes) == ("float32", 1 << 30)

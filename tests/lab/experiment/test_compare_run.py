@@ -11,16 +11,16 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
 from pathlib import Path
 
 import psutil
 import pytest
-from commands import Command, Done, child, environment, run_child
+from commands import Command, Done, child, environment, parsed, run_child
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment import argtypes, rounds
 from sgl_kvtier.lab.experiment.scenarios import compare as scenario
+from sgl_kvtier.lab.experiment.scenarios.compare import CompareOptions
 
 LOAD = (
     "--trace generated:swe-mini --sessions 2 --turns 2 --divisor 16 --gap-scale 0 "
@@ -55,13 +55,6 @@ def paced(kvtier: Command, tmp_path: Path) -> Command:
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages without plots: drawing them takes seconds."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-
-def parsed(*words: str) -> scenario.CompareOptions:
-    """The options of a comparison."""
-    parser = ArgumentParser()
-    scenario.add_arguments(parser)
-    return scenario.CompareOptions.of(parser.parse_args(words))
 
 
 def servers_left(tmp_path: Path) -> list[str]:
@@ -406,13 +399,13 @@ def test_without_a_card_servers_are_paced_unless_a_model_is_asked_for(
     model: str | None,
 ) -> None:
     monkeypatch.setattr(scenario, "detect_device", lambda: here)
-    args = scenario.choose_device(parsed(*options.split()))
+    args = scenario.choose_device(CompareOptions.of(parsed(scenario, *options.split())))
     assert (args.device, args.dilation, args.model) == (device, dilation, model)
 
 
 def test_a_model_is_one_of_ours_a_folder_or_a_name_with_its_organization(tmp_path: Path) -> None:
     def model(name: str) -> str:
-        return argtypes.model_of(scenario.CompareOptions(model=name), "cpu")
+        return argtypes.model_of(CompareOptions(model=name), "cpu")
 
     assert model(str(tmp_path)) == str(tmp_path)
     assert model("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
@@ -430,10 +423,14 @@ def test_a_model_is_one_of_ours_a_folder_or_a_name_with_its_organization(tmp_pat
 def test_a_result_in_a_folder_is_named_by_the_device_and_the_time(
     device: str, pattern: str
 ) -> None:
-    into = ("--json", "results/", "--html", "results/")
-    args = scenario.name_outputs(parsed("--device", device, *into))
+    def named(*words: str) -> CompareOptions:
+        return scenario.name_outputs(
+            CompareOptions.of(parsed(scenario, "--device", device, *words))
+        )
+
+    args = named("--json", "results/", "--html", "results/")
     assert args.json is not None
     assert re.fullmatch(rf"{pattern}\.json", args.json)
     assert args.html == args.json.removesuffix("json") + "html"
-    args = scenario.name_outputs(parsed("--device", device, "--json", "-"))
+    args = named("--json", "-")
     assert (args.json, args.html) == ("-", None)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import pytest
 from sgl_kvtier.cli import main
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment import comparison, frame
-from sgl_kvtier.lab.experiment.frame import early_end, undisturbed
+from sgl_kvtier.lab.experiment.frame import undisturbed, work_folder
 from sgl_kvtier.lab.experiment.measures import Round
 from sgl_kvtier.lab.experiment.restore.server import Target
 from sgl_kvtier.lab.experiment.restore.trial import GRID, PRIME, RestoreLog, Scale, Trial
@@ -212,8 +213,28 @@ def test_nothing_interrupts_a_report() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_without_a_failure_there_is_nothing_to_say() -> None:
-    assert early_end(False, None) == []
-    assert early_end(False, BenchError("no server answers")) == [
-        "Ended by a failure: no server answers. Figures are from what had been measured."
-    ]
+@pytest.mark.parametrize(
+    ("error", "needed", "kept"),
+    [(None, False, False), (None, True, True), (BenchError, False, True), (KeyboardInterrupt, False, False)],
+)  # fmt: skip
+def test_logs_in_a_temporary_folder_are_kept_when_something_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException] | None,
+    needed: bool,
+    kept: bool,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def go() -> None:
+        with work_folder(None, lambda: needed) as folder:
+            (folder / "server.log").write_text("why")
+            if error is not None:
+                raise error("a server did not start")
+
+    if error is None:
+        go()
+    else:
+        with pytest.raises(error):
+            go()
+    assert bool(list(tmp_path.glob("**/server.log"))) is kept

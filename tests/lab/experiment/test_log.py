@@ -4,13 +4,13 @@ else's.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from commands import parsed
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment import machine
@@ -134,9 +134,7 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
 
 
 def of_restore() -> dict[str, Any]:
-    parser = argparse.ArgumentParser()
-    restore.add_arguments(parser)
-    return restore.about(RestoreOptions.of(parser.parse_args(["--device", "cuda"])))
+    return restore.about(RestoreOptions.of(parsed(restore, "--device", "cuda")))
 
 
 def of_fuzz() -> dict[str, Any]:

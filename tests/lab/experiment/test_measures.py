@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from sgl_kvtier.lab.experiment.load import Load, LoadOptions, load, undisturbed_tokens
 from sgl_kvtier.lab.experiment.machine import CpuWatch
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, left_out, ratios, sample_rows
+from sgl_kvtier.lab.experiment.rounds import not_cold
+from sgl_kvtier.lab.experiment.scenarios.compare import answers_of
 from sgl_kvtier.lab.outside.client import Cached, Completion, Metrics
-from sgl_kvtier.lab.outside.replay import Sample
+from sgl_kvtier.lab.outside.replay import ReplayOptions, Sample
+from sgl_kvtier.lab.workload.encoder import ByteEncoder
 
 
 def make_round(
@@ -184,3 +190,66 @@ def test_on_a_paced_device_without_recompute_the_arms_are_compared_with_the_firs
     rounds[0].steps = rounds[1].steps = [STEP]
     assert figures("kvtier", rounds)["equal_tokens_fraction"] == 0.0
     assert figures("hicache-file", rounds)["equal_tokens_fraction"] is None
+
+
+def sample(sent_s: float, first_s: float | None, cached: int) -> Sample:
+    times = () if first_s is None else (first_s,)
+    tiers = Cached(cached, 0, 0, cached)
+    return Sample("a", 1, Completion(sent_s, 9.0, token_times_s=times, cached=tiers))
+
+
+def notes(*samples: Sample) -> list[str]:
+    one: Any = SimpleNamespace(arm="kvtier", number=2, samples=list(samples))
+    return not_cold(one)
+
+
+def test_the_first_answer_says_whether_a_round_was_cold() -> None:
+    found = notes(sample(1.0, 2.0, 64), sample(2.0, 3.0, 0))
+    assert found == [
+        "kvtier, round 2: the first answer had 64 cached tokens; the round was not cold."
+    ]
+
+
+def test_who_was_sent_first_and_served_later_shares_pages_with_others() -> None:
+    assert notes(sample(1.0, 5.0, 64), sample(1.1, 2.0, 0)) == []
+
+
+def test_a_round_without_an_answer_says_nothing() -> None:
+    assert notes() == notes(sample(1.0, None, 64)) == []
+
+
+PAGE = 16
+OPTIONS = ReplayOptions(concurrency=None, gap_cap_s=1.0, most_output_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Load:
+    options = LoadOptions("generated:swe-mini", sessions=3, turns=3, divisor=4)
+    return load(options, ByteEncoder(512, 4))
+
+
+def turns_of(load: Load) -> list[tuple[str, int]]:
+    """All requests, turn by turn."""
+    return [(one.session_id, turn) for turn in (1, 2, 3) for one in load.sessions]
+
+
+def test_every_request_is_compared_with_what_computing_answers(sessions: Load) -> None:
+    computed = answers_of(sessions, OPTIONS)
+    assert computed is not None
+    assert sorted(computed) == sorted(turns_of(sessions))
+    wrong = turns_of(sessions)[4]
+    samples = [
+        Sample(*key, Completion(0.0, 1.0, output_ids=(1,) if key == wrong else computed[key]))
+        for key in turns_of(sessions)
+    ]
+    rows = sample_rows([Round("kvtier", 1, samples, wall_s=1.0, complete=True)], computed)
+    assert [(row["session"], row["turn"]) for row in rows if row["equal"] is False] == [wrong]
+    assert sum(row["equal"] is True for row in rows) == len(samples) - 1
+    assert answers_of(sessions, replace(OPTIONS, feedback="server")) is None
+    assert answers_of(sessions, replace(OPTIONS, route="openai")) is None
+
+
+def test_a_pool_for_everything_has_room_for_all_contexts(sessions: Load) -> None:
+    tokens = undisturbed_tokens(sessions, PAGE)
+    assert tokens % PAGE == 0
+    assert tokens > sessions.context_tokens + sessions.longest_tokens

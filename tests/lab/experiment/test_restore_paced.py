@@ -4,14 +4,13 @@ repeated and marked.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command, Done
+from commands import Command, Done, parsed
 from fake_restore import PAGE, PAGE_BYTES, RestoringServer
 from fake_restore import measure as measure_with
 
@@ -29,10 +28,8 @@ PACED = ("--device", "paced:h100-llama8b")
 DILATION, SCALE = 4.0, 512.0
 
 
-def parsed(*words: str) -> RestoreOptions:
-    parser = argparse.ArgumentParser()
-    restore.add_arguments(parser)
-    return RestoreOptions.of(parser.parse_args([*PACED, *words]))
+def options_of(*words: str) -> RestoreOptions:
+    return RestoreOptions.of(parsed(restore, *PACED, *words))
 
 
 class Device(RestoringServer):
@@ -148,18 +145,18 @@ def test_a_log_keeps_steps_and_a_result_does_not(tmp_path: Path) -> None:
 
 def test_paced_and_computed_trials_share_no_log(tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
-    RestoreLog.open(file, restore.about(parsed()))
+    RestoreLog.open(file, restore.about(options_of()))
     with pytest.raises(BenchError, match="were made with device"):
-        RestoreLog.open(file, restore.about(parsed("--device", "cpu")))
+        RestoreLog.open(file, restore.about(options_of("--device", "cpu")))
     with pytest.raises(BenchError, match="were made with paced"):
-        RestoreLog.open(file, restore.about(parsed("--dilation", "2")))
+        RestoreLog.open(file, restore.about(options_of("--dilation", "2")))
 
 
 def test_a_server_gets_the_devices_own_model_disk_and_deadlines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    args = parsed("--dilation", "2")
+    args = options_of("--dilation", "2")
     shape = restore.shape_of(args, "h100-llama8b")
     options = restore.options_of(args, "h100-llama8b", shape.page, shape.chunk)
     setup = setup_for(args, shape, options, "key")

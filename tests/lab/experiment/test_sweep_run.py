@@ -151,9 +151,3 @@ def test_a_load_that_is_none_is_refused(sweep: Command, words: tuple[str, str]) 
     done = sweep(*words)
     assert done.status == 2
     assert "must be" in done.err
-
-
-def test_concurrencies_and_rates_exclude_each_other(sweep: Command) -> None:
-    done = sweep("--concurrency", "1", "--rate", "0.5")
-    assert done.status == 2
-    assert "--rate: not allowed with argument --concurrency" in done.err

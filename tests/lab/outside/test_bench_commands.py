@@ -27,44 +27,6 @@ def test_model_without_a_name_lists_what_there_is(tmp_path: Path) -> None:
     ]
 
 
-def test_serve_prints_a_command_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = tmp_path / "pages"
-    assert (
-        main(
-            [
-                "serve",
-                "org/model",
-                "--store",
-                str(store),
-                "--device",
-                "cuda",
-                "--print",
-                "--",
-                "--tp",
-                "2",
-            ]
-        )
-        == 0
-    )
-    printed = capsys.readouterr().out
-    assert "-m sglang.launch_server --model-path org/model" in printed
-    assert "--hicache-storage-backend kvtier" in printed
-    assert f'"path": "{store}"' in printed
-    assert "--tp 2" in printed
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_serve_refuses_a_settings_file_with_a_wrong_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "kvtier.json"
-    config.write_text('{"store": {"pathh": "/x"}}')
-    assert main(["serve", "m", "--config", str(config), "--print"]) == 1
-    assert "Did you mean store.path?" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

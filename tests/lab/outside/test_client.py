@@ -166,17 +166,6 @@ def test_a_connection_that_its_server_may_be_closing_is_not_used_again(
     assert len(set(fake_server.peers)) == 2
 
 
-def test_a_setting_that_is_refused_is_an_error() -> None:
-    server = RestoringServer(refuses=("restore",))
-
-    async def go() -> None:
-        async with server.up(), Client(server.url, admin_key="secret") as client:
-            await client.set_policy(restore="compute")
-
-    with pytest.raises(BenchError, match=r"policy\.restore is fixed"):
-        asyncio.run(go())
-
-
 @pytest.mark.parametrize("incremental", [False, True])
 def test_log_probs_are_kept_where_they_were_asked_for(incremental: bool) -> None:
     server = RestoringServer(incremental=incremental)

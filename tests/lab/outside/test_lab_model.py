@@ -42,13 +42,6 @@ def test_a_folder_without_its_completion_mark_is_written_again(tmp_path: Path) -
     assert (first / "model.safetensors").read_bytes() == whole
 
 
-def test_the_cache_folder_follows_the_xdg_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert lab_model.models_dir() == tmp_path / "kvtier" / "models"
-
-
 def test_a_folder_that_cannot_be_made_and_an_unknown_model_are_reported(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="lab-mha, lab-gqa"):
         lab_model.write_model("gpt-9", folder=tmp_path)

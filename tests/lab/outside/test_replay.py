@@ -105,14 +105,6 @@ def test_no_more_sessions_run_at_once_than_asked_for(fake_server: FakeServer) ->
     assert fake_server.most_running == 2
 
 
-def test_turns_of_a_session_come_in_order_and_are_numbered_from_one(
-    fake_server: FakeServer,
-) -> None:
-    samples = run(fake_server, [make_session("a"), make_session("b")], ReplayOptions())
-    for name in "ab":
-        assert [s.turn for s in samples if s.session == name] == [1, 2, 3]
-
-
 def test_a_session_goes_on_after_a_request_that_failed(fake_server: FakeServer) -> None:
     session = make_session("s", 3)
     second = recorded_prompts(session)[1]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 
 import pytest
+from commands import parsed
 
 from sgl_kvtier.config import parse_config
 from sgl_kvtier.errors import BenchError, ConfigError
@@ -114,9 +114,7 @@ PACED = ("--device", "paced:h100-llama8b")
 
 def serve(*words, extra=()):
     """`kvtier serve --print` with these words, and `extra` behind --."""
-    parser = argparse.ArgumentParser()
-    serve_command.add_arguments(parser)
-    args = parser.parse_args([*words, "--print"])
+    args = parsed(serve_command, *words, "--print")
     args.extra = list(extra)
     return serve_command.run(args)
 

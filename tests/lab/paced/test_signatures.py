@@ -11,7 +11,6 @@ from sgl_kvtier.lab.paced.signatures import Decode, Extend, Signer, answer_of, c
 
 PAGE = 16
 SLOTS = 128 * PAGE
-NOTHING = torch.zeros(0, dtype=torch.int64)
 
 
 def buffers(kind: str) -> dict[str, torch.Tensor]:
@@ -60,16 +59,6 @@ def test_the_next_token_depends_neither_on_chunks_nor_on_where_pages_lie(kind):
     whole = server.prefill(tokens, places(500))
     assert Server(kind).prefill(tokens, places(500, seed=9), 16, 160, 490) == whole
     assert server.signer.mismatches == []
-
-
-def test_decoding_and_prefilling_the_same_tokens_give_the_same_next_token():
-    tokens, slots, server = prompt(200), places(220), Server()
-    first = server.prefill(tokens, slots[:200])
-    one = Decode("r", slots, 200, chain_of(tokens))
-    second = server.signer.decode([one], torch.tensor([first]), slots[200:201])
-    other = Server()
-    both = torch.cat([tokens, torch.tensor([first])])
-    assert other.prefill(both, places(220, seed=5)[:201]) == int(second)
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla", "fp8"])

@@ -18,8 +18,7 @@ from sgl_kvtier.lab.pages.compare.figures import (
     figures,
     session_bars,
 )
-from sgl_kvtier.lab.pages.figure import colours
-from sgl_kvtier.lab.pages.plots import Bar, Panel, Series, panels
+from sgl_kvtier.lab.pages.plots import Bar
 
 pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
 
@@ -117,12 +116,3 @@ def test_a_gantt_says_whether_its_server_tells_loading_from_queueing(
     assert ">queued or loading<" in stock and "does not say when" in stock
     assert ">queued or loading<" not in ours and "does not say when" not in ours
     assert ">queued<" in ours and ">loading<" in ours
-
-
-def test_a_curve_keeps_its_colour_where_another_has_no_values() -> None:
-    known, other = Series("mooncake", [0, 1], [1, 2]), Series("nixl", [0, 1], [2, 3])
-    both = panels([Panel("device", [known, other])], "T", "s")
-    one = panels([Panel("device", [Series("mooncake", [], []), other])], "T", "s")
-    colour = colours(["mooncake", "nixl"])["nixl"].lower()
-    assert colour in both.lower() and colour in one.lower()
-    assert ">mooncake<" not in one

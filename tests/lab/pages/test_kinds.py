@@ -70,12 +70,6 @@ def test_the_page_says_at_which_load_and_in_what_ours_is_worse(result: dict) -> 
     assert page.count("<svg") == 3
 
 
-def test_a_page_without_a_worse_cell_says_so(result: dict) -> None:
-    del result["cells"][0]
-    ((text, bad),) = SWEEP.losing(result)
-    assert text.startswith("None:") and not bad
-
-
 @pytest.mark.parametrize(("share", "said"), [(1.0, "same tokens as"), (0.5, "equal those of")])
 def test_equal_answers_name_the_arm_they_were_compared_with(
     result: dict, share: float, said: str
@@ -110,14 +104,6 @@ def test_a_load_that_was_not_measured_is_not_said_to_have_lost_pace(
     del last["pace"]
     last |= left
     assert not [text for text, _ in SWEEP.statements(result) if "keep pace" in text]
-
-
-def test_loads_may_be_rates(result: dict) -> None:
-    for cell in result["cells"]:
-        cell["rate"] = cell.pop("concurrency") / 10
-    (table,) = SWEEP.tables(result)
-    assert [row[0] for row in table.cells()] == ["0.1", "0.1", "0.4", "0.4"]
-    assert "0.4/s" in pareto(result, "p50")
 
 
 @pytest.mark.parametrize(("failure", "text"), [("no memory\nat all", "kvtier failed: no memory")])

@@ -12,7 +12,7 @@ import pytest
 
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.extras import how_to_install
-from sgl_kvtier.lab.pages.figure import colours, dashes, plots_available
+from sgl_kvtier.lab.pages.figure import colours, plots_available
 from sgl_kvtier.lab.pages.plots import Bar, Series, cdf, lines, stacked_bars, timeline
 
 pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
@@ -89,12 +89,6 @@ def test_a_share_in_a_bar_is_never_rounded_up_to_all() -> None:
     assert "> 99 %" in texts(stacked_bars({"kvtier": {"device": 1, "storage": 999}}, "T", "x"))
 
 
-def test_large_numbers_on_an_axis_are_short_and_exact() -> None:
-    found = texts(stacked_bars({"kvtier": {"device": 3_000_000}}, "T", "tokens"))
-    assert {"0", "1.2M", "3M"} <= set(found)
-    assert "2,000" in texts(stacked_bars({"kvtier": {"device": 2_000}}, "T", "tokens"))
-
-
 def test_ids_of_two_plots_never_clash_and_every_reference_is_answered() -> None:
     plots = drawn().values()
     ids = [re.findall(r' id="([^"]+)"', svg) for svg in plots]
@@ -102,22 +96,6 @@ def test_ids_of_two_plots_never_clash_and_every_reference_is_answered() -> None:
     assert len(every) == len(set(every))
     for svg, found in zip(plots, ids, strict=True):
         assert set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg)) == set(found)
-
-
-def test_the_same_data_gives_the_same_bytes() -> None:
-    assert drawn.__wrapped__() == drawn()
-
-
-def test_an_arm_keeps_its_colour_whoever_stands_beside_it() -> None:
-    for arm in ARMS:
-        assert colours([arm]) == {arm: colours(ARMS)[arm]}
-        assert colours(["other", arm])[arm] == colours(ARMS)[arm]
-
-
-def test_names_are_told_apart_by_colour_and_by_dash() -> None:
-    names = [*ARMS, "a", "b", "c"]
-    assert len(set(colours(names).values())) == len(names)
-    assert len({str(dashes(ARMS)[arm]) for arm in ARMS}) == len(ARMS)
 
 
 def test_a_gap_is_a_gap_and_not_a_line_through_zero() -> None:

@@ -74,14 +74,6 @@ def test_tokens_beat_layers_at_l_delta_and_not_before() -> None:
         assert by_token > by_layer
 
 
-def test_prefixes_are_split_by_tokens_from_l_delta_on() -> None:
-    place = rig(Place("A100", "Qwen3-8B", 40.0))
-    threshold = l_delta(place)
-    for tokens, by_layers in ((threshold, False), (threshold - 64, True)):
-        request = cacheflow._request("r", Prompt(0.0, int(tokens), 64), 64, place, threshold)
-        assert (request.by_layers is not None) == by_layers
-
-
 @pytest.mark.parametrize(
     ("hardware", "model", "tokens"),
     [("H100", "Qwen3-8B", 6016), ("L40S", "Qwen3-30B-A3B", 2048), ("L40S", "Qwen3-30B-A3B", 12032)],
@@ -96,18 +88,6 @@ def test_a_prefix_restored_by_layers_takes_as_long_as_the_formula_says(
     suffix_s = parts.cost.seconds(Batch((Span(tokens, tokens + 64),)))
     formula_s = axis_seconds(place, tokens)[1]
     assert formula_s <= seconds - suffix_s < 1.08 * formula_s
-
-
-def test_of_two_requests_by_layers_the_first_computes_and_the_longer_has_the_link() -> None:
-    place = rig(Place())
-    prompts = [Prompt(0.0, 3008, 64), Prompt(0.001, 9024, 64)]
-    both = serve(place, prompts, "CacheFlow").requests
-    alone = [serve(place, [prompt], "CacheFlow").requests[0] for prompt in prompts]
-    assert both[0].first_chunk_s == alone[0].first_chunk_s
-    assert both[0].spliced_tokens < alone[0].spliced_tokens
-    assert both[1].spliced_tokens > alone[1].spliced_tokens
-    assert both[0].first_token_s is not None and both[1].first_token_s is not None
-    assert both[0].first_token_s < both[1].first_token_s
 
 
 def test_stages_that_restore_by_themselves_are_faster_than_stages_in_a_row() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from sgl_kvtier.errors import TraceError
+from sgl_kvtier.lab.papers.pages import put
 from sgl_kvtier.lab.sim.cells import Agreement, Cell, agreement
 from sgl_kvtier.lab.workload.catalogue import trace_files
 
@@ -99,6 +101,18 @@ def test_every_printed_row_comes_to_the_recorded_verdict(paper: str) -> None:
     if paper == "cacheflow" and "swe_mini_deepseek" not in trace_files():
         pytest.skip("needs the trace swe_mini_deepseek")
     assert every_line(paper) == recorded(paper)
+
+
+def test_only_what_stands_between_the_markers_of_a_name_is_replaced() -> None:
+    page = "# Title\n\n<!-- a: begin -->\nold\n<!-- a: end -->\n\n<!-- b: begin -->\nb\n<!-- b: end -->\n"
+    new = page.replace("\nold\n", "\n\nnew\n\n")
+    assert put(page, "a", "new") == new
+    assert put(put(page, "a", "other"), "a", "new") == new
+
+
+def test_a_page_without_markers_is_left_alone() -> None:
+    with pytest.raises(TraceError, match="a: begin"):
+        put("# Title\n", "a", "new")
 
 
 if __name__ == "__main__":

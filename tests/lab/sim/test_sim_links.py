@@ -32,10 +32,6 @@ def _ends(
     return ends, network
 
 
-def test_a_stream_alone_has_the_whole_pipe() -> None:
-    assert _ends({"a": Pipe(100)}, [(0, ("a",), 250)])[0] == [2.5]
-
-
 def test_streams_are_retimed_when_another_joins_and_leaves() -> None:
     # Alone for 1 s (100 of 200 bytes), then half each: the second needs 2 s, the first ends with
     # it.

@@ -4,7 +4,6 @@ beside it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,6 @@ from sgl_kvtier.policy.messages import (
     RunOrder,
     StepView,
 )
-from sgl_kvtier.policy.restore.queue_order import ASK_AGAIN_S
 from sgl_kvtier.types import Link, PageKey, Tier
 
 SPEC = ServerSpec(page_tokens=PAGE, step_tokens=512, device_pages=40, host_pages=80, consulted=True)
@@ -132,16 +130,6 @@ def test_stored_pages_are_read_in_the_order_of_the_queue_as_far_as_there_is_room
     assert all(request.computed_tokens < 36 * PAGE for request in result.requests[-3:])
 
 
-def test_the_order_of_the_queue_is_asked_again_as_often_as_in_a_server() -> None:
-    planner = Asked(left)
-    long = SimRequest("long", 0.0, 4096)
-    _run(planner, [long, *(SimRequest(f"w{n}", 1.0, 400) for n in range(3))],
-         spec=ServerSpec(page_tokens=PAGE, step_tokens=64, consulted=True))  # fmt: skip
-    times = [question.now for question in planner.of(RunOrder)]
-    assert len(times) > 10
-    assert all(later - former >= ASK_AGAIN_S for former, later in itertools.pairwise(times))
-
-
 def test_a_short_one_runs_beside_the_chunks_of_a_long_one_as_in_a_server() -> None:
     long, short = SimRequest("long", 0.0, 4096), SimRequest("short", 1.0, 16)
     spec = ServerSpec(page_tokens=PAGE, step_tokens=64, consulted=True)
@@ -194,9 +182,3 @@ def test_room_on_the_device_is_made_in_the_maps_order_as_in_a_server() -> None:
     by_last_use, by_the_map = dropped(None), dropped(lambda count: late[::-1])
     assert by_last_use and by_last_use <= set(soon)
     assert by_the_map and by_the_map <= set(late)
-
-
-def test_a_server_with_nothing_to_run_asks_its_planner_as_time_goes_by() -> None:
-    planner = Asked(left)
-    _run(planner, [_chain("a", 4), _chain("b", 4, at=50.0)])
-    assert sum(20 < view.now < 21 for view in planner.views) > 50

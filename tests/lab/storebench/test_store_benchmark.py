@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from commands import parsed
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.storebench import command
@@ -24,14 +24,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measure(tmp_path: Path, *arguments: str) -> dict:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
     out = tmp_path / "bench.json"
     small = "--pages 64KiB --bytes 2MiB --runtime 0.1"
-    args = parser.parse_args(
-        ["--dir", str(tmp_path), *small.split(), *arguments, "--json", str(out)]
-    )
-    assert command.run(args) == 0
+    words = ("--dir", str(tmp_path), *small.split(), *arguments, "--json", str(out))
+    assert command.run(parsed(command, *words)) == 0
     return json.loads(out.read_text())
 
 

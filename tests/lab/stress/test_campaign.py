@@ -29,7 +29,6 @@ from sgl_kvtier.lab.stress.store.shared_oracle import (
     SharedLock,
     SharedOracle,
     content,
-    now_ns,
     page_of,
 )
 from sgl_kvtier.lab.stress.trouble import OF_A_STORE, Finding
@@ -128,25 +127,21 @@ def test_a_store_that_keeps_its_promise_has_no_faults(site: Site) -> None:
     assert site.oracle.total(Count.GONE_LOOKED_FOR) == 3 * 4 + 10
 
 
-def test_other_bytes_are_a_wrong_page(site: Site) -> None:
+def one_other_bit(page: bytes) -> bytes:
+    return page[:-1] + bytes([page[-1] ^ 1])
+
+
+WRONG: dict[str, Callable[[Site], bytes]] = {
+    "another bit": lambda site: one_other_bit(site.pages.kept[site.key(3)]),
+    "another page": lambda site: site.pages.kept[site.key(6)],
+    "a generation that nobody put": lambda site: content(page_of(0, 1, 3), 2),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_other_bytes_are_a_wrong_page(site: Site, what: str) -> None:
     site.first.put(NAMES)
-    data = bytearray(site.pages.kept[site.key(3)])
-    data[-1] ^= 1
-    site.pages.kept[site.key(3)] = bytes(data)
-    site.first.check(NAMES)
-    assert site.faults() == {Finding.WRONG: 1}
-
-
-def test_another_page_in_place_of_the_right_one_is_a_wrong_page(site: Site) -> None:
-    site.first.put(NAMES)
-    site.pages.kept[site.key(3)] = site.pages.kept[site.key(6)]
-    site.first.check(NAMES)
-    assert site.faults() == {Finding.WRONG: 1}
-
-
-def test_a_page_of_a_generation_that_nobody_put_is_a_wrong_page(site: Site) -> None:
-    site.first.put(NAMES)
-    site.pages.kept[site.key(3)] = content(page_of(0, 1, 3), 2)
+    site.pages.kept[site.key(3)] = WRONG[what](site)
     site.first.check(NAMES)
     assert site.faults() == {Finding.WRONG: 1}
 
@@ -207,68 +202,6 @@ def test_who_stored_a_page_must_find_it_at_once(site: Site) -> None:
     assert site.faults() == {Finding.LOST: 4}
 
 
-def test_what_was_deleted_or_is_evicted_is_not_owed(site: Site, tmp_path: Path) -> None:
-    site.first.put(NAMES)
-    site.second.delete(NAMES)
-    site.first.follow()
-    site.first.check(NAMES)
-    evicting = SharedOracle(site.oracle.journal, 1, len(NAMES), 1, owes=False)
-    intent = evicting.begin_put(0, 1, 1, NAMES, 1)
-    evicting.end_put(0, 1, intent, [PutOutcome.STORED] * len(NAMES), 1)
-    assert len(evicting.owed()) == 0 and site.faults() == {}
-
-
-def test_a_page_that_was_put_while_it_was_deleted_may_stay_or_go(site: Site) -> None:
-    site.pages.during_put = lambda: site.second.delete(NAMES)
-    site.first.put(NAMES)
-    for owner_ in (site.first, site.second):
-        owner_.follow()
-        owner_.check(NAMES)
-    site.pages.kept.clear()
-    site.first.check(NAMES)
-    assert site.faults() == {}
-    site.pages.during_put = lambda: None
-    site.first.delete(NAMES)
-    assert len(site.oracle.gone()) == len(NAMES)
-
-
-def test_a_page_that_the_reader_is_putting_itself_may_be_missed(site: Site) -> None:
-    site.first.put(NAMES)
-    site.second.follow()
-    site.pages.kept.clear()
-    site.pages.during_put = lambda: site.second.check(NAMES)
-    site.second.put(NAMES)
-    assert site.faults() == {}
-    site.first.follow()
-    site.pages.kept.clear()
-    site.first.check(NAMES)
-    assert site.faults() == {Finding.LOST: len(NAMES)}
-
-
-def test_a_put_that_cannot_know_of_a_delete_yet_owes_nothing(site: Site) -> None:
-    site.second.delete(NAMES)
-    with site.oracle.lock:
-        site.oracle._known.gone_since[:] = 0  # as if a put had been in flight
-    site.first.put(NAMES)
-    assert len(site.oracle.owed()) == 0
-    site.first.follow()
-    site.first.put(NAMES)
-    assert len(site.oracle.owed()) == len(NAMES)
-
-
-def test_a_process_that_died_before_its_answer_owes_nothing_and_deletes_nothing(site: Site) -> None:
-    site.second.put(NAMES[5:])
-    site.oracle.begin_put(0, 1, 1, NAMES[:3], now_ns())
-    site.oracle.begin_delete(0, 1, 1, NAMES[5:])
-    with site.oracle.lock:
-        site.oracle.bury(0)
-    site.second.follow()
-    site.second.check(NAMES)
-    assert site.faults() == {} and len(site.oracle.owed()) == len(site.oracle.gone()) == 0
-    site.second.put(NAMES)
-    assert len(site.oracle.owed()) == len(NAMES)
-
-
 def test_an_open_that_fails_is_a_fault_and_one_that_a_shortage_refuses_is_none(site: Site) -> None:
     errors = [IndexError("of ours"), StoreError("stop"), StoreError("stop")]
 
@@ -283,19 +216,6 @@ def test_an_open_that_fails_is_a_fault_and_one_that_a_shortage_refuses_is_none(s
     assert site.faults() == {Finding.FAILED_OPEN: 1}
     assert site.oracle.total(Count.REFUSED_OPENS) == 2
     assert "IndexError: of ours" in site.history()
-
-
-def test_a_shortage_that_came_and_went_while_a_store_was_opened_is_noticed(site: Site) -> None:
-    def opener(*_: object) -> Pages:
-        site.board.troubles[1] += 2
-        return site.pages
-
-    site.first.put(NAMES)
-    maimed = site.owner(1, opener)
-    assert maimed.open()
-    site.pages.kept.clear()
-    maimed.check(NAMES)
-    assert site.faults() == {}
 
 
 def test_stats_that_raise_are_a_fault(site: Site) -> None:
@@ -319,17 +239,6 @@ def test_what_only_a_call_of_follow_finds_shows_that_the_follower_stopped(
     assert site.faults() == {Finding.FOLLOWER_STOPPED: 1}
 
 
-def test_a_follower_that_was_suspended_a_moment_ago_is_not_blamed(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site.first.put(NAMES)
-    site.pages.kept.clear()
-    monkeypatch.setattr(owner, "PATIENCE_NS", 0)
-    site.board.calm_since_ns[1] = now_ns() + 10**12
-    site.second.check(NAMES)
-    assert site.faults() == {}
-
-
 def test_what_is_not_found_in_trouble_says_nothing_and_what_was_stored_in_trouble_is_owed(
     site: Site,
 ) -> None:
@@ -344,28 +253,6 @@ def test_what_is_not_found_in_trouble_says_nothing_and_what_was_stored_in_troubl
     site.board.troubles[1] += 1
     site.second.check(NAMES)
     assert site.faults() == {Finding.LOST: len(NAMES)}
-
-
-def test_a_delete_that_others_cannot_be_told_of_is_in_flight_until_its_process_ends(
-    site: Site,
-) -> None:
-    site.first.put(NAMES)
-    kept = dict(site.pages.kept)
-    site.board.troubles[1] += 1
-    site.second.delete(NAMES)
-    site.board.troubles[1] += 1
-    site.pages.kept = kept
-    site.first.follow()
-    site.first.check(NAMES)
-    site.first.put(NAMES)
-    assert len(site.oracle.owed()) == 0 and site.faults() == {}
-    site.second.check(NAMES)
-    assert site.faults() == {Finding.RESURRECTED: len(NAMES)}  # it knows of its own delete
-    with site.oracle.lock:
-        site.oracle.bury(1)
-    site.first.follow()
-    site.first.put(NAMES)
-    assert len(site.oracle.owed()) == len(NAMES)
 
 
 @pytest.mark.parametrize("trouble", [True, False])
@@ -398,21 +285,6 @@ def test_what_is_evicted_is_not_owed_and_is_a_fault_where_there_was_room(
     looks.close()
 
 
-def test_an_eviction_that_the_log_does_not_name_is_in_flight_until_its_process_ends(
-    site: Site,
-) -> None:
-    site.first.put(NAMES)
-    for told, owed in ((False, 8), (True, 10)):
-        evicted = site.oracle.begin_evicting(0, 1, NAMES[:2])
-        assert len(site.oracle.owed()) == 8
-        site.oracle.end_evicting(0, evicted, told=told)
-        site.second.follow()
-        site.second.put(NAMES)
-        assert len(site.oracle.owed()) == owed
-        with site.oracle.lock:
-            site.oracle.bury(0)
-
-
 def test_a_new_folder_has_other_keys_and_an_empty_account(site: Site) -> None:
     site.first.put(NAMES)
     with site.oracle.lock:
@@ -438,23 +310,6 @@ def test_a_killed_process_lets_go_of_the_lock(tmp_path: Path) -> None:
     with lock:
         pass
     lock.close()
-
-
-def test_a_clock_that_steps_leaves_older_files_their_time(tmp_path: Path) -> None:
-    board = Board(2)
-    env, other = OwnersEnv(board, 0), OwnersEnv(board, 1)
-    old, new = tmp_path / "old", tmp_path / "new"
-    old.touch()
-    before = env.modified_ns(str(old))
-    time.sleep(0.02)  # the clock of files goes in steps
-    board.step_clock(3600 * 10**9)
-    time.sleep(0.02)
-    new.touch()
-    assert env.modified_ns(str(old)) == env.status(str(old)).st_mtime_ns == before
-    assert env.modified_ns(str(new)) > before + 3599 * 10**9
-    assert env.status(str(new)).st_ino == new.stat().st_ino
-    board.own_shift_ns[0] = -7200 * 10**9
-    assert other.wall_ns() - env.wall_ns() > 7199 * 10**9
 
 
 def test_a_full_disk_takes_no_new_byte_and_what_is_there_can_be_written(tmp_path: Path) -> None:

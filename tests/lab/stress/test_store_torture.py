@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import parsed
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.stress.store import command, faults, power
@@ -111,13 +111,9 @@ def test_a_point_that_every_opening_passes_is_met_with_pages_in_the_folder(tmp_p
 
 
 def test_the_command_says_what_it_did_in_json(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
     out = tmp_path / "torture.json"
-    args = parser.parse_args(
-        ["--quick", "--only", "stall", "--dir", str(tmp_path), "--json", str(out)]
-    )
-    assert command.run(args) == 0
+    words = ("--quick", "--only", "stall", "--dir", str(tmp_path), "--json", str(out))
+    assert command.run(parsed(command, *words)) == 0
     data = json.loads(out.read_text())
     assert data["schema"] == "kvtier.torture/1"
     assert {
@@ -137,9 +133,6 @@ def test_without_threads_that_fail_the_command_says_how_to_build_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "BUILT", False)
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    args = parser.parse_args(["--quick", "--only", "sweep", "--dir", str(tmp_path)])
     with pytest.raises(BenchError, match=r"not built here.*pip install"):
-        command.run(args)
+        command.run(parsed(command, "--quick", "--only", "sweep", "--dir", str(tmp_path)))
     assert list(tmp_path.iterdir()) == []

@@ -35,12 +35,6 @@ def calls(session: Session) -> list[Call]:
     return [event for event in session.events if isinstance(event, Call)]
 
 
-def test_a_request_is_the_blocks_kept_and_the_new_runs() -> None:
-    (session,) = claude(claude_record(request(0, 1, 3), request(3, 4, 2, 90, 1), request(6)))
-    assert prompts(session) == [[1, 2, 3], [1, 2, 3, 4, 5, 90], [1, 2, 3, 4, 5, 90]]
-    assert session.edits == 0
-
-
 def test_keeping_less_than_there_was_is_an_edit_that_may_cut_a_run() -> None:
     (session,) = claude(
         claude_record(request(0, 1, 4), request(4, 5, 4), request(6, 50, 1), request(0, 70, 1))
@@ -60,12 +54,6 @@ def test_keeping_less_than_there_was_is_an_edit_that_may_cut_a_run() -> None:
 def test_losing_the_last_block_alone_is_told_from_dropping_a_prefix() -> None:
     (session,) = claude(claude_record(request(0, 1, 3), request(2, 9, 2)))
     assert [e.why for e in session.events if isinstance(e, Edit)] == ["last block rewritten"]
-
-
-def test_whole_messages_that_are_kept_stay_the_same_objects() -> None:
-    (session,) = claude(claude_record(request(0, 1, 4), request(4, 5, 4), request(6, 50, 1)))
-    first, _, last = (prompt for _, prompt in Context(session).calls())
-    assert first[0] is last[0]
 
 
 @given(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
+from commands import parsed
 from trace_records import WriteTrace, assistant, swe_record, user
 
 from sgl_kvtier.errors import KVTierError, TraceError
-from sgl_kvtier.lab.workload.commands import add_arguments, run
+from sgl_kvtier.lab.workload import commands
 
 
 def kvtier_trace(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return run(parser.parse_args(list(words)))
+    return commands.run(parsed(commands, *words))
 
 
 def test_generated_sessions_can_be_described_from_the_file(
