@@ -118,8 +118,8 @@ def test_a_page_of_a_run_that_was_stopped_early_has_what_there_is() -> None:
     assert len(table.rows) == 1
 
 
-def test_every_arm_has_every_speed_and_round(moved: Command, tmp_path: Path) -> None:
-    done = moved("--rounds", "2", "--html", str(tmp_path / "page.html"))
+def test_every_arm_has_every_speed(moved: Command) -> None:
+    done = moved("--rounds", "1")
     assert done.status == 0, done.err
     result = done.result
     assert result["schema"] == "kvtier.compare.remote/1"
@@ -127,10 +127,9 @@ def test_every_arm_has_every_speed_and_round(moved: Command, tmp_path: Path) -> 
     for cell in result["cells"]:
         assert list(cell["arms"]) == list(REMOTE_ARMS)
         for arm in cell["arms"].values():
-            assert arm["ttft_ms"]["n"] == 2 * 2
+            assert arm["ttft_ms"]["n"] == 2
             assert (arm["errors"], arm["equal_tokens_fraction"]) == (0, 1.0)
     assert FakeEngine.live == FakeCluster.live == 0
-    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
 
 
 def test_a_session_goes_on_at_the_other_server_but_for_the_oracles(moved: Command) -> None:

@@ -76,14 +76,11 @@ def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path) -> None:
     assert group_of(server) == []
 
 
-def test_a_server_that_ignores_sigterm_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sgl_kvtier.lab.outside.server.TERMINATE_S", 0.2)
+def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     server = make_server(tmp_path, "stubborn")
     server.start()
     server.wait_until_healthy(60)
-    server.stop()
+    server.stop(patience_s=0.2)
     assert group_of(server) == []
 
 
