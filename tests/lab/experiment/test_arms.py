@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 from commands import options_of, parsed
 
-from sgl_kvtier import launch
 from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment import arms
@@ -105,13 +104,6 @@ def test_storage_arms_have_folders_of_their_own_and_the_same_limits(tmp_path: Pa
     assert len({one["prefetch_threshold"] for one in settings.values()}) == 1
 
 
-def test_a_flag_of_sglang_reaches_the_server_of_its_arm_alone(tmp_path: Path) -> None:
-    for arm in ("hicache-file", "flagged"):
-        options = options_of(prepare(arm, CPU, tmp_path / arm).arguments)
-        wanted = "slru" if arm == "flagged" else None
-        assert options.get("--radix-eviction-policy") == wanted
-
-
 def test_of_the_arms_that_restore_one_looks_ahead(tmp_path: Path) -> None:
     ahead = {"prefetch": "on", "eviction": "next-use"}
     setup = replace(CPU, sections={"policy": {"restore": "both", **ahead}})
@@ -142,13 +134,6 @@ def test_mooncake_waits_for_a_paced_devices_disk_unless_a_link_has_its_speed(
     linked = REMOTE_ARMS["hicache-mooncake"].setup(setup, "127.0.0.1:1")
     assert MOONCAKE_WAITS not in prepare("hicache-mooncake", linked, tmp_path).env
     assert MOONCAKE_WAITS not in prepare("hicache-mooncake", CPU, tmp_path).env
-
-
-def test_our_settings_file_is_one_the_server_accepts(tmp_path: Path) -> None:
-    prepare("kvtier", CPU, tmp_path)
-    config = load_config(tmp_path / "storage.json")
-    assert config.store.path == str(storage_folder(tmp_path))
-    assert config.store.capacity_bytes == 1 << 30
 
 
 def test_a_gpu_uses_flashinfer_and_kernels_and_a_cpu_names_no_attention(tmp_path: Path) -> None:
@@ -201,25 +186,12 @@ CARD = Setup("/m", "m", device="cuda", page_size=64, chunk_tokens=4096, dtype="b
 LENGTHS = [8 << 10, 16 << 10, 32 << 10, 64 << 10]
 
 
-@pytest.fixture
-def no_sampling_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arms, "find_spec", lambda _name: None)
-
-
 def test_float32_is_refused_where_flashinfer_is_the_attention(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="bfloat16"):
         prepare(OURS, replace(CARD, dtype="float32"), tmp_path)
     prepare(OURS, replace(CARD, dtype="float32", device="cpu"), tmp_path / "cpu")
     other = ("--attention-backend", "triton")
     prepare(OURS, replace(CARD, dtype="float32", extra=other), tmp_path / "triton")
-
-
-def test_torch_samples_on_a_card_whose_sampling_modules_are_not_compiled(
-    tmp_path: Path, no_sampling_modules: None
-) -> None:
-    found = options_of(prepare(OURS, CARD, tmp_path).arguments)
-    assert found["--sampling-backend"] == "pytorch"
-    assert found["--attention-backend"] == "flashinfer"
 
 
 def test_flashinfer_samples_where_its_modules_are_compiled(
@@ -233,10 +205,6 @@ def test_flashinfer_samples_where_its_modules_are_compiled(
     assert "--sampling-backend" not in prepare(OURS, CARD, tmp_path / "arm").arguments
 
 
-def test_a_users_own_server_samples_as_sglang_chooses(no_sampling_modules: None) -> None:
-    assert "--sampling-backend" not in launch.serve_flags("m", "cuda", "@/s.json")
-
-
 @pytest.mark.parametrize("model", ["shape-8b", "lab-gpu-1b"])
 def test_the_store_holds_every_prompt_of_a_model_of_ours(model: str) -> None:
     tokens, per_token = sum(LENGTHS), {"shape-8b": 131072, "lab-gpu-1b": 65536}[model]
@@ -244,11 +212,6 @@ def test_the_store_holds_every_prompt_of_a_model_of_ours(model: str) -> None:
     with pytest.raises(BenchError, match="--storage-size"):
         storage_bytes(4 << 30, model, "bfloat16", tokens)
     assert storage_bytes(40 << 30, model, "bfloat16", tokens) == 40 << 30
-
-
-def test_the_size_of_the_store_is_taken_at_its_word_for_a_model_that_is_not_known() -> None:
-    assert storage_bytes(1 << 30, "/models/some", "auto", 65536) == 1 << 30
-    assert storage_bytes(None, "/models/some", "auto", 65536) == 4 << 30
 
 
 def test_a_restore_server_on_a_card_serves_bfloat16_from_a_store_of_the_size_asked_for(
@@ -266,13 +229,6 @@ def test_a_restore_server_on_a_card_serves_bfloat16_from_a_store_of_the_size_ask
     assert config["max_position_embeddings"] >= int(found["--max-total-tokens"]) > 65536
     settings = json.loads((tmp_path / "server" / "storage.json").read_text())
     assert settings["store"]["capacity_bytes"] == 30 << 30
-
-
-def test_the_model_that_is_restored_by_default_has_weights_on_a_card() -> None:
-    assert restore.models_of(RestoreOptions.of(parsed(restore, "--device", "cuda"))) == [
-        "lab-gpu-1b"
-    ]
-    assert restore.models_of(RestoreOptions.of(parsed(restore, "--device", "cpu"))) == ["lab-mha"]
 
 
 def test_a_fuzz_run_on_a_card_has_heads_and_numbers_that_flashinfer_knows() -> None:
@@ -298,11 +254,3 @@ def test_a_fuzz_run_with_another_attention_has_its_numbers_and_its_answers_too()
     computing = fuzz.only_computing(setup)
     assert computing.extra == ("--attention-backend", "triton", "--sampling-backend=pytorch")
     assert (computing.dtype, computing.tp) == ("float32", 1)
-
-
-def test_a_fuzz_run_on_a_cpu_is_what_it_was() -> None:
-    args = parsed(fuzz, "--device", "cpu")
-    chosen = SimpleNamespace(longest_tokens=100, rows=[{"longest_tokens": 100}])
-    setup = fuzz.make_setup(args, Path("/m"), chosen)  # type: ignore[arg-type]
-    assert fuzz.fuzzed_model(args) == "tiny-qwen3"
-    assert (setup.dtype, setup.storage_bytes) == ("float32", 1 << 30)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -411,26 +410,3 @@ def test_a_model_is_one_of_ours_a_folder_or_a_name_with_its_organization(tmp_pat
     assert model("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
     with pytest.raises(BenchError, match=r"--model Qwen3-8B: no folder.*lab-mha.*smollm2"):
         model("Qwen3-8B")
-
-
-@pytest.mark.parametrize(
-    ("device", "pattern"),
-    [
-        ("cpu", r"results/compare-\d{8}T\d{6}Z"),
-        ("paced:h100-llama8b", r"results/compare-paced-\d{8}T\d{6}Z"),
-    ],
-)
-def test_a_result_in_a_folder_is_named_by_the_device_and_the_time(
-    device: str, pattern: str
-) -> None:
-    def named(*words: str) -> CompareOptions:
-        return scenario.name_outputs(
-            CompareOptions.of(parsed(scenario, "--device", device, *words))
-        )
-
-    args = named("--json", "results/", "--html", "results/")
-    assert args.json is not None
-    assert re.fullmatch(rf"{pattern}\.json", args.json)
-    assert args.html == args.json.removesuffix("json") + "html"
-    args = named("--json", "-")
-    assert (args.json, args.html) == ("-", None)

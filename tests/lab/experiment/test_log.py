@@ -209,13 +209,6 @@ def test_a_torn_end_is_cut_off_only_when_something_is_written(tmp_path: Path) ->
     assert path.read_text() == HEAD + '{"note": "a"}\n{"note": "c"}\n{"note": "d"}\n'
 
 
-def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_text(HEAD + '{"note": "a"}')
-    Notes.open(path, {}).add("note", "c")
-    assert notes(path) == ["a", "c"]
-
-
 def test_what_is_not_known_is_refused_with_its_place_and_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("buy milk")
@@ -229,12 +222,3 @@ def test_what_is_not_known_is_refused_with_its_place_and_not_touched(tmp_path: P
         with pytest.raises(BenchError, match=r"notes\.txt:2") as found:
             notes(path)
         assert len(str(found.value)) < 500
-
-
-def test_without_a_file_there_is_nothing_and_without_a_path_nothing_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "log.jsonl"
-    Notes.open(path, {}).add("note", "a")
-    assert notes(path) == ["a"]
-    log = Notes.open(None, {})
-    log.add("note", "a")
-    assert log.notes == ["a"]

@@ -381,17 +381,3 @@ def test_a_client_of_a_dilated_server_waits_longer_and_says_less(fake_server: Fa
     assert done.error is None
     assert done.e2e_s < 1e-4
     assert limit_s == 3e7
-
-
-def test_an_event_tells_when_the_first_token_came(fake_server: FakeServer) -> None:
-    async def run() -> tuple[bool, Completion]:
-        begun = asyncio.Event()
-        async with fake_server.up(), Client(fake_server.url) as client:
-            asked = asyncio.create_task(client.generate([1, 2, 3], 300, begun=begun))
-            await asyncio.wait_for(begun.wait(), 30)
-            early = not asked.done()
-            return early, await asked
-
-    early, done = asyncio.run(run())
-    assert early
-    assert len(done.output_ids) == 300

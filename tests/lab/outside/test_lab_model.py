@@ -25,14 +25,6 @@ def test_equal_names_and_seeds_give_equal_bytes_and_another_seed_others(tmp_path
     ).any()
 
 
-def test_a_model_is_written_once_and_leaves_no_draft_behind(tmp_path: Path) -> None:
-    first = lab_model.write_model("tiny-qwen3", folder=tmp_path)
-    written = (first / "model.safetensors").stat().st_mtime_ns
-    assert lab_model.write_model("tiny-qwen3", folder=tmp_path) == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == written
-    assert [path.name for path in tmp_path.iterdir()] == [first.name]
-
-
 def test_a_folder_without_its_completion_mark_is_written_again(tmp_path: Path) -> None:
     first = lab_model.write_model("tiny-qwen3", folder=tmp_path)
     whole = (first / "model.safetensors").read_bytes()
@@ -134,18 +126,6 @@ def test_a_drawn_model_is_bfloat16_of_the_lab_models_scales(tmp_path: Path) -> N
         drawn = found[: weight.zero_from]
         assert drawn.std().item() == pytest.approx(weight.scale / weight.columns**0.5, rel=0.02)
         assert weight.zero_from is None or not found[weight.zero_from :].any()
-
-
-def test_equal_seeds_draw_equal_weights_and_others_do_not(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="comes with sglang")
-    files = [
-        (
-            lab_model.write_drawn("lab-gpu-tiny", seed=seed, folder=tmp_path / place)
-            / "model.safetensors"
-        ).read_bytes()
-        for place, seed in (("a", 0), ("b", 0), ("a", 1))
-    ]
-    assert files[0] == files[1] != files[2]
 
 
 def test_only_a_model_of_ours_is_served_as_bfloat16_on_an_accelerator() -> None:

@@ -146,16 +146,6 @@ def test_what_the_script_installs_is_found_by_comparisons_and_leaves_the_environ
     assert peers.missing_nixl() is None
 
 
-def test_without_such_an_environment_nothing_is_added(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = [*sys.path]
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", "some")
-    peers.use_installed()
-    assert (sys.path, os.environ["PYTHONPATH"]) == (before, "some")
-
-
 def test_a_package_that_cannot_be_had_ends_the_script_with_what_pip_said(
     venv: Path, tmp_path: Path
 ) -> None:

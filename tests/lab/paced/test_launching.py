@@ -199,37 +199,6 @@ def test_a_users_server_in_fp8_has_room_for_twice_the_tokens(tmp_path, capsys):
     assert given_in(command)["lab"]["throttle"]["read_gbps"] == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("named", ["flag", "file", "neither"])
-def test_the_log_of_a_users_server_is_in_the_folder_of_its_store(
-    named, tmp_path, capsys, monkeypatch
-):
-    store, config, words = tmp_path / "pages", tmp_path / "own.json", ()
-    paced = launching.parse("paced:h100-llama8b")
-    told = {**paced.settings(), **paced.sections()}
-    if named == "flag":
-        words = ("--store", str(store))
-    else:
-        section = {"path": str(store)} if named == "file" else {}
-        config.write_text(json.dumps({"store": section, **told}))
-        words = ("--config", str(config))
-        monkeypatch.setenv("KVTIER_STORE_PATH", str(tmp_path / "other" if section else store))
-    assert serve(*PACED, *words) == 0
-    variables = dict(
-        word.split("=", 1) for word in shlex.split(capsys.readouterr().out) if "=" in word
-    )
-    assert json.loads(variables["KVTIER_PACED"])["log"] == str(store / "pace.jsonl")
-    assert not store.exists()
-
-
-def test_the_log_of_a_users_server_is_bounded_and_that_of_a_comparison_is_whole(tmp_path):
-    paced = launching.parse("paced:h100-llama8b")
-    told = [
-        json.loads(env["KVTIER_PACED"]) for env in (paced.serve_env(tmp_path), paced.env(tmp_path))
-    ]
-    assert told[0]["most_log_bytes"] > 0
-    assert told[1]["most_log_bytes"] == 0
-
-
 @pytest.mark.parametrize(
     ("device", "dilation"), [("paced:nothing", 1.0), ("cpu", 1.0), ("paced:h100-llama8b", 0.0)]
 )

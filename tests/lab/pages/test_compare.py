@@ -14,7 +14,7 @@ from sgl_kvtier.console.table import format_share
 from sgl_kvtier.extras import how_to_install
 from sgl_kvtier.lab.pages.compare.page import compare_page
 from sgl_kvtier.lab.pages.compare.result import prompt_parts
-from sgl_kvtier.lab.pages.compare.tables import detail_tables, main_tables
+from sgl_kvtier.lab.pages.compare.tables import detail_tables
 from sgl_kvtier.sizes import format_bytes
 
 VOID = {"meta", "link", "br", "img"}
@@ -152,13 +152,6 @@ def test_a_result_with_hardly_anything_in_it_still_makes_a_page() -> None:
     assert MISSING in page.text
     assert "There are no samples to plot" in page.text
     assert "Nothing to compare" in page.text
-
-
-def test_a_share_that_is_not_all_is_not_shown_as_all() -> None:
-    cached = {"device": 0, "host": 0, "storage": 2}
-    result = two_arms(1, 1, samples=[{"arm": "kvtier", "prompt_tokens": 1000, "cached": cached}])
-    (table,) = main_tables(result)
-    assert table.cells()[1][6] == "> 99 % / < 1 %"
 
 
 def test_without_samples_computed_tokens_are_unknown_and_not_zero() -> None:

@@ -22,14 +22,6 @@ def test_the_link_loads_the_mix_in_the_time_of_computing_it(chunk: int) -> None:
     assert loading_s == pytest.approx(computing_s)
 
 
-def test_every_rule_restores_a_batch_sooner_than_one_resource_would() -> None:
-    bench, prefixes = Bench(512), [16384, 4096, 32768, 8192]
-    nbytes = sum(prefixes) * read("h100-llama8b").kv_bytes_per_token
-    for rule in RULES:
-        one = bench.batch(rule, prefixes)
-        assert one["ttft_s"] < one["makespan_s"] < 0.75 * nbytes / bench.link_bytes_per_s
-
-
 def test_ours_alone_bounds_the_gaps_of_requests_that_decode() -> None:
     bench, prefixes = Bench(512), [4096, 8192, 16384, 32768]
     gaps = {rule: bench.batch(rule, prefixes)["gap_s"] for rule in RULES}

@@ -121,13 +121,6 @@ def full_steps(policy: str, requests: int = 24) -> Run:
     return simulate(on, batch_of(requests, 2048, 64), pager_of(on, policy))
 
 
-def test_next_use_misses_only_what_does_not_fit_and_fetches_it_ahead() -> None:
-    last = full_steps("Prefetch").steps[-1].paging
-    assert last.hit_share == pytest.approx(20 / 24, abs=0.06)
-    assert last.demand_bytes <= 0.1 * last.ahead_bytes
-    assert last.wasted_bytes == 0
-
-
 def test_the_packing_oracle_starts_only_what_it_can_serve_without_a_stall() -> None:
     on = server(20 * 2048)
     run = simulate(on, batch_of(24, 2048, 64), PackingPager(on))

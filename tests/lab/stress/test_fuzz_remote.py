@@ -18,10 +18,8 @@ from fake_engine import FakeEngine
 from sgl_kvtier.cli import main
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.stress.server import remote
-from sgl_kvtier.lab.stress.server.chaos import Chaos
 from sgl_kvtier.lab.stress.server.log import FuzzLog
-from sgl_kvtier.lab.stress.server.remote import Menace, fuzz_two, halves
-from sgl_kvtier.lab.stress.server.run import FuzzOptions
+from sgl_kvtier.lab.stress.server.remote import Menace, fuzz_two
 
 
 class Run:
@@ -49,19 +47,6 @@ class Calm:
 class Broken:
     async def run(self) -> None:
         raise BenchError("the master does not come back")
-
-
-def test_requests_and_accidents_are_two_servers_own() -> None:
-    one, two = halves(FuzzOptions("0-on-0", Chaos(seed=3), requests=501))
-    assert (one.requests, two.requests) == (251, 250)
-    assert one.chaos.seed != two.chaos.seed and one.run != two.run
-    assert one.restored is two.restored is None
-
-
-def test_both_servers_runs_end_before_the_trouble_does() -> None:
-    runs: Any = [Run(0.0), Run(0.05)]
-    assert asyncio.run(fuzz_two(runs, [], Calm())) == {}  # type: ignore[arg-type]
-    assert all(one.ended for one in runs)
 
 
 @pytest.mark.parametrize(
