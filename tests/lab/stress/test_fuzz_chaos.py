@@ -5,6 +5,7 @@ judged.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,27 +88,31 @@ def test_kinds_are_named_on_the_command_line() -> None:
         Chaos(parse_kinds("abort,fire"))
 
 
-def test_what_an_aborted_request_got_has_to_be_the_beginning_of_the_answer() -> None:
+ABORTED = {"fate": "aborted", "complete": False}
+WHOLE = {"tokens": (1, 2, 3), "logprobs": (-0.5, -0.25, -1.0)}
+# what differs from the reference's first two tokens: unequal tokens, unequal log probs, failures.
+JUDGED: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "an aborted answer that begins like the reference": (ABORTED, (0, 0, 0)),
+    "an aborted answer that begins otherwise": ({**ABORTED, "tokens": (1, 9)}, (1, 0, 0)),
+    "an aborted answer without log probs": ({**ABORTED, "logprobs": ()}, (0, 0, 0)),
+    "a whole answer": (WHOLE, (0, 0, 0)),
+    "a whole answer that is too short": ({}, (1, 1, 0)),
+    "log probs that moved": ({**WHOLE, "logprobs": (-0.5, -0.3, -1.0)}, (0, 1, 0)),
+    "a whole answer without log probs": ({**WHOLE, "logprobs": ()}, (0, 1, 0)),
+    "a whole answer with too few log probs": ({**WHOLE, "logprobs": (-0.5,)}, (0, 1, 0)),
+    "a whole answer without tokens": ({"tokens": (), "logprobs": ()}, (0, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("what", JUDGED)
+def test_answers_are_compared_with_the_reference(what: str) -> None:
+    changed, counted = JUDGED[what]
     log = FuzzLog()
-    log.add("reference", ("p", Answer((1, 2, 3), (-0.5, -0.25, -1.0))))
-    log.keep(attempt(fate="aborted", complete=False, error="aborted by the server"))
-    assert counts(log)["unequal_tokens"] == 0
-    log.keep(attempt(fate="aborted", complete=False, tokens=(1, 9)))
-    assert counts(log)["unequal_tokens"] == 1
-
-
-def test_a_whole_answer_has_to_be_as_long_as_the_reference() -> None:
-    log = FuzzLog()
-    log.add("reference", ("p", Answer((1, 2, 3), (-0.5, -0.25, -1.0))))
-    log.keep(attempt())
-    assert (counts(log)["unequal_tokens"], counts(log)["unequal_logprobs"]) == (1, 1)
-
-
-def test_log_probs_that_moved_are_counted_apart_from_tokens() -> None:
-    log = FuzzLog()
-    log.add("reference", ("p", Answer((1, 2), (-0.5, -0.30))))
-    log.keep(attempt())
-    assert (counts(log)["unequal_tokens"], counts(log)["unequal_logprobs"]) == (0, 1)
+    log.add("reference", ("p", Answer(*WHOLE.values())))
+    log.keep(attempt(**changed))
+    found = counts(log)
+    assert (found["unequal_tokens"], found["unequal_logprobs"], found["failed"]) == counted
+    assert found["error_messages"] == ["an answer without tokens"] * counted[2]
 
 
 def test_a_failure_is_what_nobody_asked_for() -> None:
@@ -142,24 +147,6 @@ def test_of_a_request_that_is_given_up_any_error_but_its_abort_is_a_failure(
     log = FuzzLog()
     log.keep(attempt(complete=False, tokens=(), logprobs=(), fate=fate, error=error))
     assert (counts(log)["failed"], counts(log)["error_messages"]) == (1, [error])
-
-
-def test_a_whole_answer_without_tokens_is_a_failure_and_one_without_log_probs_is_unequal() -> None:
-    log = FuzzLog()
-    log.add("reference", ("p", Answer((1, 2), (-0.5, -0.25))))
-    log.keep(attempt(tokens=(), logprobs=()))
-    assert (counts(log)["failed"], counts(log)["error_messages"]) == (
-        1,
-        ["an answer without tokens"],
-    )
-    log.keep(attempt(logprobs=()))
-    log.keep(attempt(logprobs=(-0.5,)))
-    log.keep(attempt(logprobs=(), complete=False, fate="aborted"))
-    assert (
-        counts(log)["failed"],
-        counts(log)["unequal_tokens"],
-        counts(log)["unequal_logprobs"],
-    ) == (1, 0, 2)
 
 
 def test_the_file_has_what_the_log_has(tmp_path: Path) -> None:
