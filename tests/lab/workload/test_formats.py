@@ -76,65 +76,24 @@ def document(value: Any) -> str:
     return json.dumps(value, indent=2)
 
 
-# name: the file's text, and the sessions and calls it has.
-READ: dict[str, tuple[str, int, int]] = {
-    "a capture in one line": (lines(capture()), 1, 2),
-    "a capture, indented": (document(capture()), 1, 2),
-    "captures, one a line": (lines(capture("t1"), capture("t2")), 2, 4),
-    "a list of captures": (document([capture("t1"), capture("t2")]), 2, 4),
-    "Mooncake": (lines(mooncake_record(1100, 0, 7, 8)), 1, 1),
-    "Mooncake, float times": (lines(mooncake_record(9, 0, timestamp=105.5)), 1, 1),
-    "Mooncake without hashes": (
-        lines({"timestamp": 0, "input_length": 1200, "output_length": 52}),
-        1,
-        1,
-    ),
-    "Mooncake, sessions": (
-        lines(of_session("s", 600, 0, 1, timestamp=1.0), of_session("s", 700, 0, 1, delay=250.0)),
-        1,
-        2,
-    ),
-    "Mooncake, messages": (
-        lines(
+# sessions and calls: by name the texts of files that have so many.
+FILES: dict[tuple[int, int], dict[str, str]] = {
+    (1, 2): {
+        "a capture in one line": lines(capture()),
+        "a capture, indented": document(capture()),
+        "Mooncake, sessions": lines(
+            of_session("s", 600, 0, 1, timestamp=1.0), of_session("s", 700, 0, 1, delay=250.0)
+        ),
+        "Mooncake, messages": lines(
             {"session_id": "s", "messages": WHOLE[:1], "output_length": 9, "timestamp": 0},
             {"session_id": "s", "messages": WHOLE, "output_length": 9, "timestamp": 500},
         ),
-        1,
-        2,
-    ),
-    "Qwen-Bailian": (lines(chat(7, -1, 61.5, 20, 4, 5), chat(8, 7, 70.0, 40, 4, 5, 6)), 1, 2),
-    "BurstGPT": (lines(BURST, "5,ChatGPT,472,18,490,Conversation log"), 1, 1),
-    "BurstGPT with sessions": (
-        lines(BURST_SESSIONS, "5,0,3.1,ChatGPT,472,18,490,Conversation log"),
-        1,
-        1,
-    ),
-    "Azure": (lines(AZURE, "2023-11-16 18:17:03.97,100,5"), 1, 1),
-    "Azure with a byte order mark": ("\ufeff" + lines(AZURE, "2023-11-16 18:17:03,9,5"), 1, 1),
-    "a capture with a byte order mark": ("\ufeff" + document(capture()), 1, 2),
-    "ShareGPT, a list": (document([{"id": "c", "conversations": TALK}]), 1, 2),
-    "ShareGPT, one line": (json.dumps([{"id": "c", "conversations": TALK}]), 1, 2),
-    "ShareGPT, lines": (lines(*[{"id": f"c{i}", "conversations": TALK} for i in (1, 2)]), 2, 4),
-    "vLLM multi-turn": (
-        document([{"id": "c", "messages": [*WHOLE, said("assistant", "four")]}]),
-        1,
-        2,
-    ),
-    "OpenAI's batch": (
-        lines(
-            {
-                "custom_id": "r",
-                "method": "POST",
-                "url": "/v1/chat/completions",
-                "body": {"model": "m", "messages": WHOLE, "max_tokens": 20},
-            }
-        ),
-        1,
-        1,
-    ),
-    "requests of messages": (lines({"messages": WHOLE}), 1, 1),
-    "aiperf's file of inputs": (
-        document(
+        "Qwen-Bailian": lines(chat(7, -1, 61.5, 20, 4, 5), chat(8, 7, 70.0, 40, 4, 5, 6)),
+        "a capture with a byte order mark": "\ufeff" + document(capture()),
+        "ShareGPT, a list": document([{"id": "c", "conversations": TALK}]),
+        "ShareGPT, one line": json.dumps([{"id": "c", "conversations": TALK}]),
+        "vLLM multi-turn": document([{"id": "c", "messages": [*WHOLE, said("assistant", "four")]}]),
+        "aiperf's file of inputs": document(
             {
                 "data": [
                     {
@@ -147,28 +106,10 @@ READ: dict[str, tuple[str, int, int]] = {
                 ]
             }
         ),
-        1,
-        2,
-    ),
-    "aiperf's multi-turn sessions": (
-        lines({"session_id": "s", "turns": [{"text": "one"}, {"text": "two", "delay": 1500}]}),
-        1,
-        2,
-    ),
-    "agentic-trace": (document(AGENTIC), 1, 1),
-    "blocks that are kept and new": (
-        lines(
-            claude_record(
-                request(0, 1, 2),
-                {"agent_id": "g", "t": 1.0, "requests": [request(0, 5, 1)]},
-                request(1, 7, 2),
-            )
+        "aiperf's multi-turn sessions": lines(
+            {"session_id": "s", "turns": [{"text": "one"}, {"text": "two", "delay": 1500}]}
         ),
-        2,
-        3,
-    ),
-    "agent sessions": (
-        lines(
+        "agent sessions": lines(
             swe_record(
                 user("a", t_offset_s=0.0),
                 assistant(
@@ -185,15 +126,49 @@ READ: dict[str, tuple[str, int, int]] = {
                 model="m",
             )
         ),
-        1,
-        2,
-    ),
-    "agentic-trace behind long metadata": (
-        json.dumps({**AGENTIC, "metadata": {"notes": "x" * 80_000}}),
-        1,
-        1,
-    ),
+    },
+    (2, 4): {
+        "captures, one a line": lines(capture("t1"), capture("t2")),
+        "a list of captures": document([capture("t1"), capture("t2")]),
+        "ShareGPT, lines": lines(*[{"id": f"c{i}", "conversations": TALK} for i in (1, 2)]),
+    },
+    (1, 1): {
+        "Mooncake": lines(mooncake_record(1100, 0, 7, 8)),
+        "Mooncake, float times": lines(mooncake_record(9, 0, timestamp=105.5)),
+        "Mooncake without hashes": lines(
+            {"timestamp": 0, "input_length": 1200, "output_length": 52}
+        ),
+        "BurstGPT": lines(BURST, "5,ChatGPT,472,18,490,Conversation log"),
+        "BurstGPT with sessions": lines(
+            BURST_SESSIONS, "5,0,3.1,ChatGPT,472,18,490,Conversation log"
+        ),
+        "Azure": lines(AZURE, "2023-11-16 18:17:03.97,100,5"),
+        "Azure with a byte order mark": "\ufeff" + lines(AZURE, "2023-11-16 18:17:03,9,5"),
+        "OpenAI's batch": lines(
+            {
+                "custom_id": "r",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {"model": "m", "messages": WHOLE, "max_tokens": 20},
+            }
+        ),
+        "requests of messages": lines({"messages": WHOLE}),
+        "agentic-trace": document(AGENTIC),
+        "agentic-trace behind long metadata": json.dumps(
+            {**AGENTIC, "metadata": {"notes": "x" * 80_000}}
+        ),
+    },
+    (2, 3): {
+        "blocks that are kept and new": lines(
+            claude_record(
+                request(0, 1, 2),
+                {"agent_id": "g", "t": 1.0, "requests": [request(0, 5, 1)]},
+                request(1, 7, 2),
+            )
+        )
+    },
 }
+READ = {name: (text, *counts) for counts, files in FILES.items() for name, text in files.items()}
 # name: the file's text or bytes, and what its one line of refusal says.
 REFUSED: dict[str, tuple[str | bytes, str]] = {
     "vLLM's generator": (
