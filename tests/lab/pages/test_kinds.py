@@ -4,11 +4,9 @@ are what they were is tested with recorded runs (test_scenarios.py).
 
 from __future__ import annotations
 
-from xml.etree import ElementTree
-
 import pytest
 
-from sgl_kvtier.lab.pages.kinds import GRID, SWEEP, pareto
+from sgl_kvtier.lab.pages.kinds import GRID, SWEEP
 from sgl_kvtier.lab.pages.stats import summary
 
 pytest.importorskip("matplotlib", reason="the plots need the extra [bench]")
@@ -45,18 +43,6 @@ def result() -> dict:
         "samples": [{"arm": arm, "ttft_ms": 10.0, "error": None} for arm in TIMES],
         "notes": ["a note"],
     }
-
-
-def test_the_plot_has_a_line_for_each_arm_and_a_label_at_each_load(result: dict) -> None:
-    svg = ElementTree.fromstring(pareto(result, "p99"))
-    texts = ["".join(node.itertext()).strip() for node in svg.iter() if node.tag.endswith("}text")]
-    assert texts.count("hicache-file") == texts.count("kvtier") == 1
-    assert texts.count("×1") == texts.count("×4") == 2
-
-
-def test_an_arm_that_measured_nothing_at_a_load_has_no_point_there(result: dict) -> None:
-    result["cells"][1]["arms"]["kvtier"]["throughput_tokens_per_s"] = None
-    assert pareto(result, "p50").count("×4") == 1
 
 
 def test_the_page_says_at_which_load_and_in_what_ours_is_worse(result: dict) -> None:

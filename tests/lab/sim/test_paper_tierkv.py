@@ -121,6 +121,14 @@ def full_steps(policy: str, requests: int = 24) -> Run:
     return simulate(on, batch_of(requests, 2048, 64), pager_of(on, policy))
 
 
+@pytest.mark.parametrize("policy", _POLICIES)
+def test_a_batch_that_fits_moves_nothing(policy: str) -> None:
+    on = server(20 * 2048)
+    run = simulate(on, batch_of(8, 2048, 64), pager_of(on, policy))
+    assert moved_bytes(run) == 0
+    assert measure(run).hit_share == 1
+
+
 def test_the_packing_oracle_starts_only_what_it_can_serve_without_a_stall() -> None:
     on = server(20 * 2048)
     run = simulate(on, batch_of(24, 2048, 64), PackingPager(on))
