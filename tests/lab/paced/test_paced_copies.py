@@ -1,9 +1,14 @@
-"""Copies on a paced device: their time on a link, where pages came from, damage on purpose."""
+"""Copies on a paced device: their time on a link, where pages came from, and damage on purpose, which is
+found in each tier.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
 from sgl_kvtier.lab.paced import clock
 from sgl_kvtier.lab.paced.clock import Link, Stream, StreamContext
@@ -15,6 +20,7 @@ from sgl_kvtier.lab.paced.copies import (
     mooncake_backend,
     nixl_backend,
 )
+from sgl_kvtier.lab.paced.signatures import Extend, Signer, chain_of
 from sgl_kvtier.runtime.cpu import copies as host_copies
 
 PAGE, LAYERS = 4, 3
@@ -23,11 +29,21 @@ PAGE, LAYERS = 4, 3
 class Pools:
     """Keys and values of a device pool by layer and of a host pool by page, and copies between them."""
 
-    def __init__(self, damage: Damage | None = None, scale: float = 1.0) -> None:
-        self.device = [torch.zeros(64, 1, 8) for _ in range(2 * LAYERS)]
-        self.host = [torch.zeros(16, LAYERS, PAGE, 1, 8) for _ in range(2)]
-        self.down, self.up = Link(1e-6), Link(1e-6)  # 1,000 bytes a second
-        self.pages = Pages(PAGE)
+    def __init__(
+        self,
+        damage: Damage | None = None,
+        scale: float = 1.0,
+        *,
+        page: int = PAGE,
+        pages: int = 16,
+        kept: torch.dtype = torch.float32,
+        gbytes_per_s: float = 1e-6,
+    ) -> None:
+        self.page = page
+        self.device = [torch.zeros(pages * page, 1, 8, dtype=kept) for _ in range(2 * LAYERS)]
+        self.host = [torch.zeros(pages, LAYERS, page, 1, 8, dtype=kept) for _ in range(2)]
+        self.down, self.up = Link(gbytes_per_s), Link(gbytes_per_s)
+        self.pages = Pages(page)
         self.copied: list[tuple] = []
         moved = Copies(
             *(self.down, self.up, scale, self.pages, damage or Damage()),
@@ -42,7 +58,7 @@ class Pools:
             dst_ptrs=self.host,
             src_indices=slots,
             dst_indices=host,
-            page_size=PAGE,
+            page_size=self.page,
         )
 
     def load(self, host: torch.Tensor, slots: torch.Tensor) -> None:
@@ -53,7 +69,7 @@ class Pools:
                 src_indices=host,
                 dst_indices=slots,
                 layer_id=layer,
-                page_size=PAGE,
+                page_size=self.page,
             )
 
 
@@ -100,44 +116,12 @@ def test_a_page_that_a_forward_wrote_came_from_the_device():
     assert pools.pages.tier(PAGE) == "the device"
 
 
-def test_a_page_that_was_saved_and_loaded_again_came_from_host_memory():
-    pools = Pools()
-    pools.pages.allocated(slots(5))
-    pools.save(slots(1), slots(5))
-    pools.load(slots(5), slots(2))
-    assert pools.pages.tier(2 * PAGE) == "host memory"
-
-
-def test_a_page_of_host_memory_that_nothing_was_saved_into_came_from_storage():
-    pools = Pools()
-    pools.save(slots(1), slots(5))
-    pools.pages.allocated(slots(5))  # somebody else's now
-    pools.load(slots(5), slots(2))
-    assert pools.pages.tier(2 * PAGE) == "storage"
-
-
 def test_a_page_that_is_computed_over_what_was_loaded_is_the_devices_again():
     pools = Pools()
     pools.pages.allocated(slots(5))
     pools.load(slots(5), slots(2))
     pools.pages.computed(slots(2)[:1])
     assert pools.pages.tier(2 * PAGE) == "the device"
-
-
-@pytest.mark.parametrize("tier", ["device", "host"])
-def test_damage_on_purpose_changes_one_bit_of_the_named_tier_once(tier):
-    damage = Damage(tier)
-    pools = Pools(damage)
-    pools.save(slots(1, 2), slots(5, 6))
-    if tier == "device":
-        pools.load(slots(5, 6), slots(3, 4))
-    pools.save(slots(1), slots(7))
-    there = pools.host if tier == "host" else pools.device
-    bits = [
-        bin(byte).count("1") for one in there for byte in one.view(torch.uint8).flatten().tolist()
-    ]
-    assert sum(bits) == 1
-    assert damage.done is not None and tier in damage.done
 
 
 class Disk:
@@ -191,3 +175,113 @@ def test_a_file_page_waits_for_the_disk_and_a_missing_one_does_not():
     put(lambda store, key, value: True, files, "new", page)
     put(lambda store, key, value: True, files, "old", page)
     assert (read.served, write.served) == ([64 * 512.0], [64 * 512.0])
+
+
+# A page damaged on purpose in each tier is found, named, and changes the answer.
+
+WHOLE, TOKENS = 16, 320
+PREFIX = TOKENS - WHOLE
+
+
+@pytest.fixture(params=[torch.float32, torch.uint8], ids=["float32", "fp8"])
+def kept(request) -> torch.dtype:
+    """The numbers that SGLang keeps rows in: bytes for FP8."""
+    return request.param
+
+
+class Tiers(Pools):
+    """The pools, in SGLang's page_first_direct layout, SGLang's file backend, and what signs rows."""
+
+    def __init__(self, folder: Path, damage: Damage, kept: torch.dtype) -> None:
+        super().__init__(damage, page=WHOLE, pages=64, kept=kept, gbytes_per_s=50.0)
+        named = {
+            f"layer {n % LAYERS}, {'kv'[n // LAYERS]}": rows for n, rows in enumerate(self.device)
+        }
+        self.signer = Signer(named, WHOLE, self.pages)
+        config = HiCacheStorageConfig(
+            tp_rank=0,
+            tp_size=1,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            is_mla_model=False,
+            enable_storage_metrics=False,
+            is_page_first_layout=True,
+            model_name="m",
+        )
+        self.folder = folder
+        self.files = HiCacheFile(config, file_path=str(folder))
+        self.prompt = torch.randint(16, 256, (TOKENS,), generator=torch.Generator().manual_seed(1))
+
+    def prefill(self, cached: int, first_page: int) -> int:
+        """The prompt with so many tokens of its prefix in device pages from one on; its next token."""
+        slots = torch.arange(TOKENS) + first_page * WHOLE
+        known = chain_of(self.prompt)
+        one = Extend("r", slots[:cached], slots[cached:], self.prompt[cached:], known)
+        token = int(self.signer.extend([one]))
+        self.pages.computed(slots[cached:])
+        return token
+
+    def save_prefix(self) -> None:
+        """Device pages from 0 on are copied to host pages from 0 on."""
+        self.pages.allocated(torch.arange(PREFIX))
+        self.save(torch.arange(PREFIX), torch.arange(PREFIX))
+
+    def store(self) -> None:
+        """Host pages go to files, a file for each page of keys and one for values."""
+        for page in range(PREFIX // WHOLE):
+            for which, pool in zip("kv", self.host, strict=True):
+                assert self.files.set(f"{page}{which}", pool[page])
+
+    def read(self) -> None:
+        """Files come back into those host pages, which were somebody else's."""
+        self.pages.allocated(torch.arange(PREFIX))
+        for page in range(PREFIX // WHOLE):
+            for which, pool in zip("kv", self.host, strict=True):
+                assert self.files.get(f"{page}{which}", pool[page]) is not None
+
+    def load_prefix(self) -> None:
+        """Host pages come to device pages from 32 on."""
+        self.load(torch.arange(PREFIX), torch.arange(PREFIX) + 32 * WHOLE)
+
+
+def through_all_tiers(tiers: Tiers, *, hurt_a_file: bool = False) -> int:
+    """The answer when the prefix has gone to files and come back."""
+    tiers.save_prefix()
+    tiers.store()
+    if hurt_a_file:
+        file = sorted(tiers.folder.glob("7v*.bin"))[0]
+        data = bytearray(file.read_bytes())
+        data[100] ^= 8
+        file.write_bytes(data)
+    tiers.read()
+    tiers.load_prefix()
+    return tiers.prefill(PREFIX, 32)
+
+
+def test_nothing_damaged_is_found_right_in_every_tier(tmp_path, kept):
+    tiers = Tiers(tmp_path, Damage(), kept)
+    right = tiers.prefill(0, 0)
+    assert through_all_tiers(tiers) == right
+    assert tiers.signer.mismatches == []
+
+
+def test_a_page_damaged_in_storage_is_found_and_named(tmp_path, kept):
+    tiers = Tiers(tmp_path, Damage(), kept)
+    right = tiers.prefill(0, 0)
+    assert through_all_tiers(tiers, hurt_a_file=True) != right
+    (found,) = tiers.signer.mismatches
+    assert (found.rid, found.tier, found.tokens) == ("r", "storage", 1)
+    assert found.page == 32 + 7
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_page_damaged_in_host_memory_or_on_its_way_to_the_device_is_found(tmp_path, kept, where):
+    tiers = Tiers(tmp_path, Damage(where, seed=1), kept)
+    right = tiers.prefill(0, 0)
+    tiers.save_prefix()
+    tiers.load_prefix()
+    assert tiers.prefill(PREFIX, 32) != right
+    (found,) = tiers.signer.mismatches
+    assert (found.tier, found.tokens) == ("host memory", 1)

@@ -46,14 +46,6 @@ def test_an_edit_of_messages_that_are_not_there_names_the_session() -> None:
         walk.next_call()
 
 
-def test_an_answer_takes_the_recorded_outputs_place() -> None:
-    walk = Context(session(Append(says("a")), Call(says("recorded")), Call()))
-    walk.next_call()
-    walk.answer(Message("assistant", token_ids=(7, 8)))
-    walk.next_call()
-    assert walk.prompt[1].token_ids == (7, 8)
-
-
 def test_an_answer_is_not_added_where_the_next_blocks_stand_for_it() -> None:
     walk = Context(
         session(Append(says("a")), Call(output=None), Append(says("b")), Call(output=None))
