@@ -181,6 +181,8 @@ def test_stock_alone_has_the_policy_of_reading_ahead_that_is_said(tmp_path: Path
     assert options_of(prepare("hicache-file", asked, tmp_path).arguments)[flag] == "wait_complete"
 
 
+# What servers on a card are asked for.
+
 CARD = Setup("/m", "m", device="cuda", page_size=64, chunk_tokens=4096, dtype="bfloat16")
 LENGTHS = [8 << 10, 16 << 10, 32 << 10, 64 << 10]
 

@@ -213,6 +213,9 @@ def test_nothing_interrupts_a_report() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+# The folder of logs: kept where they say why something failed.
+
+
 @pytest.mark.parametrize(
     ("error", "needed", "kept"),
     [(None, False, False), (None, True, True), (BenchError, False, True), (KeyboardInterrupt, False, False)],

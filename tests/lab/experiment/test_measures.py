@@ -192,6 +192,9 @@ def test_on_a_paced_device_without_recompute_the_arms_are_compared_with_the_firs
     assert figures("hicache-file", rounds)["equal_tokens_fraction"] is None
 
 
+# The note on a round that did not begin with empty caches.
+
+
 def sample(sent_s: float, first_s: float | None, cached: int) -> Sample:
     times = () if first_s is None else (first_s,)
     tiers = Cached(cached, 0, 0, cached)
@@ -217,6 +220,8 @@ def test_who_was_sent_first_and_served_later_shares_pages_with_others() -> None:
 def test_a_round_without_an_answer_says_nothing() -> None:
     assert notes() == notes(sample(1.0, None, 64)) == []
 
+
+# What an emulated GPU answers where nothing is wrong, and the pool of the oracle.
 
 PAGE = 16
 OPTIONS = ReplayOptions(concurrency=None, gap_cap_s=1.0, most_output_tokens=4)

@@ -11,8 +11,8 @@ from store_pages import aligned, content, key, put, read
 
 from sgl_kvtier.config import FaultConfig, ThrottleConfig
 from sgl_kvtier.errors import StoreError
-from sgl_kvtier.lab.front.wrappers import Faulty, Throttled
-from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
+from sgl_kvtier.lab.front.wrappers import Faulty, LayerParts, Throttled, cut, pool_of
+from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.types import Lookup
 
@@ -155,3 +155,60 @@ def test_pages_are_gone_when_they_are_looked_up(filled: DiskStore) -> None:
     answers = Faulty(filled, FaultConfig(lose_rate=0.5, seed=1)).lookup(keys)
     assert filled.lookup(keys) == answers
     assert 3 < answers.count(Lookup.HIT) < 15
+
+
+# Pages kept in parts: whole to SGLang, and readable part by part.
+
+PARTS, PAGE_BYTES = 4, 8192
+PARTED = {key(i): content(i, PAGE_BYTES) for i in range(5)}
+
+
+@pytest.fixture
+def parts(store: DiskStore) -> LayerParts:
+    return LayerParts(store, PARTS)
+
+
+def test_whole_pages_come_back_and_are_counted_as_pages(parts: LayerParts) -> None:
+    assert set(put(parts, PARTED)) == {PutOutcome.STORED}
+    assert set(put(parts, PARTED)) == {PutOutcome.KEPT}
+    assert read(parts, dict.fromkeys(PARTED, PAGE_BYTES)) == [
+        (ReadOutcome.OK, d) for d in PARTED.values()
+    ]
+    assert parts.lookup([*PARTED, key("none")]) == [Lookup.HIT] * len(PARTED) + [Lookup.MISS]
+    found = parts.stats()
+    assert (found.pages, found.pages_written, found.bytes_written) == (5, 5, 5 * PAGE_BYTES)
+    assert parts.delete(list(PARTED)) == len(PARTED)
+    assert parts.stats().pages == 0
+
+
+def test_a_part_alone_is_these_layers_of_keys_and_of_values(parts: LayerParts) -> None:
+    keys, values = (memoryview(content(name, PAGE_BYTES)) for name in "kv")
+    parts.put([PageWrite(key("page"), [keys, values])])
+    into = [aligned(PAGE_BYTES // PARTS), aligned(PAGE_BYTES // PARTS)]
+    job = parts.read([PageRead(key("page"), into, pool_of(2))])
+    assert job.wait(10)
+    assert job.outcomes == [ReadOutcome.OK]
+    assert [bytes(one) for one in into] == [
+        bytes(one[PAGE_BYTES // 2 : PAGE_BYTES * 3 // 4]) for one in (keys, values)
+    ]
+    assert [len(one) for one in cut([keys, values], 2, PARTS)] == [PAGE_BYTES // PARTS] * 2
+
+
+def test_a_page_with_a_damaged_part_is_corrupt_and_then_missing(
+    store: DiskStore, parts: LayerParts
+) -> None:
+    put(parts, PARTED)
+    one, other = list(PARTED)[:2]
+    assert store.damage(one, pool_of(3), bit=77)
+    ended: list[tuple[int, ReadOutcome]] = []
+    job = parts.read(
+        [PageRead(name, [aligned(PAGE_BYTES)]) for name in (one, other)],
+        on_page=lambda index, outcome: ended.append((index, outcome)),
+    )
+    assert job.wait(10)
+    assert job.outcomes == [ReadOutcome.CORRUPT, ReadOutcome.OK]
+    assert sorted(ended) == sorted(job.drain()) == list(enumerate(job.outcomes))
+    assert parts.lookup([one, other]) == [Lookup.MISS, Lookup.HIT]
+    part = parts.read([PageRead(one, [aligned(PAGE_BYTES // PARTS)], pool_of(0))])
+    assert part.wait(10)
+    assert part.outcomes == [ReadOutcome.OK]

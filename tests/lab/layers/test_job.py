@@ -124,6 +124,8 @@ def test_the_cut_is_where_both_ends_meet(
     assert best_cut(waits_s, part_s, tail_share) == more
 
 
+# One forward, part by part.
+
 PAGE, SPAN, PARTS = 4, Span(0, 2), 3
 
 

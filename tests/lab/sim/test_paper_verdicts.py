@@ -103,6 +103,9 @@ def test_every_printed_row_comes_to_the_recorded_verdict(paper: str) -> None:
     assert every_line(paper) == recorded(paper)
 
 
+# What commands write into results pages stands between markers.
+
+
 def test_only_what_stands_between_the_markers_of_a_name_is_replaced() -> None:
     page = "# Title\n\n<!-- a: begin -->\nold\n<!-- a: end -->\n\n<!-- b: begin -->\nb\n<!-- b: end -->\n"
     new = page.replace("\nold\n", "\n\nnew\n\n")

@@ -4,6 +4,10 @@ judged.
 
 from __future__ import annotations
 
+import mmap
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ from sgl_kvtier.lab.stress.server.log import (
     prompt_name,
     suspicious,
 )
-from sgl_kvtier.lab.stress.trouble import Finding
+from sgl_kvtier.lab.stress.trouble import Finding, chance, halted, resume
 
 
 def attempt(**changed: object) -> Attempt:
@@ -198,3 +202,35 @@ def test_a_server_that_asked_itself_before_it_listened_did_not_crash() -> None:
 def test_a_prompt_and_the_length_of_its_answer_have_one_name() -> None:
     assert prompt_name([1, 2], 3) == prompt_name((1, 2), 3)
     assert prompt_name([1, 2], 3) != prompt_name([1, 2], 4)
+
+
+# Processes that are halted do nothing until they go on.
+
+
+def test_a_halted_process_does_nothing_with_any_thread_and_goes_on_after() -> None:
+    memory = mmap.mmap(-1, 8)
+    child = os.fork()
+    if child == 0:
+        while True:
+            memory[:] = (int.from_bytes(memory[:], "little") + 1).to_bytes(8, "little")
+    try:
+        while not any(memory[:]):
+            time.sleep(0.001)
+        with halted([child]):
+            before = memory[:]
+            time.sleep(0.05)
+            assert memory[:] == before
+        while memory[:] == before:
+            time.sleep(0.001)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    resume(child)  # it may have ended meanwhile
+
+
+def test_what_is_drawn_for_one_purpose_depends_on_no_other() -> None:
+    def drawn(*about: object) -> float:
+        return chance(1, *about).random()
+
+    assert drawn("kill", 3) == drawn("kill", 3)
+    assert len({drawn("kill", 3), drawn("kill", 4), drawn("stop", 3)}) == 3

@@ -134,6 +134,9 @@ def test_host_memory_in_use_that_holds_no_page_is_a_leak(fuzz: Command) -> None:
     assert result["findings"] == ["leak: 32 tokens of host memory are in use, and the map has 0"]
 
 
+# Scenes.
+
+
 def test_scenes_are_named_on_the_command_line_and_played_in_their_own_order() -> None:
     assert parse_scenes("all") == tuple(SCENES)
     assert parse_scenes("restarts, storm") == ("storm", "restarts")
