@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from threading import Event, Thread
 from typing import Any
 
 from aiohttp import web
+from fake_sglang import listening
 
 
 @dataclass
@@ -104,31 +104,5 @@ class FakeOpenAI:
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_get("/v1/models", self.list_models)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = "http://{}:{}".format(*runner.addresses[0][:2])
-        try:
+        async with listening(app) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
-
-    @contextmanager
-    def up_in_a_thread(self) -> Iterator[FakeOpenAI]:
-        """The same for a command, which has an event loop of its own."""
-        ready, over = Event(), Event()
-
-        async def serve() -> None:
-            async with self.up():
-                ready.set()
-                while not over.is_set():
-                    await asyncio.sleep(0.01)
-
-        thread = Thread(target=lambda: asyncio.run(serve()))
-        thread.start()
-        try:
-            assert ready.wait(10)
-            yield self
-        finally:
-            over.set()
-            thread.join()

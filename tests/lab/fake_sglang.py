@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
@@ -125,12 +127,40 @@ class FakeServer:
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/health", self.note)
         app.router.add_get("/model_info", self.model_info)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
-        await site.start()
-        self.url = "http://{}:{}".format(*runner.addresses[0][:2])
-        try:
+        async with listening(app, port) as self.url:
             yield self
-        finally:
-            await runner.cleanup()
+
+
+@asynccontextmanager
+async def listening(app: web.Application, port: int = 0) -> AsyncIterator[str]:
+    """The address of an application that listens on this port, or on one of its own."""
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield "http://{}:{}".format(*runner.addresses[0][:2])
+    finally:
+        await runner.cleanup()
+
+
+@contextmanager
+def in_a_thread(fake: Any) -> Iterator[str]:
+    """The address of a fake that is up in a thread, for a command, which has an event loop of its
+    own.
+    """
+    up, over = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with fake.up():
+            up.set()
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
+    thread.start()
+    assert up.wait(30)
+    try:
+        yield fake.url
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(30)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from fake_openai import FakeOpenAI
-from fake_sglang import FakeServer
+from fake_sglang import FakeServer, in_a_thread
 
 from sgl_kvtier.cli import main
 from sgl_kvtier.errors import BenchError
@@ -27,33 +23,12 @@ SAID = 'kvtier:paced_dilation{profile="h100-llama8b"} 4.0\n'
 SMALL = ("--trace", "generated:swe-mini", "--sessions", "2", "--turns", "2", "--divisor", "16")
 
 
-@contextmanager
-def served(fake: FakeServer | FakeOpenAI) -> Iterator[str]:
-    """The fake in a thread of its own; its address."""
-    up, over = threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
-
-    async def serve() -> None:
-        async with fake.up():
-            up.set()
-            await over.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
-    thread.start()
-    assert up.wait(30)
-    try:
-        yield fake.url
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join(30)
-
-
 def replayed(
     tmp_path: Path, fake: FakeServer | FakeOpenAI, *words: str, status: int = 0
 ) -> dict[str, Any]:
     out = tmp_path / "out.json"
     model = str(launching.parse("paced:h100-llama8b").model())
-    with served(fake) as url:
+    with in_a_thread(fake) as url:
         files = ("--tokenizer", model, "--json", str(out))
         assert main(["replay", url, *SMALL, "--gap-scale", "0", *files, *words]) == status
     result: dict[str, Any] = json.loads(out.read_text())

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fake_openai import FakeOpenAI
+from fake_sglang import in_a_thread
 from test_replay import ENCODER, make_session, recorded_prompts
 
 from sgl_kvtier.cli import main
@@ -179,8 +180,8 @@ def test_kvtier_replay_measures_a_server_that_is_not_sglang(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = tmp_path / "out.json"
     load = ("--trace", "generated:swe-mini", "--sessions", "2", "--turns", "2", "--divisor", "16")
-    with FakeOpenAI(cached=16).up_in_a_thread() as server:
-        words = ["replay", server.url, "--route", "openai", *load, "--gap-scale", "0"]
+    with in_a_thread(FakeOpenAI(cached=16)) as url:
+        words = ["replay", url, "--route", "openai", *load, "--gap-scale", "0"]
         assert main(words) == 1
         assert "give its tokenizer with --tokenizer" in capsys.readouterr().err
         model = str(write_named("tiny-qwen3"))

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_paced_served import ask, tokens, wrong
+from test_paced_served import ask, setup_of, tokens, wrong
 
-from sgl_kvtier.lab.experiment.arms import Setup, prepare
+from sgl_kvtier.lab.experiment.arms import prepare
 from sgl_kvtier.lab.outside.server import Server, end_on_signals
 from sgl_kvtier.lab.paced import launching, pace
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1800)]
 PROFILE = "paced:h100-llama8b"
 DILATION = 100.0
-DEVICE, SUFFIX, MOST = 8192, 1500, 12
+SUFFIX, MOST = 1500, 12
 """The scheduler has 1.6 s for a launch while its load runs. A machine that is too busy has more
 tries.
 """
@@ -26,19 +26,7 @@ tries.
 
 def test_a_forward_begins_its_first_layer_before_the_last_one_is_loaded(tmp_path: Path) -> None:
     paced = launching.parse(PROFILE, DILATION)
-    setup = Setup(
-        model_path=str(paced.model()),
-        served_name="paced",
-        device=PROFILE,
-        dilation=DILATION,
-        page_size=64,
-        chunk_tokens=8192,
-        dtype="float32",
-        device_tokens=DEVICE,
-        host_ratio=3.0,
-        context_tokens=DEVICE,
-        max_running=4,
-    )
+    setup = setup_of(paced, device=PROFILE, dilation=DILATION, chunk_tokens=8192)
     server = Server("stock", prepare("hicache", setup, tmp_path), tmp_path)
     with end_on_signals(), server:
         server.wait_until_healthy(1500)

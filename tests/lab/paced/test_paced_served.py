@@ -44,20 +44,8 @@ def test_pages_come_back_right_from_every_tier_and_a_damaged_one_is_named(
     sections = paced.sections()
     # What damages a page is to be found by the check of rows, so nothing else may find it before.
     sections["policy"] |= {"restore": "both", "proof": "off"}
-    setup = Setup(
-        model_path=str(paced.model()),
-        served_name="paced",
-        device=f"paced:{name}",
-        page_size=64,
-        chunk_tokens=2048,
-        dtype="float32",
-        device_tokens=DEVICE,
-        host_ratio=3.0,
-        storage_bytes=1 << 28,
-        context_tokens=DEVICE,
-        max_running=4,
-        extra=words,
-        sections=sections,
+    setup = setup_of(
+        paced, device=f"paced:{name}", storage_bytes=1 << 28, extra=words, sections=sections
     )
     launch = prepare(arm, setup, tmp_path)
     damaging = replace(paced, damage="device").env(tmp_path / launching.LOG)
@@ -111,20 +99,7 @@ def test_a_page_damaged_on_its_way_is_found_before_a_forward_reads_it(tmp_path: 
     paced = launching.parse(f"paced:{name}")
     sections = paced.sections()
     sections["policy"]["restore"] = "load"
-    setup = Setup(
-        model_path=str(paced.model()),
-        served_name="paced",
-        device=f"paced:{name}",
-        page_size=64,
-        chunk_tokens=2048,
-        dtype="float32",
-        device_tokens=DEVICE,
-        host_ratio=3.0,
-        storage_bytes=1 << 28,
-        context_tokens=DEVICE,
-        max_running=4,
-        sections=sections,
-    )
+    setup = setup_of(paced, device=f"paced:{name}", storage_bytes=1 << 28, sections=sections)
     launch = prepare(OURS, setup, tmp_path)
     damaging = replace(paced, damage="device").env(tmp_path / launching.LOG)
     server = Server(OURS, Launch(launch.arguments, launch.env | damaging), tmp_path)
@@ -140,6 +115,22 @@ def test_a_page_damaged_on_its_way_is_found_before_a_forward_reads_it(tmp_path: 
         assert metric(server, "kvtier:restore_proof_pages_total", 'result="equal"') > 0
         assert metric(server, "kvtier:restore_proof", "") == 0
     assert wrong(tmp_path) == []
+
+
+def setup_of(paced: launching.Paced, **more: Any) -> Setup:
+    """What a small server on this device is started with, and what is said of it besides."""
+    usual = {
+        "model_path": str(paced.model()),
+        "served_name": "paced",
+        "page_size": 64,
+        "chunk_tokens": 2048,
+        "dtype": "float32",
+        "device_tokens": DEVICE,
+        "host_ratio": 3.0,
+        "context_tokens": DEVICE,
+        "max_running": 4,
+    }
+    return Setup(**{**usual, **more})
 
 
 def tokens(seed: int) -> list[int]:
