@@ -18,8 +18,10 @@ from fake_engine import FakeEngine
 from sgl_kvtier.cli import main
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.stress.server import remote
+from sgl_kvtier.lab.stress.server.chaos import Chaos
 from sgl_kvtier.lab.stress.server.log import FuzzLog
-from sgl_kvtier.lab.stress.server.remote import Menace, fuzz_two
+from sgl_kvtier.lab.stress.server.remote import Menace, fuzz_two, halves
+from sgl_kvtier.lab.stress.server.run import FuzzOptions
 
 
 class Run:
@@ -47,6 +49,13 @@ class Calm:
 class Broken:
     async def run(self) -> None:
         raise BenchError("the master does not come back")
+
+
+def test_requests_and_accidents_are_two_servers_own() -> None:
+    one, two = halves(FuzzOptions("0-on-0", Chaos(seed=3), requests=501))
+    assert (one.requests, two.requests) == (251, 250)
+    assert one.chaos.seed != two.chaos.seed and one.run != two.run
+    assert one.restored is two.restored is None
 
 
 @pytest.mark.parametrize(
