@@ -43,6 +43,12 @@ def test_storage_bytes_are_the_stores_own_count_and_else_sglangs_tokens() -> Non
     assert moved(Metrics.parse(file), before) == {"read_bytes": 640.0, "written_bytes": 800.0}
 
 
+def test_bytes_of_a_server_that_does_not_say_how_large_a_token_is_are_left_out() -> None:
+    text = "sglang:prefetched_tokens_total 0\nsglang:backuped_tokens_total 70\n"
+    assert moved(Metrics.parse(text), Metrics({})) == {"read_bytes": 0.0}
+    assert moved(Metrics({}), Metrics({})) == {}
+
+
 def test_bytes_between_host_and_device_are_sglangs_counts_and_those_restored_from_storage() -> None:
     text = (
         'sglang:hicache_host_used_tokens 64\nsglang:load_back_bytes_total{tp_rank="0"} 700\n'

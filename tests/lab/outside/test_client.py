@@ -367,3 +367,11 @@ def test_what_a_dilated_server_took_is_divided_by_its_dilation() -> None:
     same = done.undilated(2.0)
     assert (same.sent_s, same.e2e_s, same.ttft_s, same.tpot_s) == (5.0, 2.0, 0.5, 1.0)
     assert (same.server_queue_s, same.storage_wait_s) == (0.25, None)
+
+
+def test_a_client_of_a_dilated_server_waits_as_much_longer() -> None:
+    async def limit_s() -> float | None:
+        async with Client("http://127.0.0.1:9", timeout_s=30.0, dilation=1e6) as client:
+            return client._timeout.total
+
+    assert asyncio.run(limit_s()) == 3e7
