@@ -154,6 +154,16 @@ def test_outputs_may_be_as_long_as_recorded_where_the_default_is_a_limit(words, 
     assert options.most_output_tokens == most
 
 
+@pytest.mark.parametrize(("words", "least"), [((), 36_000), (("0",), 0), (("5",), 5)])
+def test_sessions_may_be_as_short_as_they_are_where_the_default_passes_over_short_ones(
+    words, least
+):
+    given = ["--min-prompt-tokens", *words] if words else []
+    args = served([*PACED, *given])
+    wanted = load_options(args, compare.load_defaults(args, args.device))
+    assert wanted.least_prompt_tokens == least
+
+
 def test_another_word_for_as_recorded_is_refused(capsys):
     with pytest.raises(SystemExit):
         parsed(compare, "--max-output-tokens", "all")

@@ -135,6 +135,13 @@ def test_mooncake_waits_for_a_paced_devices_disk_unless_a_link_has_its_speed(
     assert MOONCAKE_WAITS not in prepare("hicache-mooncake", CPU, tmp_path).env
 
 
+def test_our_settings_file_is_one_the_server_accepts(tmp_path: Path) -> None:
+    prepare("kvtier", CPU, tmp_path)
+    config = load_config(tmp_path / "storage.json")
+    assert config.store.path == str(storage_folder(tmp_path))
+    assert config.store.capacity_bytes == 1 << 30
+
+
 def test_a_gpu_uses_flashinfer_and_kernels_and_a_cpu_names_no_attention(tmp_path: Path) -> None:
     gpu = options_of(prepare("kvtier", GPU, tmp_path / "g").arguments)
     assert (
@@ -202,6 +209,11 @@ def test_the_store_holds_every_prompt_of_a_model_of_ours(model: str) -> None:
     with pytest.raises(BenchError, match="--storage-size"):
         storage_bytes(4 << 30, model, "bfloat16", tokens)
     assert storage_bytes(40 << 30, model, "bfloat16", tokens) == 40 << 30
+
+
+def test_the_size_of_the_store_is_taken_at_its_word_for_a_model_that_is_not_known() -> None:
+    assert storage_bytes(1 << 30, "/models/some", "auto", 65536) == 1 << 30
+    assert storage_bytes(None, "/models/some", "auto", 65536) == 4 << 30
 
 
 def test_a_restore_server_on_a_card_serves_bfloat16_from_a_store_of_the_size_asked_for(

@@ -76,6 +76,18 @@ def test_stock_has_its_own_backend_over_the_same_master(tmp_path: Path) -> None:
     assert "store" not in settings and "remote" not in settings
 
 
+def test_shared_memory_holds_the_prompts_of_a_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    usual, long = (
+        scenario.Moving(scenario.RemoteOptions(model="lab-mha", tokens=tokens))
+        for tokens in (2048, 65536)
+    )
+    assert usual.segment_bytes() == 1 << 30
+    assert long.segment_bytes() > long.token_bytes() * 65536 * (4 + 1)
+
+
 @pytest.mark.parametrize(
     "other", [{"server_arg": ["--kv-cache-dtype=fp8"]}, {"storage_size": 1 << 30}, {"threads": 2}]
 )

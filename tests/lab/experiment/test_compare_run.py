@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -369,6 +370,16 @@ def test_a_comparison_of_nothing_but_skipped_arms_fails(
     assert no_nixl == ["hicache-nixl"]
 
 
+def test_a_skipped_arm_beside_one_that_failed_is_no_success(
+    compare: Command, no_nixl: list[str]
+) -> None:
+    arms = ("--arms", "recompute,hicache-nixl,kvtier")
+    done = compare("--rounds", "1", *arms, task="kvtier:refuse")
+    assert done.status == 1
+    assert done.result["arms"]["kvtier"]["failure"] is not None
+    assert "hicache-nixl" in no_nixl
+
+
 def test_recompute_is_measured_once_on_a_paced_device_and_all_are_compared_with_it(
     paced: Command,
 ) -> None:
@@ -400,6 +411,16 @@ def test_without_a_card_servers_are_paced_unless_a_model_is_asked_for(
     monkeypatch.setattr(scenario, "detect_device", lambda: here)
     args = scenario.choose_device(CompareOptions.of(parsed(scenario, *options.split())))
     assert (args.device, args.dilation, args.model) == (device, dilation, model)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), [("cpu", "compare"), ("paced:h100-llama8b", "compare-paced")]
+)
+def test_a_result_in_a_folder_is_named_by_the_device_and_the_time(device: str, name: str) -> None:
+    words = ("--device", device, "--json", "results/", "--html", "results/")
+    args = scenario.name_outputs(CompareOptions.of(parsed(scenario, *words)))
+    assert re.fullmatch(rf"results/{name}-\d{{8}}T\d{{6}}Z\.json", args.json or "")
+    assert args.html == (args.json or "").removesuffix("json") + "html"
 
 
 def test_a_model_is_one_of_ours_a_folder_or_a_name_with_its_organization(tmp_path: Path) -> None:

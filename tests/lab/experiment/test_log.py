@@ -209,6 +209,13 @@ def test_a_torn_end_is_cut_off_only_when_something_is_written(tmp_path: Path) ->
     assert path.read_text() == HEAD + '{"note": "a"}\n{"note": "c"}\n{"note": "d"}\n'
 
 
+def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(HEAD + '{"note": "a"}')
+    Notes.open(path, {}).add("note", "c")
+    assert notes(path) == ["a", "c"]
+
+
 def test_what_is_not_known_is_refused_with_its_place_and_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("buy milk")

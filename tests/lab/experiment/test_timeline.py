@@ -179,6 +179,11 @@ def test_nothing_is_loaded_where_there_is_no_tier_below_and_where_a_server_says_
     assert loading(after=restores, cached=device, storage_wait_s=0.0) is None
 
 
+def test_a_request_without_a_token_has_no_first_one() -> None:
+    (found,) = requests(make_round(completion(101.0, None, 3.0, error="HTTP 500")))
+    assert (found["first_s"], found["end_s"], found["computing_s"]) == (None, 4.0, [])
+
+
 def test_only_the_first_complete_round_of_each_arm_is_kept() -> None:
     done = completion(101.0, 1.0, 2.0)
     rounds = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,13 @@ def test_a_lost_part_matters_to_its_pages_and_to_cuts_below_it_alone() -> None:
     assert not job.wait(span, 0, 60), "nothing is waited for that will not come"
 
 
+def test_waiting_ends_with_the_last_page() -> None:
+    span = Span(0, 2)
+    job, storage = begun(span, 2)
+    threading.Timer(0.05, storage.come, [2]).start()
+    assert job.wait(span, 1, 60)
+
+
 def test_nothing_is_predicted_before_a_page_has_come() -> None:
     span = Span(0, 2)
     job, storage = begun(span, 2)
@@ -83,6 +91,17 @@ def test_nothing_is_predicted_before_a_page_has_come() -> None:
     storage.come(2)
     assert job.wait_s(span, 1) == 0.0
     assert 0 < job.wait_s(span, 0) < float("inf")
+
+
+def test_blocks_below_the_front_are_not_read_any_further() -> None:
+    job, storage = begun(Span(0, 4), 2, Span(0, 2), Span(2, 4))
+    job.cancel(below=2)
+    assert storage.jobs[0].done
+    assert not storage.jobs[1].done
+    assert not job.over
+    job.cancel()
+    assert job.over
+    assert job.is_lost(Span(0, 4), 0)
 
 
 class Copies:

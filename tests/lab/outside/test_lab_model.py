@@ -43,6 +43,28 @@ def test_a_folder_that_cannot_be_made_and_an_unknown_model_are_reported(tmp_path
         lab_model.write_model("tiny-qwen3", folder=tmp_path / "file" / "models")
 
 
+@pytest.mark.parametrize("name", list(model_shapes.SHAPES))
+def test_the_weights_have_the_shapes_that_the_config_says(name: str, tmp_path: Path) -> None:
+    folder = lab_model.write_model(name, folder=tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    heads, kv_heads, size = (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+    )
+    hidden = config["hidden_size"]
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.self_attn."
+        assert tensors[prefix + "q_proj.weight"].shape == (heads * size, hidden)
+        assert tensors[prefix + "k_proj.weight"].shape == (kv_heads * size, hidden)
+        assert tensors[prefix + "o_proj.weight"].shape == (hidden, heads * size)
+        assert (prefix + "q_norm.weight" in tensors) == (config["model_type"] == "qwen3")
+    assert tensors["lm_head.weight"].shape == (config["vocab_size"], hidden)
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {"float32"}
+    assert config["max_position_embeddings"] >= 32768
+
+
 def test_every_byte_has_its_own_token_and_no_special_token_can_win(tmp_path: Path) -> None:
     folder = lab_model.write_model("tiny-qwen3", folder=tmp_path)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())

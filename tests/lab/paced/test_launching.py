@@ -135,6 +135,18 @@ def test_a_users_server_gets_settings_that_the_product_accepts(tmp_path, capsys)
     assert " --load-format dummy --random-seed 0 " in command
 
 
+def test_the_log_of_a_users_server_is_bounded_and_in_the_folder_of_its_store(tmp_path, capsys):
+    store, own = tmp_path / "pages", tmp_path / "own"
+    assert serve(*PACED, "--store", str(store)) == 0
+    words = shlex.split(capsys.readouterr().out)
+    (said,) = [word for word in words if word.startswith("KVTIER_PACED=")]
+    told = json.loads(said.partition("=")[2])
+    assert told["log"] == str(store / "pace.jsonl") and told["most_log_bytes"] > 0
+    assert not store.exists()
+    whole = launching.parse("paced:h100-llama8b").env(own)
+    assert json.loads(whole["KVTIER_PACED"])["most_log_bytes"] == 0
+
+
 def test_a_paced_server_takes_no_other_model(tmp_path):
     with pytest.raises(ConfigError, match="model of its own"):
         serve("some/model", *PACED, "--store", str(tmp_path))

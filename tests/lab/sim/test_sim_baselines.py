@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from scenes import COST, MODEL, PAGE, keys, machine, serve
+from scenes import COST, MODEL, PAGE, Scripted, keys, machine, serve
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab.sim.baselines import StockHiCache
 from sgl_kvtier.lab.sim.hardware import Hardware, planner_profile
+from sgl_kvtier.lab.sim.oracle import Oracle
 from sgl_kvtier.lab.sim.policies import POLICIES, Setting, policy
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import engine_shape, simulate
 from sgl_kvtier.lab.sim.server import ServerSpec
+from sgl_kvtier.policy.messages import PagesPlaced, StepView
 from sgl_kvtier.types import Link, Span, Tier
 
 SPEC = ServerSpec(page_tokens=PAGE, step_tokens=32, device_pages=12, host_pages=12)
@@ -98,3 +100,13 @@ def test_the_oracle_is_not_slower_than_the_planner_it_tells_what_comes() -> None
 def test_an_unknown_policy_is_named_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"no policy 'mru'\. There are: kvtier"):
         policy("mru")
+
+
+def test_the_oracle_orders_the_device_and_leaves_host_memory_to_last_use() -> None:
+    """Ordered by next use as well, DRAM would hold the pages of HBM a second time: fewer are found
+    anywhere above SSD.
+    """
+    oracle = Oracle(Scripted(), _sessions(), 12, 12)
+    for tier in (Tier.DEVICE, Tier.HOST, Tier.STORAGE):
+        oracle.observe(PagesPlaced(keys("a", 10), tier, 0.0))
+    assert [evict.tier for evict in oracle.step(StepView(0.0)).evictions] == [Tier.DEVICE]

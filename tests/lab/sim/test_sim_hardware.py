@@ -115,6 +115,12 @@ def test_a_step_with_both_takes_longer_than_its_prefill_and_less_than_two_steps(
     assert cost.seconds(Batch(chunk)) < both < apart
 
 
+def test_requests_of_one_step_cost_what_a_paced_device_takes_for_them():
+    found = profile.read("h100-llama8b")
+    batch = Batch((Span(8192, 9000), Span(0, 700)))
+    assert MeasuredCost(found).seconds(batch) == found.prefill_seconds([(808, 8192), (700, 0)])
+
+
 def test_a_model_without_measured_times_has_assumed_ones_or_is_refused():
     h100, qwen = load_hardware("H100"), load_model("Qwen3-8B")
     assert step_cost(h100, qwen) == assumed_step_cost(h100, qwen)

@@ -101,6 +101,13 @@ def test_what_is_not_left_is_offered_to_the_planner_and_not_loaded_by_the_engine
     assert result.links[Link.STORAGE_TO_HOST].nbytes == 0
 
 
+def test_a_prefix_too_short_to_restore_is_left_without_a_question() -> None:
+    planner = Asked(lambda offer, view: None)
+    result = _run(planner, _then_back(36), least=1000)
+    assert planner.of(LeftToEngine) == []
+    assert result.requests[-1].spliced_tokens > 0
+
+
 def test_the_question_counts_only_requests_before_it_in_the_queue() -> None:
     seen: list[StepView] = []
 
@@ -182,3 +189,9 @@ def test_room_on_the_device_is_made_in_the_maps_order_as_in_a_server() -> None:
     by_last_use, by_the_map = dropped(None), dropped(lambda count: late[::-1])
     assert by_last_use and by_last_use <= set(soon)
     assert by_the_map and by_the_map <= set(late)
+
+
+def test_a_server_with_nothing_to_run_asks_its_planner_as_time_goes_by() -> None:
+    planner = Asked(left)
+    _run(planner, [_chain("a", 4), _chain("b", 4, at=50.0)])
+    assert sum(20 < view.now < 21 for view in planner.views) > 50

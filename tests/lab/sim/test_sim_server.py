@@ -11,6 +11,7 @@ from sgl_kvtier.lab.sim.requests import SimRequest
 from sgl_kvtier.policy.messages import (
     Cancel,
     ChunkDone,
+    ChunkStarted,
     Compute,
     Load,
     Mode,
@@ -46,6 +47,11 @@ def test_a_prompt_is_prefilled_in_chunks_of_the_token_budget() -> None:
     assert result.requests[0].chunks == 3
 
 
+def test_a_request_decodes_one_token_per_step_after_its_first() -> None:
+    result = serve(RecomputeOnly(), [_request(cached=(), prompt_tokens=32, output_tokens=3)])
+    assert result.requests[0].finished_s == pytest.approx(1 + 2 * (0.5 + 1 / 64))
+
+
 def test_a_follower_arrives_its_gap_after_the_one_before_has_ended() -> None:
     first = _request(cached=(), prompt_tokens=32)
     second = SimRequest("s", 2.0, 32, after="r")
@@ -77,6 +83,21 @@ def test_facts_of_a_restoration_arrive_in_order_with_true_numbers() -> None:
     ]
     assert result.requests[0].spliced_tokens == 32
     assert result.links[Link.STORAGE_TO_DEVICE].nbytes == 32
+
+
+def test_a_chunk_is_cut_to_the_budget_and_reported_as_it_ran() -> None:
+    planner = Scripted(
+        StepPlan(starts=(START,), computes=(Compute("r", Span(0, 0), 128),)),
+        *[StepPlan(computes=(Compute("r", Span(place, place), None),)) for place in (2, 4, 6)],
+    )
+    serve(planner, [_request()])
+    started = [fact.tokens for fact in planner.facts if isinstance(fact, ChunkStarted)]
+    assert started[0] == Span(0, 32)
+
+
+def test_an_offer_that_is_not_answered_is_computed() -> None:
+    planner = Scripted()
+    assert serve(planner, [_request()]).requests[0].computed_tokens == 129
 
 
 def test_a_cancelled_load_comes_back_as_lost_where_it_had_not_begun() -> None:

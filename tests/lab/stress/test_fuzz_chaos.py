@@ -75,6 +75,11 @@ def test_without_chaos_nothing_happens_but_the_first_setting() -> None:
     assert calm.faults() == {"seed": 0}
 
 
+def test_a_run_may_begin_with_settings_that_are_named() -> None:
+    chaos = Chaos(parse_kinds("none"), start=("both", None))
+    assert [chaos.switch_at(n) for n in range(3)] == [("both", None), None, None]
+
+
 def test_requests_have_priorities_where_the_server_is_to_order_them_by_those() -> None:
     assert {Chaos(parse_kinds("priority")).priority_of(n) for n in range(100)} == {0, 5, 10}
     assert {Chaos(parse_kinds("all")).priority_of(n) for n in range(100)} == {None}

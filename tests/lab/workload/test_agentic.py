@@ -110,6 +110,21 @@ def test_a_file_of_another_maker_is_known_by_its_content(
     assert prompts[1] == [("user", "read the file"), ("assistant", ""), ("tool", "its text")]
 
 
+def test_an_output_that_is_not_recorded_is_as_long_as_sglang_makes_it(tmp_path: Path) -> None:
+    path = foreign(tmp_path / "a.json", [asked("hello")])
+    (found,) = load_sessions(str(path)).sessions
+    assert [call.output_tokens for call, _ in Context(found).calls()] == [220]
+
+
+def test_the_servers_own_answer_takes_the_place_of_one_that_is_not_recorded(tmp_path: Path) -> None:
+    path = foreign(tmp_path / "a.json", [asked("a"), asked("b")])
+    context = Context(load_sessions(str(path)).sessions[0])
+    assert context.next_call() is not None
+    context.answer(Message("assistant", "the server's"))
+    assert context.next_call() is not None
+    assert [message.text for message in context.prompt] == ["a", "the server's", "b"]
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -59,6 +59,14 @@ def test_a_changed_character_changes_the_id_of_its_window_alone() -> None:
     assert np.flatnonzero(a != b).tolist() == [1 + 100 // 4]
 
 
+def test_different_windows_seldom_look_alike_even_in_a_small_vocabulary() -> None:
+    numbers = "".join(f"{i:08d}" for i in range(4000))
+    ids = encoded(numbers, 2)[1:]
+    # 4,000 windows over 496 ids: about 8 of each if they are spread evenly.
+    assert len(set(ids)) == VOCABULARY - 16
+    assert max(np.bincount(ids)) < 30
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 4)), min_size=1, max_size=4),
     st.integers(0, 63),
