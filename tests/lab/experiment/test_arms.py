@@ -12,6 +12,7 @@ from commands import options_of, parsed
 
 from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment import arms
 from sgl_kvtier.lab.experiment.argtypes import shape_of
 from sgl_kvtier.lab.experiment.arms import (
     ARMS,
@@ -200,6 +201,26 @@ def test_float32_is_refused_where_flashinfer_is_the_attention(tmp_path: Path) ->
     prepare(OURS, replace(CARD, dtype="float32", device="cpu"), tmp_path / "cpu")
     other = ("--attention-backend", "triton")
     prepare(OURS, replace(CARD, dtype="float32", extra=other), tmp_path / "triton")
+
+
+def test_torch_samples_on_a_card_whose_sampling_modules_are_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arms, "find_spec", lambda _name: None)
+    found = options_of(prepare(OURS, CARD, tmp_path).arguments)
+    assert found["--sampling-backend"] == "pytorch"
+    assert found["--attention-backend"] == "flashinfer"
+
+
+def test_flashinfer_samples_where_its_modules_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "flashinfer" / "data" / "aot" / "sampling" / "sampling.so"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "flashinfer")])
+    monkeypatch.setattr(arms, "find_spec", lambda name: spec if name == "flashinfer" else None)
+    assert "--sampling-backend" not in prepare(OURS, CARD, tmp_path / "arm").arguments
 
 
 @pytest.mark.parametrize("model", ["shape-8b", "lab-gpu-1b"])

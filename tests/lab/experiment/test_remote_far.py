@@ -93,6 +93,18 @@ def test_nothing_else_reaches_it(far: tuple[Far, int]) -> None:
     assert inside.is_running()
 
 
+def test_the_owner_ends_with_its_relay(far: tuple[Far, int]) -> None:
+    one, port = far
+    connected(port).close()
+    one.stop()
+    until = time.monotonic() + 20
+    while psutil.pid_exists(one.pid) and psutil.Process(one.pid).status() != "zombie":
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), 1)
+
+
 def test_a_relay_that_ended_is_no_link_any_more(far: tuple[Far, int]) -> None:
     one, _ = far
     one.stop()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from store_pages import aligned, content, key, put, read
@@ -94,6 +97,36 @@ def test_a_store_that_raises_fails_its_pages_and_the_link_goes_on(filled: DiskSt
     job = slow.read([PageRead(key(0), [memoryview(bytes(NBYTES))])])
     assert job.wait(10) and job.outcomes == [ReadOutcome.FAILED]
     assert read(slow, dict.fromkeys(PAGES, NBYTES)) == [(ReadOutcome.OK, d) for d in PAGES.values()]
+    slow.close()
+
+
+def test_a_link_lives_through_a_deadline_that_never_comes() -> None:
+    class Patient:
+        """A store whose pages end when the test says so."""
+
+        asked: queue.Queue[tuple[int, Callable[[int, ReadOutcome], None]]] = queue.Queue()
+
+        def read(
+            self, pages: list[PageRead], *, on_page: Callable[[int, ReadOutcome], None]
+        ) -> None:
+            self.asked.put((len(pages), on_page))
+
+        def close(self) -> None:
+            pass
+
+    store: Any = Patient()
+    slow = Throttled(store, ThrottleConfig())
+    job = ask(
+        slow, [key(i) for i in range(100)], deadline_s=math.inf
+    )  # more than a link has under way
+    left = 100
+    while left:
+        count, on_page = store.asked.get(timeout=10)
+        threading.Event().wait(0.05)  # the link has nothing to do meanwhile but to wait
+        for i in range(count):
+            on_page(i, ReadOutcome.OK)
+        left -= count
+    assert job.wait(10) and job.outcomes == [ReadOutcome.OK] * 100
     slow.close()
 
 

@@ -78,6 +78,17 @@ def test_a_copy_takes_the_first_time_that_holds_it_whole(time):
     assert link.copy(Stream(), 2e9) == pytest.approx((100.0, 102.0))
 
 
+def test_a_link_forgets_what_is_over(time):
+    link = Link(1.0)
+    for _ in range(100):
+        behind = Stream()
+        behind.delay(time.now + 1.0)
+        link.copy(behind, 1e8)
+        time.now += 5.0
+    assert len(link._busy) < 3
+    assert link.seconds == pytest.approx(10.0)
+
+
 def test_a_disk_serves_one_after_the_other_at_its_bandwidth(time):
     disk = Disk(1.0)
     for _ in range(10):
