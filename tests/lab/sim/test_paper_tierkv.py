@@ -121,6 +121,13 @@ def full_steps(policy: str, requests: int = 24) -> Run:
     return simulate(on, batch_of(requests, 2048, 64), pager_of(on, policy))
 
 
+def test_lru_loses_nearly_everything_when_the_batch_is_a_little_larger_than_hbm() -> None:
+    last = full_steps("LRU").steps[-1].paging
+    # Five of six would fit. What is left are requests that run together with one that evicts them.
+    assert last.hit_share < 0.25
+    assert last.ahead_bytes == 0
+
+
 @pytest.mark.parametrize("policy", _POLICIES)
 def test_a_batch_that_fits_moves_nothing(policy: str) -> None:
     on = server(20 * 2048)

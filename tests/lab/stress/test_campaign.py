@@ -202,6 +202,57 @@ def test_who_stored_a_page_must_find_it_at_once(site: Site) -> None:
     assert site.faults() == {Finding.LOST: 4}
 
 
+def test_what_was_deleted_or_is_evicted_is_not_owed(site: Site, tmp_path: Path) -> None:
+    site.first.put(NAMES)
+    site.second.delete(NAMES)
+    site.first.follow()
+    site.first.check(NAMES)
+    evicting = SharedOracle(site.oracle.journal, 1, len(NAMES), 1, owes=False)
+    intent = evicting.begin_put(0, 1, 1, NAMES, 1)
+    evicting.end_put(0, 1, intent, [PutOutcome.STORED] * len(NAMES), 1)
+    assert len(evicting.owed()) == 0 and site.faults() == {}
+
+
+def test_a_page_that_was_put_while_it_was_deleted_may_stay_or_go(site: Site) -> None:
+    site.pages.during_put = lambda: site.second.delete(NAMES)
+    site.first.put(NAMES)
+    for owner_ in (site.first, site.second):
+        owner_.follow()
+        owner_.check(NAMES)
+    site.pages.kept.clear()
+    site.first.check(NAMES)
+    assert site.faults() == {}
+    site.pages.during_put = lambda: None
+    site.first.delete(NAMES)
+    assert len(site.oracle.gone()) == len(NAMES)
+
+
+def test_a_page_that_the_reader_is_putting_itself_may_be_missed(site: Site) -> None:
+    site.first.put(NAMES)
+    site.second.follow()
+    site.pages.kept.clear()
+    site.pages.during_put = lambda: site.second.check(NAMES)
+    site.second.put(NAMES)
+    assert site.faults() == {}
+    site.first.follow()
+    site.pages.kept.clear()
+    site.first.check(NAMES)
+    assert site.faults() == {Finding.LOST: len(NAMES)}
+
+
+def test_a_process_that_died_before_its_answer_owes_nothing_and_deletes_nothing(site: Site) -> None:
+    site.second.put(NAMES[5:])
+    site.oracle.begin_put(0, 1, 1, NAMES[:3], now_ns())
+    site.oracle.begin_delete(0, 1, 1, NAMES[5:])
+    with site.oracle.lock:
+        site.oracle.bury(0)
+    site.second.follow()
+    site.second.check(NAMES)
+    assert site.faults() == {} and len(site.oracle.owed()) == len(site.oracle.gone()) == 0
+    site.second.put(NAMES)
+    assert len(site.oracle.owed()) == len(NAMES)
+
+
 def test_an_open_that_fails_is_a_fault_and_one_that_a_shortage_refuses_is_none(site: Site) -> None:
     errors = [IndexError("of ours"), StoreError("stop"), StoreError("stop")]
 
