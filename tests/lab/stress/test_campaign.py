@@ -29,6 +29,7 @@ from sgl_kvtier.lab.stress.store.shared_oracle import (
     SharedLock,
     SharedOracle,
     content,
+    now_ns,
     page_of,
 )
 from sgl_kvtier.lab.stress.trouble import OF_A_STORE, Finding
