@@ -12,6 +12,8 @@ from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sgl_kvtier.runtime.backend import quiet_stop
 from sgl_kvtier.runtime.sglang.hooks import HOOKS
 
@@ -64,7 +66,7 @@ def test_what_never_comes_to_rest_is_not_waited_for_for_ever(monkeypatch):
     assert quiet_stop.wait(one)
 
 
-def test_side_pools_are_waited_for_like_the_pages(monkeypatch: pytest.MonkeyPatch):
+def test_side_pools_are_waited_for_like_the_pages(monkeypatch):
     """SGLang's class for side pools reads their states after the pages, and reduces twice: the
     second time after its base class has marked the end of the first.
     """
