@@ -77,7 +77,7 @@ than.
 PAPERS = ("cake", "cacheflow")
 """The rules of papers that ours is compared with."""
 BY_ARRIVAL, STALL_ANY = "by-arrival", "stall-any"
-"""Ours with one thing taken away: the planner's order of the queue, the bound of the gaps."""
+"""Both ends with one thing taken away: the planner's order of the queue, the bound of the gaps."""
 SHORTEST_FIRST = "-shortest-first"
 """The end of the name of an arm whose requests are computed in the order of their length."""
 
@@ -105,7 +105,9 @@ BATCH_ARMS: dict[str, RestoreArm] = {
     LOAD: replace(RESTORE_ARMS[LOAD], rule=BY_ARRIVAL),
     **_SPLITTING,
     BY_ARRIVAL: replace(
-        _OURS, rule=BY_ARRIVAL, about="kvtier, requests computed in the order they came"
+        _SPLITTING[BOTH_ENDS],
+        rule=BY_ARRIVAL,
+        about="both, requests computed in the order they came",
     ),
     LAYERS: RestoreArm(
         "auto",
@@ -115,7 +117,9 @@ BATCH_ARMS: dict[str, RestoreArm] = {
         stall_ms=0.0,
     ),
     STALL_ANY: replace(
-        _OURS, stall_ms=0.0, about="kvtier, no bound on how long requests that decode stand still"
+        _SPLITTING[BOTH_ENDS],
+        stall_ms=0.0,
+        about="both, no bound on how long requests that decode stand still",
     ),
     **{
         f"{name}{SHORTEST_FIRST}": replace(
