@@ -93,14 +93,10 @@ def test_a_larger_anchor_leaves_more_to_compute():
 def test_a_prefix_with_a_lost_page_comes_through(lost):
     out = run(anchor_pages=8, anchor_bytes=ENGINE.page_bytes, failing=frozenset({lost}))
     assert all(span.stop == PAGES or span.start >= PAGES - 8 for span in out.spliced)
-    covered = sorted([(c.start, c.stop) for c in out.chunks])
-    for span in out.spliced:
-        covered.append((span.start * 16, span.stop * 16))
-    end = 0
-    for start, stop in sorted(covered):
-        assert start == end
-        end = stop
-    assert end == PREFIX + 64
+    covered = [(chunk.start, chunk.stop) for chunk in out.chunks]
+    covered += [(span.start * 16, span.stop * 16) for span in out.spliced]
+    starts, stops = zip(*sorted(covered), strict=True)
+    assert (*starts, PREFIX + 64) == (0, *stops)
 
 
 def test_what_lies_before_a_hole_is_not_loaded():

@@ -6,13 +6,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from virtual_hands import COST, ENGINE, profile_of
+from virtual_hands import COST, ENGINE, profile_of, stored
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.learned.cost import PrefillCost
-from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, RestoreOffered, StepView
+from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, StepView
 from sgl_kvtier.policy.planner import Planner, make_planner
-from sgl_kvtier.types import Span, Tier
+from sgl_kvtier.types import Span
 
 PAGES, SUFFIX = 256, 64
 TOKENS = PAGES * ENGINE.page_tokens
@@ -25,8 +25,7 @@ SLOW = 1e3
 def planner(stall_ms: float, cost: PrefillCost = CHEAP) -> Planner:
     config = PolicyConfig(restore="both", max_stall_ms=stall_ms)
     made = make_planner(config, ENGINE, profile_of(cost, SLOW))
-    sources = ((Span(0, PAGES), Tier.STORAGE),)
-    made.observe(RestoreOffered("a", 0.0, TOKENS + SUFFIX, 0, PAGES, sources))
+    made.observe(stored())
     return made
 
 

@@ -10,17 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from named_parts import named
 
 from sgl_kvtier.lab.rules import LFU, KeptWhileExpected, QuickDemotion
 from sgl_kvtier.policy.pages.eviction import LRU, NextUse, Shelves, eviction_of
 from sgl_kvtier.policy.pages.tier_map import TierMap
-from sgl_kvtier.types import PageKey, Tier
+from sgl_kvtier.types import Tier
 
 ROOT = Path(__file__).parents[2]
-
-
-def named(count, start=0):
-    return tuple(PageKey(n.to_bytes(32, "big")) for n in range(start, start + count))
 
 
 def test_every_rule_of_the_settings_is_there():
@@ -50,8 +47,8 @@ def test_device_and_host_have_orders_of_their_own():
     tier_map = TierMap(100, LRU(), LFU())
     a, b = named(2)
     for key in (a, b):
-        tier_map.placed((key,), Tier.DEVICE, 0.0)
-        tier_map.placed((key,), Tier.HOST, 0.0)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            tier_map.placed((key,), tier, 0.0)
     tier_map.used((b, b, b), 1.0)
     tier_map.used((a,), 2.0)
     assert tier_map.victims(Tier.DEVICE, 2) == (b, a)
@@ -74,11 +71,10 @@ def test_pages_of_one_request_leave_before_those_of_several() -> None:
 def test_what_a_session_is_expected_to_use_leaves_last() -> None:
     tier_map = TierMap(100, KeptWhileExpected())
     soon, later, given_up, nobodys = named(4)
-    for now, (owner, key, turn) in enumerate(
-        [("s", soon, 10.0), ("l", later, 20.0), ("g", given_up, math.inf)]
-    ):
+    turns = {soon: 10.0, later: 20.0, given_up: math.inf}
+    for now, (key, turn) in enumerate(turns.items()):
         tier_map.placed((key,), Tier.DEVICE, float(now))
-        tier_map.claim(owner, (key,), turn)
+        tier_map.claim(str(now), (key,), turn)
     tier_map.placed((nobodys,), Tier.DEVICE, 9.0)
     assert tier_map.victims(Tier.DEVICE, 4) == (nobodys, given_up, soon, later)
 

@@ -8,12 +8,12 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_hands import COST, ENGINE, profile_of
+from virtual_hands import COST, ENGINE, balance, profile_of, stored
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.learned.cost import PrefillCost
-from sgl_kvtier.policy.messages import ChunkStarted, RequestFinished, RestoreOffered, StepView
+from sgl_kvtier.policy.messages import ChunkStarted, RequestFinished, StepView
 from sgl_kvtier.policy.restore.forecast import Outlook
 from sgl_kvtier.policy.restore.meeting import Speeds, best_split, open_of
 from sgl_kvtier.policy.restore.offers import Offers
@@ -30,23 +30,30 @@ COMPUTE_S = COST.range_seconds(0, TOKENS, ENGINE.chunk_tokens)
 VIEW = StepView(0.0, ("a",), prefill_tokens=512)
 
 
+def restorations() -> Restorations:
+    """With as much to compute as to load."""
+    return Restorations(PolicyConfig(), ENGINE, profile_of(COST, balance(TOKENS)), Rules())
+
+
+def item(rid: str, order: int) -> Restoration:
+    return Restoration(rid, order, TOKENS + SUFFIX, TwoPointer(0, PAGES), SOURCES)
+
+
 def outlook(*restoring: str) -> Outlook:
-    """Of a planner that restores these, each as much to compute as to load."""
-    profile = profile_of(COST, TOKENS / ENGINE.page_tokens * ENGINE.page_bytes / COMPUTE_S)
-    known = Restorations(PolicyConfig(), ENGINE, profile, Rules())
+    """Of a planner that restores these."""
+    known = restorations()
     made = Outlook(known)
     offers = Offers(known, made, free)
     for rid in restoring:
-        offers.add(RestoreOffered(rid, 0.0, TOKENS + SUFFIX, 0, PAGES, SOURCES))
+        offers.add(stored(rid))
         offers.answer(replace(VIEW, waiting=(rid,)))
     return made
 
 
 def asked(made: Outlook, *waiting: str, **view: object) -> tuple[float, float]:
     """Seconds until request a is computed, and until it is loaded."""
-    item = Restoration("a", 9, TOKENS + SUFFIX, TwoPointer(0, PAGES), SOURCES)
     forecast = made.forecast_in_queue(replace(VIEW, waiting=waiting, **view), "a")  # type: ignore[arg-type]
-    return forecast.compute_only(item), forecast.load_only(item)
+    return forecast.compute_only(item("a", 9)), forecast.load_only(item("a", 9))
 
 
 def test_one_that_is_first_has_compute_and_links_to_itself() -> None:
@@ -91,33 +98,30 @@ def test_fresh_prefill_behind_it_in_the_queue_does_not_count() -> None:
 
 
 def test_offers_of_one_step_are_answered_in_the_order_of_the_queue() -> None:
-    profile = profile_of(COST, TOKENS / ENGINE.page_tokens * ENGINE.page_bytes / COMPUTE_S)
-    known = Restorations(PolicyConfig(), ENGINE, profile, Rules())
+    known = restorations()
     offers = Offers(known, Outlook(known), free)
     for rid in ("late", "early"):
-        offers.add(RestoreOffered(rid, 0.0, TOKENS + SUFFIX, 0, PAGES, SOURCES))
+        offers.add(stored(rid))
     starts = offers.answer(replace(VIEW, waiting=("early", "late")))
     assert [start.rid for start in starts] == ["early", "late"]
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(1.0, 1), (1.5, 2), (2.0, 2)])
 def test_a_page_that_a_chunk_ends_in_belongs_to_compute(tokens: float, pages: int) -> None:
-    known = Restorations(PolicyConfig(), ENGINE, profile_of(COST, 1e9), Rules())
-    item = Restoration("a", 1, TOKENS + SUFFIX, TwoPointer(0, PAGES), SOURCES)
-    known.begin(item)
+    known, one = restorations(), item("a", 1)
+    known.begin(one)
     known.observe(ChunkStarted("a", Span(0, int(tokens * ENGINE.page_tokens)), 0.0))
-    assert item.pointer.front == pages
+    assert one.pointer.front == pages
 
 
 def test_a_link_has_no_reader_left_when_its_restorations_have_ended() -> None:
-    known = Restorations(PolicyConfig(), ENGINE, profile_of(COST, 1e9), Rules())
+    known = restorations()
     for rid in "ab":
-        known.begin(Restoration(rid, 1, TOKENS + SUFFIX, TwoPointer(0, PAGES), SOURCES))
+        known.begin(item(rid, 1))
     assert sum(known.readers.values()) == 2
-    known.observe(RequestFinished("a", 0.0))
-    assert sum(known.readers.values()) == 1
-    known.observe(RequestFinished("b", 0.0))
-    assert sum(known.readers.values()) == 0
+    for rid, left in (("a", 1), ("b", 0)):
+        known.observe(RequestFinished(rid, 0.0))
+        assert sum(known.readers.values()) == left
 
 
 # The search for the meeting page against trying every page.
@@ -220,14 +224,3 @@ def test_no_page_is_better_and_where_they_met_before_changes_nothing(race, guess
     assert max(
         ends(speeds, at_s, pointer, sources, split.meet, in_flight, recall)
     ) == pytest.approx(split.seconds)
-
-
-def test_every_hole_above_the_meeting_is_computed_behind_the_one_before():
-    pointer = TwoPointer(0, 20)
-    pointer.lack(Span(8, 10))
-    pointer.lack(Span(14, 16))
-    sources = [(SSD, [Span(0, 20)])]
-    speeds = Speeds(PAGE, PAGE_BYTES, CHUNK, PrefillCost(0.0, 1e-3, 0.0), Bandwidth({SSD: 1e6}), {})
-    split = best_split(speeds, 0.0, open_of(speeds, pointer, sources, 0, {}), 0)
-    every = [max(ends(speeds, 0.0, pointer, sources, meet, {}, False)) for meet in range(21)]
-    assert split.seconds == pytest.approx(min(every))

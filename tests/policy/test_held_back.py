@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from named_parts import AHEAD
+from named_parts import AHEAD, named
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import (
@@ -36,7 +36,7 @@ NEW = Waiter("new", 16 * PAGES)
 
 
 def keys_of(session: int) -> tuple[PageKey, ...]:
-    return tuple(PageKey(bytes([session, n]).ljust(32, b"\0")) for n in range(PAGES))
+    return named(PAGES, PAGES * session)
 
 
 def server(
@@ -53,17 +53,17 @@ def server(
     for turn in range(8):
         now += gap_s
         for session in range(2):
-            begin(planner, now, session, turn)
-            planner.observe(RequestFinished(f"{session} {turn}", now, keys=keys_of(session)))
+            take_turn(planner, now, session, turn)
             for tier in tiers:
                 planner.observe(PagesPlaced(keys_of(session), tier, now))
     return planner, now
 
 
-def begin(planner: Planner, now: float, session: int, turn: int) -> None:
+def take_turn(planner: Planner, now: float, session: int, turn: int) -> None:
     rid, keys = f"{session} {turn}", keys_of(session)
     planner.observe(RequestArrived(rid, now, 16 * PAGES + 1, keys, str(session)))
     planner.observe(ChunkStarted(rid, Span(0, 16 * PAGES), now))
+    planner.observe(RequestFinished(rid, now, keys=keys))
 
 
 def asked(now: float, one: Waiter = NEW, host_empty: int = 0) -> HeldBack:
@@ -107,9 +107,7 @@ def test_host_pages_that_nobody_is_known_to_need_are_room_as_well() -> None:
 def test_it_takes_the_pages_of_a_session_that_returns_later() -> None:
     planner, now = server(0.2)
     for turn in range(10):  # it comes every 20 s
-        begin(planner, now - 20 * (9 - turn), 2, turn)
-        end = RequestFinished(f"2 {turn}", now - 20 * (9 - turn), keys=keys_of(2))
-        planner.observe(end)
+        take_turn(planner, now - 20 * (9 - turn), 2, turn)
     planner.observe(PagesPlaced(keys_of(2), Tier.HOST, now))
     assert not planner.query(asked(now + 0.01))
     planner.observe(PagesDropped(keys_of(2), Tier.HOST, now))
@@ -120,22 +118,18 @@ def test_but_not_where_the_queue_takes_until_that_one_returns_as_well() -> None:
     """It runs behind the queue, and its pages would have to be read from storage by then."""
     planner, now = server(0.2)
     for turn in range(10):  # it comes every 2 s
-        begin(planner, now - 2 * (9 - turn), 2, turn)
-        planner.observe(RequestFinished(f"2 {turn}", now - 2 * (9 - turn), keys=keys_of(2)))
+        take_turn(planner, now - 2 * (9 - turn), 2, turn)
     planner.observe(PagesPlaced(keys_of(2), Tier.HOST, now))
     planner.step(StepView(now, free_pages={Tier.DEVICE: 0, Tier.HOST: 0}))
     assert not planner.query(asked(now + 0.01))
     for waiting in range(3):
         planner.observe(RequestArrived(str(waiting), now, 16 * 500, ()))
-    view = StepView(
-        now,
-        ("0", "1", "2"),
-        prefill_tokens=1000,
-        fresh_tokens=24_000,
-        fresh=(8000, 8000, 8000),
-        free_pages={Tier.DEVICE: 0, Tier.HOST: 0},
-    )
-    planner.step(view)
+    planner.step(
+        StepView(
+            now, ("0", "1", "2"), prefill_tokens=1000, fresh_tokens=24_000,
+            fresh=(8000, 8000, 8000), free_pages={Tier.DEVICE: 0, Tier.HOST: 0},
+        )
+    )  # fmt: skip
     assert planner.query(asked(now + 0.01))
 
 
@@ -198,8 +192,7 @@ def test_it_waits_no_longer_than_others_may_overtake_it() -> None:
     for turn in (100, 101):
         now += 0.2
         for session in range(2):
-            begin(planner, now, session, turn)
-            planner.observe(RequestFinished(f"{session} {turn}", now, keys=keys_of(session)))
+            take_turn(planner, now, session, turn)
         assert planner.query(asked(now + 0.01)) is (turn == 100)
 
 

@@ -6,9 +6,9 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_leave import VIEW, planner, rate
-from test_restore import balance, covered
-from virtual_hands import COST, ENGINE, profile_of, restore
+from test_leave import VIEW, planner
+from test_restore import covered
+from virtual_hands import COST, ENGINE, balance, planner_of, profile_of, restore, stored
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.rules import CacheFlow, Cake, FixedSplit
@@ -20,23 +20,15 @@ from sgl_kvtier.types import Span, Tier
 
 PAGES = 256
 PREFIX = PAGES * ENGINE.page_tokens
-BOTH = PolicyConfig(restore="both")
 
 
-def offer(*stored: Span, pages: int = PAGES) -> RestoreOffered:
+def offer(*spans: Span, pages: int = PAGES, rid: str = "a") -> RestoreOffered:
     """A prompt of which these pages are stored, and no others."""
-    return RestoreOffered(
-        "a",
-        0.0,
-        pages * ENGINE.page_tokens + 64,
-        0,
-        pages,
-        tuple((span, Tier.STORAGE) for span in stored),
-    )
+    return stored(rid, pages, *((span, Tier.STORAGE) for span in spans))
 
 
 def seconds(holes: frozenset[int], ratio: float = 1.0) -> float:
-    bytes_per_s = balance(PREFIX) * ratio
+    bytes_per_s = balance(PREFIX, ratio)
     return restore(PREFIX, bytes_per_s, profile=profile_of(COST, bytes_per_s), holes=holes).seconds
 
 
@@ -50,15 +42,9 @@ def seconds(holes: frozenset[int], ratio: float = 1.0) -> float:
 def test_wherever_the_holes_are_they_are_computed_and_every_page_comes_once(
     holes, ratio, rules, restored
 ):
-    bytes_per_s = balance(PREFIX) * ratio
-    out = restore(
-        PREFIX,
-        bytes_per_s,
-        profile=profile_of(COST, bytes_per_s),
-        holes=holes,
-        rules=rules,
-        config=PolicyConfig(restore=restored),
-    )
+    bytes_per_s = balance(PREFIX, ratio)
+    planner = planner_of(bytes_per_s, rules, restore=restored)
+    out = restore(PREFIX, bytes_per_s, planner=planner, holes=holes)
     pages = [page for page in covered(out) if page < PAGES]
     assert sorted(pages) == list(range(PAGES))
 
@@ -83,10 +69,9 @@ def test_where_every_second_page_is_missing_all_is_computed_in_whole_chunks():
 
 
 def test_few_pages_between_two_holes_are_computed_with_them():
-    stored = (Span(0, 100), Span(101, 104), Span(105, PAGES))
-    one = planner(storage=rate(PREFIX, 100), restore="both")
-    one.observe(offer(*stored))
-    loads = one.step(StepView(0.0, ("a",), prefill_tokens=512)).loads
+    one = planner(storage=balance(PREFIX, 100), restore="both")
+    one.observe(offer(Span(0, 100), Span(101, 104), Span(105, PAGES)))
+    loads = one.step(VIEW).loads
     loaded = {page for load in loads for page in range(load.span.start, load.span.stop)}
     assert loaded.isdisjoint(range(100, 105))
     assert loaded.issuperset(range(110, PAGES))
@@ -95,14 +80,14 @@ def test_few_pages_between_two_holes_are_computed_with_them():
 def test_where_tokens_cost_little_whole_chunks_behind_a_hole_are_loaded():
     """As on a small model: 0.1 s for a chunk, whatever its length."""
     profile = profile_of(PrefillCost(0.1, 1e-7), 1e9)
-    for stored, loaded in ((Span(1, PAGES), True), (Span(1, 32), False)):
-        one = make_planner(BOTH, ENGINE, profile)
-        one.observe(offer(stored, pages=stored.stop))
+    for span, loaded in ((Span(1, PAGES), True), (Span(1, 32), False)):
+        one = make_planner(PolicyConfig(restore="both"), ENGINE, profile)
+        one.observe(offer(span, pages=span.stop))
         assert bool(one.step(VIEW).loads) is loaded
 
 
 def test_a_prefix_with_a_hole_is_not_only_loaded():
-    one = planner(storage=rate(PREFIX, 100), restore="load")
+    one = planner(storage=balance(PREFIX, 100), restore="load")
     one.observe(offer(Span(1, PAGES)))
     (start,) = one.step(VIEW).starts
     assert start.mode is Mode.BOTH
@@ -111,14 +96,14 @@ def test_a_prefix_with_a_hole_is_not_only_loaded():
 @pytest.mark.parametrize("known", [True, False])
 def test_what_an_engine_could_not_read_for_a_hole_before_it_is_not_left_to_it(known):
     behind_a_hole = LeftToEngine(offer(Span(1, PAGES)), VIEW)
-    speed = rate(PREFIX, 1) if known else None
+    speed = balance(PREFIX) if known else None
     assert planner(storage=speed).query(behind_a_hole) is None
     whole = LeftToEngine(offer(Span(0, PAGES)), VIEW)
     assert planner().query(whole) == "not measured yet"
 
 
 def test_an_engine_that_reads_up_to_a_hole_is_asked_to_compute_the_rest():
-    fast = planner(storage=rate(PREFIX, 100))
+    fast = planner(storage=balance(PREFIX, 100))
     nearly_all = LeftToEngine(offer(Span(0, PAGES - 4), Span(PAGES - 3, PAGES)), VIEW)
     assert fast.query(nearly_all) == "loading is faster"
     half = LeftToEngine(offer(Span(0, PAGES // 2), Span(PAGES // 2 + 1, PAGES)), VIEW)
@@ -126,19 +111,19 @@ def test_an_engine_that_reads_up_to_a_hole_is_asked_to_compute_the_rest():
 
 
 def test_what_is_not_worth_loading_behind_a_hole_is_computed():
-    one = planner(storage=rate(PREFIX, 1))
+    one = planner(storage=balance(PREFIX))
     few = offer(Span(PAGES - 2, PAGES))
     assert one.query(LeftToEngine(few, VIEW)) == "computing is faster"
-    slow = planner(storage=rate(PREFIX, 1 / 1000))
+    slow = planner(storage=balance(PREFIX, 1 / 1000))
     assert slow.query(LeftToEngine(offer(Span(1, PAGES)), VIEW)) == "computing is faster"
 
 
 def test_room_for_holes_is_counted_while_a_restoration_is_under_way():
     holed = offer(Span(128, PAGES))
-    one = planner(storage=rate(PREFIX, 1), restore="auto")
+    one = planner(storage=balance(PREFIX), restore="auto")
     one.observe(holed)
     one.step(VIEW)
-    other = replace(offer(Span(0, 64), pages=64), rid="b")
+    other = offer(Span(0, 64), pages=64, rid="b")
     room = {Tier.DEVICE: PAGES + 64 + 8}
     view = StepView(0.0, ("a", "b"), prefill_tokens=512, free_pages=room)
     assert one.query(LeftToEngine(other, view)) != "no room"
@@ -169,5 +154,5 @@ def least_seconds(hole: Span, bytes_per_s: float) -> float:
 @pytest.mark.parametrize("hole", [Span(0, 40), Span(20, 60), Span(100, 150), Span(180, 250)])
 @pytest.mark.parametrize("ratio", [1 / 2, 1, 2])
 def test_while_a_long_hole_is_computed_what_lies_behind_it_is_loaded(hole, ratio):
-    least_s = least_seconds(hole, balance(PREFIX) * ratio)
+    least_s = least_seconds(hole, balance(PREFIX, ratio))
     assert seconds(frozenset(range(hole.start, hole.stop)), ratio) < 1.1 * least_s

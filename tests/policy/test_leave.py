@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from named_parts import parts
-from virtual_hands import COST, ENGINE, profile_of
+from named_parts import named, parts
+from virtual_hands import COST, ENGINE, balance, profile_of, stored
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.rules import CacheFlow, Cake
@@ -23,93 +23,81 @@ from sgl_kvtier.policy.messages import (
     TransferDone,
 )
 from sgl_kvtier.policy.planner import Planner, make_planner
-from sgl_kvtier.types import Link, PageKey, Span, Tier
+from sgl_kvtier.types import Link, Span, Tier
 
 VIEW = StepView(0.0, ("a",), prefill_tokens=512)
 
 
-def rate(tokens: int, ratio: float) -> float:
-    """Bytes per second at which loading so many tokens takes 1/ratio of the time that computing
-    them takes.
-    """
-    return (
-        ratio
-        * tokens
-        * ENGINE.page_bytes
-        / ENGINE.page_tokens
-        / COST.range_seconds(0, tokens, ENGINE.chunk_tokens)
-    )
-
-
-def offer(**pages: int) -> RestoreOffered:
+def offer(rid: str = "a", *, host: int = 0, storage: int = 0) -> RestoreOffered:
     """A prompt whose first pages lie in host memory and whose others lie in storage."""
-    host, storage = pages.get("host", 0), pages.get("storage", 0)
     sources = ((Span(0, host), Tier.HOST), (Span(host, host + storage), Tier.STORAGE))
-    return RestoreOffered(
-        "a",
-        0.0,
-        (host + storage) * 16 + 64,
-        0,
-        host + storage,
-        tuple((s, t) for s, t in sources if s),
-    )
+    return stored(rid, host + storage, *((span, tier) for span, tier in sources if span))
 
 
 def planner(
     *, storage: float | None = None, host: float | None = None, **settings: object
 ) -> Planner:
-    """A planner that knows the cost of computing and these links."""
-    if storage is None and host is None:
-        config, rules = parts(**settings)
-        return make_planner(config, ENGINE, None, rules)
-    profile = profile_of(COST, storage or 1.0)
-    profile["links"] = {
-        link.value: r
-        for link, r in ((Link.STORAGE_TO_DEVICE, storage), (Link.HOST_TO_DEVICE, host))
-        if r
-    }
+    """A planner that knows the cost of computing and these links, or nothing."""
+    profile = None
+    if storage or host:
+        rates = {Link.STORAGE_TO_DEVICE: storage, Link.HOST_TO_DEVICE: host}
+        profile = profile_of(COST, 1.0)
+        profile["links"] = {link.value: rate for link, rate in rates.items() if rate}
     config, rules = parts(**settings)
     return make_planner(config, ENGINE, profile, rules)
 
 
-def test_what_lies_in_host_memory_is_left_to_the_engine_that_copies_it_at_once():
-    assert planner(host=rate(4096, 100)).query(LeftToEngine(offer(host=256), VIEW)) == "host memory"
-    assert planner(storage=1e6).query(LeftToEngine(offer(host=256), VIEW)) == "host memory", (
-        "the link was not measured"
-    )
+def why(one: Planner, view: StepView = VIEW, **pages: int) -> str | None:
+    """Why a prompt of these pages is left to the engine."""
+    return one.query(LeftToEngine(offer(**(pages or {"storage": 256})), view))
 
 
-def test_a_host_link_so_slow_that_computing_helps_is_worth_a_restoration():
-    assert planner(host=rate(4096, 1)).query(LeftToEngine(offer(host=256), VIEW)) is None
+EVEN = balance(4096)
+SAVED = COST.range_seconds(0, 4096, 512) / 2
+"""Seconds that a restoration saves where loading takes as long as computing."""
 
 
-def test_a_gain_of_less_than_a_restoration_costs_is_no_reason_for_one():
-    slow = rate(4096, 1)
-    saved = COST.range_seconds(0, 4096, 512) / 2
-    assert (
-        planner(host=slow, split_gain_s=saved / 2).query(LeftToEngine(offer(host=256), VIEW))
-        is None
-    )
-    assert (
-        planner(host=slow, split_gain_s=saved * 2).query(LeftToEngine(offer(host=256), VIEW))
-        == "host memory"
-    )
-
-
-def test_storage_so_fast_that_all_of_it_would_be_loaded_is_read_ahead_by_the_engine():
-    assert (
-        planner(storage=rate(4096, 500)).query(LeftToEngine(offer(storage=256), VIEW))
-        == "loading is faster"
-    )
-
-
-@pytest.mark.parametrize("ratio", [1 / 500, 1 / 4, 1, 4])
-def test_storage_that_computing_can_help_or_beat_is_not_left_to_loading(ratio):
-    assert planner(storage=rate(4096, ratio)).query(LeftToEngine(offer(storage=256), VIEW)) is None
-
-
-def why(one: Planner, view: StepView, pages: int = 256) -> str | None:
-    return one.query(LeftToEngine(offer(storage=pages), view))
+@pytest.mark.parametrize(
+    ("known", "pages", "said"),
+    [
+        ({"host": 100 * EVEN}, {"host": 256}, "host memory"),
+        ({"storage": 1e6}, {"host": 256}, "host memory"),
+        ({"host": EVEN}, {"host": 256}, None),
+        ({"host": EVEN, "split_gain_s": SAVED / 2}, {"host": 256}, None),
+        ({"host": EVEN, "split_gain_s": SAVED * 2}, {"host": 256}, "host memory"),
+        ({"storage": 500 * EVEN}, {"storage": 256}, "loading is faster"),
+        ({"storage": 4 * EVEN}, {"storage": 256}, None),
+        ({"storage": EVEN}, {"storage": 256}, None),
+        ({"storage": EVEN / 4}, {"storage": 256}, None),
+        ({"storage": EVEN / 500}, {"storage": 256}, None),
+        (
+            {"storage": 500 * EVEN, "host": 20 * EVEN},
+            {"host": 200, "storage": 4},
+            "loading is faster",
+        ),
+        ({}, {"storage": 256}, "not measured yet"),
+        ({"host": 50 * EVEN}, {"host": 16, "storage": 256}, "not measured yet"),
+        ({"storage": EVEN}, {"host": 16, "storage": 240}, None),
+    ],
+    ids=[
+        "host memory is copied at once",
+        "host memory, although its link was not measured",
+        "a host link so slow that computing helps",
+        "more is gained than a restoration costs",
+        "less is gained than a restoration costs",
+        "storage so fast that all of it would be loaded",
+        "storage that computing can help",
+        "storage as fast as computing",
+        "storage that computing beats",
+        "storage that is hardly used",
+        "mostly copied, which computing does not help",
+        "storage that was never measured is measured by a read of the engine",
+        "storage behind host memory was never measured",
+        "a host link that was never measured is restored over, as copies are not timed",
+    ],
+)
+def test_what_is_left_to_the_engine(known, pages, said):
+    assert why(planner(**known), **pages) == said
 
 
 @pytest.mark.parametrize(
@@ -132,13 +120,13 @@ def why(one: Planner, view: StepView, pages: int = 256) -> str | None:
 def test_what_a_restoration_computes_counts_against_each_request_that_decodes(
     ratio, decoding, settings, said
 ):
-    one = planner(storage=rate(4096, ratio), **settings)
+    one = planner(storage=balance(4096, ratio), **settings)
     assert why(one, replace(VIEW, decoding=decoding)) == said
 
 
 @pytest.mark.parametrize(("decoding", "mode"), [(0, Mode.BOTH), (8, Mode.LOAD)])
 def test_what_is_only_loaded_is_computed_too_once_fewer_decode(decoding, mode):
-    one = planner(storage=rate(4096, 1), restore="fastest")
+    one = planner(storage=EVEN, restore="fastest")
     one.observe(offer(storage=256))
     (start,) = one.step(replace(VIEW, decoding=8)).starts
     assert start.mode is Mode.LOAD
@@ -148,25 +136,25 @@ def test_what_is_only_loaded_is_computed_too_once_fewer_decode(decoding, mode):
 
 @pytest.mark.parametrize(("decoding", "mode"), [(0, Mode.BOTH), (1, Mode.LOAD)])
 def test_a_restoration_that_begins_beside_decodes_computes_where_that_is_worth_it(decoding, mode):
-    one = planner(storage=rate(4096, 8), restore="fastest")
+    one = planner(storage=balance(4096, 8), restore="fastest")
     one.observe(offer(storage=256))
     (start,) = one.step(replace(VIEW, decoding=decoding)).starts
     assert start.mode is mode
 
 
 def test_while_device_memory_is_short_for_what_waits_nothing_is_loaded_into_it():
-    one = planner(storage=rate(4096, 1))  # 256 pages and 64 tokens more: 260 pages
+    one = planner(storage=EVEN)  # 256 pages and 64 tokens more: 260 pages
     rooms = {pages: replace(VIEW, free_pages={Tier.DEVICE: pages}) for pages in (259, 260)}
     assert [why(one, view) for view in rooms.values()] == ["no room", None]
     beside = replace(rooms[260], wanted_tokens=1)
     assert why(one, beside) == "no room"
     asked = LeftToEngine(offer(storage=256), beside)
-    assert planner(storage=rate(4096, 1), restore="both").query(asked) is None
+    assert planner(storage=EVEN, restore="both").query(asked) is None
 
 
 def test_what_restorations_under_way_have_not_claimed_yet_is_not_room_for_another():
-    one = planner(storage=rate(4096, 1))
-    one.observe(replace(offer(storage=256), rid="b"))
+    one = planner(storage=EVEN)
+    one.observe(offer("b", storage=256))
     plan = one.step(replace(VIEW, waiting=("b",), free_pages={Tier.DEVICE: 1000}))
     claimed = sum(len(load.span) for load in plan.loads)
     assert 0 < claimed < 256
@@ -176,18 +164,18 @@ def test_what_restorations_under_way_have_not_claimed_yet_is_not_room_for_anothe
 
 
 def test_what_the_holder_of_the_slot_will_claim_is_not_among_the_free_pages():
-    one = planner(storage=rate(4096, 1))
-    one.observe(replace(offer(storage=256), rid="b"))
+    one = planner(storage=EVEN)
+    one.observe(offer("b", storage=256))
     one.step(replace(VIEW, waiting=("b",), free_pages={Tier.DEVICE: 1000}))
     assert why(one, replace(VIEW, slot="b", free_pages={Tier.DEVICE: 260})) is None
 
 
-KEYS = tuple(PageKey(bytes([n // 256, n % 256])) for n in range(300))
+KEYS = named(300)
 
 
 def looking_ahead(returns_after_s: float) -> Planner:
     """A planner that expects a session with all 300 pages of the device so long from time 0 on."""
-    one = planner(storage=rate(4096, 1), prefetch="on", eviction="next-use")
+    one = planner(storage=EVEN, prefetch="on", eviction="next-use")
     one.observe(RequestArrived("b", 0.0, 300 * 16, KEYS, "s"))
     one.observe(PagesPlaced(KEYS, Tier.DEVICE, 0.0))
     one.observe(RequestFinished("b", 0.0, keys=KEYS))
@@ -218,30 +206,12 @@ def test_asking_for_room_leaves_no_trace_in_the_order_of_evictions():
     assert orders[0] == orders[1]
 
 
-def test_a_prefix_that_is_mostly_copied_is_not_taken_for_one_that_computing_helps():
-    asked = offer(host=200, storage=4)
-    assert (
-        planner(storage=rate(4096, 500), host=rate(4096, 20)).query(LeftToEngine(asked, VIEW))
-        == "loading is faster"
-    )
-
-
-def test_storage_that_was_never_measured_is_measured_by_a_read_of_the_engine_itself():
-    assert planner().query(LeftToEngine(offer(storage=256), VIEW)) == "not measured yet"
-    one = planner(host=rate(4096, 50))
-    assert one.query(LeftToEngine(offer(host=16, storage=256), VIEW)) == "not measured yet"
+def test_one_read_measures_storage():
+    one = planner(host=balance(4096, 50))
     nbytes = 256 * ENGINE.page_bytes
-    one.observe(
-        TransferDone("", Link.STORAGE_TO_DEVICE, Span(0, 0), nbytes, nbytes / rate(4096, 1), 0.0)
-    )
-    assert one.query(LeftToEngine(offer(host=16, storage=256), VIEW)) is None
-
-
-def test_a_host_link_that_was_never_measured_is_restored_over_to_measure_it_since_the_engines_copies_are_not_timed():
-    assert (
-        planner(storage=rate(4096, 1)).query(LeftToEngine(offer(host=16, storage=240), VIEW))
-        is None
-    )
+    measured = TransferDone("", Link.STORAGE_TO_DEVICE, Span(0, 0), nbytes, nbytes / EVEN, 0.0)
+    one.observe(measured)
+    assert why(one, host=16, storage=256) is None
 
 
 @pytest.mark.parametrize(
@@ -255,18 +225,14 @@ def test_a_host_link_that_was_never_measured_is_restored_over_to_measure_it_sinc
     ],
 )
 def test_what_was_asked_for_by_name_is_done(settings):
-    assert (
-        planner(storage=rate(4096, 500), host=rate(4096, 500), **settings).query(
-            LeftToEngine(offer(host=128, storage=128), VIEW)
-        )
-        is None
-    )
+    fast = planner(storage=balance(4096, 500), host=balance(4096, 500), **settings)
+    assert why(fast, host=128, storage=128) is None
 
 
 def test_asking_changes_nothing():
     plans = []
     for asked in (0, 3):
-        one = planner(storage=rate(4096, 1), host=rate(4096, 50))
+        one = planner(storage=EVEN, host=balance(4096, 50))
         for _ in range(asked):
             one.query(LeftToEngine(offer(storage=256), VIEW))
         one.observe(offer(storage=256))
@@ -279,8 +245,8 @@ def two_tiers(ssd_ratio: float = 1 / 8, dram_ratio: float = 100) -> Planner:
     """A planner with the offer of a prefix of which 64 pages lie in host memory and 192 behind them
     in storage.
     """
-    one = planner(storage=rate(4096, ssd_ratio), host=rate(4096, dram_ratio))
-    assert one.query(LeftToEngine(offer(host=64, storage=192), VIEW)) is None
+    one = planner(storage=balance(4096, ssd_ratio), host=balance(4096, dram_ratio))
+    assert why(one, host=64, storage=192) is None
     one.observe(offer(host=64, storage=192))
     return one
 
@@ -293,11 +259,8 @@ def test_pages_in_host_memory_before_others_in_storage_are_copied_and_computing_
     assert plan.computes == ()
     for load in plan.loads:
         if load.source is Tier.HOST:
-            one.observe(
-                TransferDone(
-                    "a", load.link, load.span, len(load.span) * ENGINE.page_bytes, 1e-4, 0.01
-                )
-            )
+            nbytes = len(load.span) * ENGINE.page_bytes
+            one.observe(TransferDone("a", load.link, load.span, nbytes, 1e-4, 0.01))
     (compute,) = one.step(StepView(0.01, ("a",), prefill_tokens=512)).computes
     assert compute.splice == Span(0, 64)
     assert compute.tokens
@@ -319,44 +282,39 @@ def test_pages_in_host_memory_that_are_slower_to_copy_than_to_compute_are_comput
 
 
 def test_a_link_taken_for_slow_is_measured_again_now_and_then():
-    one = planner(storage=rate(4096, 1 / 500))
+    one = planner(storage=balance(4096, 1 / 500))
     modes = []
     for number in range(33):
-        asked = replace(offer(storage=256), rid=f"r{number}")
-        one.observe(asked)
-        modes += [
-            start.mode for start in one.step(StepView(0.0, (asked.rid,), prefill_tokens=512)).starts
-        ]
-        one.observe(RequestFinished(asked.rid, 0.0))
+        one.observe(offer(rid := f"r{number}", storage=256))
+        modes += [start.mode for start in one.step(replace(VIEW, waiting=(rid,))).starts]
+        one.observe(RequestFinished(rid, 0.0))
     assert modes.count(Mode.BOTH) == 2
     assert modes.count(Mode.COMPUTE) == 31
 
 
 def test_also_by_a_prompt_so_short_that_none_of_it_would_be_loaded():
-    one = planner(storage=rate(4096, 1 / 500))
+    one = planner(storage=balance(4096, 1 / 500))
     loads = []
     for number in range(16):
-        asked = replace(offer(storage=20), rid=f"r{number}")
-        one.observe(asked)
-        loads += one.step(StepView(0.0, (asked.rid,), prefill_tokens=512)).loads
-        one.observe(RequestFinished(asked.rid, 0.0))
+        one.observe(offer(rid := f"r{number}", storage=20))
+        loads += one.step(replace(VIEW, waiting=(rid,))).loads
+        one.observe(RequestFinished(rid, 0.0))
     assert [load.span for load in loads] == [Span(19, 20)]
-    predicted_s = ENGINE.page_bytes / rate(4096, 1 / 500)
+    predicted_s = ENGINE.page_bytes / balance(4096, 1 / 500)
     assert loads[0].deadline_s == pytest.approx(2 * predicted_s + PolicyConfig().load_deadline_s), (
         "nobody waits for it longer than for others"
     )
 
 
 def test_what_the_engine_reads_by_itself_is_learned_from():
-    one = planner(storage=rate(4096, 500))
-    assert one.query(LeftToEngine(offer(storage=256), VIEW)) == "loading is faster"
+    one = planner(storage=balance(4096, 500))
+    assert why(one) == "loading is faster"
+    nbytes = 1 << 25
     for _ in range(3):
         one.observe(
-            TransferDone(
-                "", Link.STORAGE_TO_DEVICE, Span(0, 0), 1 << 25, (1 << 25) / rate(4096, 1), 0.0
-            )
+            TransferDone("", Link.STORAGE_TO_DEVICE, Span(0, 0), nbytes, nbytes / EVEN, 0.0)
         )
-    assert one.query(LeftToEngine(offer(storage=256), VIEW)) is None
+    assert why(one) is None
 
 
 def test_a_prompt_of_one_chunk_is_computed_where_the_chunk_behind_loaded_pages_costs_more() -> None:

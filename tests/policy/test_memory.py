@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
-from sgl_kvtier.config import PolicyConfig
+from named_parts import AHEAD
+
 from sgl_kvtier.policy.messages import PagesPlaced, RequestArrived, RequestFinished
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import PageKey, Tier
 
-PAGES, SESSION = 1 << 15, 1 << 10
+PAGES, SESSION = 1 << 13, 1 << 9
 
 
 def test_a_page_of_an_idle_session_takes_more_than_its_key_and_less_than_a_kilobyte() -> None:
-    config = PolicyConfig(prefetch="on", eviction="next-use", map_pages=2 * PAGES)
     tracemalloc.start()
-    planner = make_planner(config, EngineShape(64, 8 << 20, 2048))
+    planner = make_planner(replace(AHEAD, map_pages=2 * PAGES), EngineShape(64, 8 << 20, 2048))
     for number in range(PAGES // SESSION):
         rid = f"s{number}"
         keys = tuple(PageKey(f"{rid}/{page}".encode().ljust(32)) for page in range(SESSION))

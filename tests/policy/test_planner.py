@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from sgl_kvtier.config import PolicyConfig
+from named_parts import AHEAD, named
+
 from sgl_kvtier.policy.messages import (
     Hint,
     Hinted,
@@ -21,34 +22,17 @@ from sgl_kvtier.policy.messages import (
 )
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.shape import EngineShape
-from sgl_kvtier.types import Link, PageKey, Span, Tier
+from sgl_kvtier.types import Link, Span, Tier
 
 ENGINE = EngineShape(page_tokens=16, page_bytes=1000, chunk_tokens=512)
-CONFIG = PolicyConfig(prefetch="on", eviction="next-use")
-
-
-def named(count: int, start: int = 0) -> tuple[PageKey, ...]:
-    return tuple(PageKey(n.to_bytes(32, "big")) for n in range(start, start + count))
 
 
 def test_lookahead_sees_the_whole_view_after_loads_have_taken_their_pages() -> None:
-    view = StepView(
-        1.0,
-        ("a", "b"),
-        "c",
-        False,
-        512,
-        300,
-        2,
-        {Tier.DEVICE: 9},
-        {Tier.DEVICE: 5},
-        3,
-        400,
-        (200, 100),
-    )
+    free, empty = {Tier.DEVICE: 9}, {Tier.DEVICE: 5}
+    view = StepView(1.0, ("a", "b"), "c", False, 512, 300, 2, free, empty, 3, 400, (200, 100))
     assert all(getattr(view, field.name) for field in fields(view) if field.name != "slot_open")
     load = Load("a", Span(0, 4), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0)
-    left = make_planner(CONFIG, ENGINE)._left(view, StepPlan(loads=(load,)))
+    left = make_planner(AHEAD, ENGINE)._left(view, StepPlan(loads=(load,)))
     assert left == replace(view, free_pages={Tier.DEVICE: 5}, empty_pages={Tier.DEVICE: 1})
 
 
@@ -60,7 +44,7 @@ def running(planner: Planner, pages: int) -> None:
 
 
 def test_planners_whose_maps_differ_decide_alike_once_lookahead_has_ended() -> None:
-    ranks = [make_planner(CONFIG, ENGINE) for _ in range(2)]
+    ranks = [make_planner(AHEAD, ENGINE) for _ in range(2)]
     offer = RestoreOffered("new", 1.0, 400 * 16, 0, 400, ((Span(0, 400), Tier.STORAGE),))
     question = LeftToEngine(offer, StepView(1.0, ("new",), free_pages={Tier.DEVICE: 1000}))
     for planner, pages in zip(ranks, (900, 1), strict=True):  # of one rank's map pages were lost
@@ -74,7 +58,7 @@ def test_planners_whose_maps_differ_decide_alike_once_lookahead_has_ended() -> N
 
 
 def test_abandoned_sessions_are_found_by_any_of_their_pages_until_they_are_back() -> None:
-    planner = make_planner(CONFIG, ENGINE)
+    planner = make_planner(AHEAD, ENGINE)
     shared, own = named(2), named(1, start=9)
     for session, keys in (("a", shared), ("b", shared + own)):
         planner.observe(RequestArrived(session, 0.0, len(keys) * 16 + 8, keys, session))

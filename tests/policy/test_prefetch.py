@@ -9,7 +9,7 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from named_parts import parts
+from named_parts import named, parts
 
 from sgl_kvtier.lab.rules import TierKV
 from sgl_kvtier.policy.ahead.budget import TierBudget, Turn
@@ -18,16 +18,14 @@ from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.pages.eviction import NextUse
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.policy.rules import Rules
-from sgl_kvtier.types import Link, PageKey, Tier
+from sgl_kvtier.types import Link, Tier
 
 PAGE = 1000
 """Bytes; links carry 100 pages a second from DRAM and 10 from SSD, so that the sums are easy."""
 SPEEDS = {Link.HOST_TO_DEVICE: 100.0 * PAGE, Link.STORAGE_TO_HOST: 10.0 * PAGE}
 PLENTY = {Tier.DEVICE: 10_000, Tier.HOST: 10_000}
-
-
-def named(count, start=0):
-    return tuple(PageKey(n.to_bytes(32, "big")) for n in range(start, start + count))
+NONE = {"lookahead": 0}
+FAR = {"lookahead": 1, "lookahead_ssd": 10}
 
 
 class Bench:
@@ -49,12 +47,31 @@ class Bench:
 
     def land(self, moves, now):
         for move in moves:
-            self.map.placed(move.keys, move.target, now)
-            self.prefetcher.placed(move.keys, move.target, now)
+            self.placed(move.keys, move.target, now)
+
+    def placed(self, keys, tier, now):
+        self.map.placed(keys, tier, now)
+        self.prefetcher.placed(keys, tier, now)
+
+    def dropped(self, keys, tier, now):
+        self.map.dropped(keys, tier)
+        self.prefetcher.dropped(keys, tier, now)
 
 
 def turn(name, steps, window_s=None):
     return Turn(name, name, steps, steps * 1.0 if window_s is None else window_s)
+
+
+def bench_with(tier=Tier.HOST, rules=Rules, *, own=None, **pages):
+    """A bench, and requests by name with so many pages in a tier, none of which share any."""
+    bench = Bench(rules, **(own or {}))
+    for n, (name, count) in enumerate(pages.items()):
+        bench.request(name, named(count, 1000 * n), tier)
+    return bench
+
+
+def count(plan):
+    return sum(len(move.keys) for move in plan.moves)
 
 
 def moved(plan):
@@ -62,8 +79,7 @@ def moved(plan):
 
 
 def test_a_waiting_requests_pages_come_up_before_its_turn():
-    bench = Bench()
-    bench.request("r", named(50), Tier.HOST)
+    bench = bench_with(r=50)
     plan = bench.plan([turn("r", 1)])
     assert moved(plan) == [("r", 50, Tier.HOST, Tier.DEVICE)]
     assert plan.moves[0].keys == named(50)
@@ -72,9 +88,8 @@ def test_a_waiting_requests_pages_come_up_before_its_turn():
 
 
 def test_what_is_in_flight_is_not_moved_again_and_what_came_is_not_either():
-    bench = Bench()
-    bench.request("r", named(50), Tier.HOST)
-    bench.request("s", named(60), Tier.HOST)
+    bench = bench_with(r=50)
+    bench.request("s", named(60), Tier.HOST)  # it begins with the same pages
     first = bench.plan([turn("r", 1), turn("s", 1)])
     assert moved(first) == [("r", 50, Tier.HOST, Tier.DEVICE), ("s", 10, Tier.HOST, Tier.DEVICE)]
     assert bench.plan([turn("r", 1), turn("s", 1)], now=0.1).moves == ()
@@ -84,20 +99,15 @@ def test_what_is_in_flight_is_not_moved_again_and_what_came_is_not_either():
 
 
 def test_bytes_are_charged_behind_those_of_earlier_turns():
-    bench = Bench()
-    bench.request("r", named(80), Tier.HOST)
-    bench.request("s", named(80, 100), Tier.HOST)
+    bench = bench_with(r=80, s=80)
     plan = bench.plan([turn("r", 1), turn("s", 1)])
     assert moved(plan) == [("r", 80, Tier.HOST, Tier.DEVICE), ("s", 20, Tier.HOST, Tier.DEVICE)]
     assert [test.held for test in plan.tests] == [True, False]
-    assert plan.moves[1].keys == named(20, 100)
+    assert plan.moves[1].keys == named(20, 1000)
 
 
 def test_the_papers_rule_tests_every_page_by_itself():
-    bench = Bench(TierKV)
-    bench.request("r", named(80), Tier.HOST)
-    bench.request("s", named(80, 100), Tier.HOST)
-    bench.request("late", named(80, 200), Tier.HOST)
+    bench = bench_with(rules=TierKV, r=80, s=80, late=80)
     plan = bench.plan([turn("r", 1), turn("s", 1), turn("late", 2)])
     assert moved(plan) == [("r", 80, Tier.HOST, Tier.DEVICE), ("s", 80, Tier.HOST, Tier.DEVICE)]
     assert [test.held for test in plan.tests] == [True, True]
@@ -105,15 +115,12 @@ def test_the_papers_rule_tests_every_page_by_itself():
 
 def test_the_papers_rule_takes_stored_pages_in_two_hops_where_the_window_allows_it():
     for window, expected in ((1.0, [("r", 5, Tier.STORAGE, Tier.DEVICE)]), (0.1, [])):
-        bench = Bench(TierKV)
-        bench.request("r", named(5), Tier.STORAGE)
+        bench = bench_with(Tier.STORAGE, TierKV, r=5)
         assert moved(bench.plan([turn("r", 1)], iteration_s=window)) == expected
 
 
 def test_what_is_needed_next_comes_to_the_device_and_what_is_needed_later_to_host_memory_first():
-    bench = Bench(lookahead=1, lookahead_ssd=10)
-    bench.request("next", named(4), Tier.STORAGE)
-    bench.request("later", named(20, 100), Tier.STORAGE)
+    bench = bench_with(Tier.STORAGE, own=FAR, next=4, later=20)
     plan = bench.plan([turn("next", 1), turn("later", 5)])
     assert moved(plan) == [
         ("next", 4, Tier.STORAGE, Tier.DEVICE),
@@ -122,8 +129,7 @@ def test_what_is_needed_next_comes_to_the_device_and_what_is_needed_later_to_hos
 
 
 def test_pages_on_their_way_to_host_memory_are_promoted_once_they_are_there():
-    bench = Bench(lookahead=1, lookahead_ssd=10)
-    bench.request("r", named(20), Tier.STORAGE)
+    bench = bench_with(Tier.STORAGE, own=FAR, r=20)
     first = bench.plan([turn("r", 5)])
     assert bench.plan([turn("r", 1)], now=1.0).moves == ()
     bench.land(first.moves, 2.0)
@@ -164,37 +170,25 @@ def test_no_page_takes_the_place_of_one_that_is_needed_sooner():
 
 
 def test_the_share_of_the_device_for_prefetched_pages_is_kept_until_they_are_used():
-    bench = Bench(prefetch_share=0.2)
-    bench.request("r", named(50), Tier.HOST)
+    bench = bench_with(own={"prefetch_share": 0.2}, r=50)
     first = bench.plan([turn("r", 1)], free={Tier.DEVICE: 100})
     assert moved(first) == [("r", 20, Tier.HOST, Tier.DEVICE)]
     bench.land(first.moves, 0.5)
     assert bench.plan([turn("r", 1)], free={Tier.DEVICE: 100}, now=0.5).moves == ()
     bench.prefetcher.started("r", named(50))
-    assert (
-        sum(
-            len(move.keys)
-            for move in bench.plan([turn("r", 1)], free={Tier.DEVICE: 100}, now=0.5).moves
-        )
-        > 0
-    )
+    assert count(bench.plan([turn("r", 1)], free={Tier.DEVICE: 100}, now=0.5)) > 0
 
 
 def test_links_are_handed_no_more_than_the_horizon():
-    bench = Bench(load_horizon_s=0.1, lookahead=8)
-    bench.request("r", named(500), Tier.HOST)
+    bench = bench_with(own={"load_horizon_s": 0.1, "lookahead": 8}, r=500)
     plan = bench.plan([turn("r", 8)], iteration_s=0.1)
-    assert sum(len(move.keys) for move in plan.moves) == 16
+    assert count(plan) == 16
     bench.land(plan.moves, 0.2)
-    assert (
-        sum(len(move.keys) for move in bench.plan([turn("r", 8)], iteration_s=0.1, now=0.2).moves)
-        == 16
-    )
+    assert count(bench.plan([turn("r", 8)], iteration_s=0.1, now=0.2)) == 16
 
 
 def test_what_others_have_queued_on_a_link_comes_first():
-    bench = Bench()
-    bench.request("r", named(50), Tier.HOST)
+    bench = bench_with(r=50)
     plan = bench.plan([turn("r", 1)], busy_s={Link.HOST_TO_DEVICE: 0.8})
     assert moved(plan) == [("r", 20, Tier.HOST, Tier.DEVICE)]
     assert plan.tests[0].held is False
@@ -206,16 +200,13 @@ def test_measured_speeds_choose_how_far_to_look():
     2 s thirteen.
     """
     for pages, looked in ((2, 4), (80, 9), (200, 13)):
-        bench = Bench()
-        for n in range(16):
-            bench.request(f"r{n}", named(pages, 1000 * n), Tier.HOST)
+        bench = bench_with(**{f"r{n}": pages for n in range(16)})
         plan = bench.plan([turn(f"r{n}", n) for n in range(16)])
         assert (pages, plan.lookahead) == (pages, looked)
 
 
 def test_a_move_that_never_ends_is_given_up_and_tried_again():
-    bench = Bench()
-    bench.request("r", named(10), Tier.HOST)
+    bench = bench_with(r=10)
     bench.plan([turn("r", 1)])
     assert bench.plan([turn("r", 1)], now=1.0).moves == ()
     assert bench.plan([turn("r", 1)], now=100.0).moves == ()
@@ -224,36 +215,29 @@ def test_a_move_that_never_ends_is_given_up_and_tried_again():
 
 @pytest.mark.parametrize("rule", [Rules, TierKV])
 def test_a_move_that_fails_is_asked_for_ever_later_but_again_at_some_time(rule):
-    bench = Bench(rule, lookahead=4)
-    bench.request("r", named(10), Tier.HOST)
+    bench = bench_with(rules=rule, own={"lookahead": 4}, r=10)
     asked = []
     for tick in range(4000):
         now = tick / 100
         for move in bench.plan([turn("r", 1)], now=now, iteration_s=0.01).moves:
             asked.append(now)
-            bench.map.dropped(move.keys, Tier.DEVICE)
-            bench.prefetcher.dropped(move.keys, Tier.DEVICE, now)
+            bench.dropped(move.keys, Tier.DEVICE, now)
     gaps = [after - before for before, after in itertools.pairwise(asked)]
-    assert gaps == pytest.approx(
-        [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2] + [5.0] * (len(gaps) - 7), abs=0.02
-    )
-    assert len(gaps) == 13
+    growing = [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
+    assert gaps == pytest.approx(growing + [5.0] * 6, abs=0.02)
     bench.prefetcher.started("r", named(10))
     assert bench.plan([turn("r", 1)], now=40.0, iteration_s=0.01).moves
 
 
 def test_pages_that_have_come_halfway_are_no_failure_and_go_on_at_once():
-    bench = Bench(lookahead=1, lookahead_ssd=10)
-    bench.request("r", named(4), Tier.STORAGE)
+    bench = bench_with(Tier.STORAGE, own=FAR, r=4)
     (move,) = bench.plan([turn("r", 1)]).moves
     assert (move.source, move.target) == (Tier.STORAGE, Tier.DEVICE)
     # Hands that take two hops tell of the first one, and that the pages have not come to HBM.
     come, lost = move.keys[:3], move.keys[3:]
-    bench.map.placed(come, Tier.HOST, 0.5)
-    bench.prefetcher.placed(come, Tier.HOST, 0.5)
+    bench.placed(come, Tier.HOST, 0.5)
     for keys, paused in ((come, False), (lost, True)):
-        bench.map.dropped(keys, Tier.DEVICE)
-        bench.prefetcher.dropped(keys, Tier.DEVICE, 0.5)
+        bench.dropped(keys, Tier.DEVICE, 0.5)
         assert bench.prefetcher.prefetched.paused("r", 0.5) is paused
     assert set(bench.prefetcher.prefetched.unused[Tier.HOST]) == set(come)
     assert bench.prefetcher.in_flight == 0
@@ -261,12 +245,10 @@ def test_pages_that_have_come_halfway_are_no_failure_and_go_on_at_once():
 
 
 def test_what_was_brought_up_and_had_to_leave_is_not_brought_again_before_its_turn():
-    bench = Bench()
-    bench.request("r", named(10), Tier.HOST)
+    bench = bench_with(r=10)
     bench.prefetcher.watch("r")
     bench.land(bench.plan([turn("r", 1)]).moves, 0.1)
-    bench.map.dropped(named(3), Tier.DEVICE)
-    bench.prefetcher.dropped(named(3), Tier.DEVICE, 0.2)
+    bench.dropped(named(3), Tier.DEVICE, 0.2)
     assert bench.plan([turn("r", 1)], now=0.3).moves == ()
     bench.prefetcher.started("r", named(10))
     assert moved(bench.plan([turn("r", 1)], now=0.4)) == [("r", 3, Tier.HOST, Tier.DEVICE)]
@@ -282,7 +264,7 @@ def test_of_two_that_wait_never_each_pushes_out_the_other():
     moves = 0
     for step in range(6):
         plan = bench.plan(turns if step % 2 else turns[::-1], free=free, now=step / 10)
-        moves += sum(len(move.keys) for move in plan.moves)
+        moves += count(plan)
         for evict in plan.evictions:
             bench.map.dropped(evict.keys, evict.tier)
         bench.land(plan.moves, step / 10)
@@ -314,8 +296,7 @@ def test_pages_on_their_way_take_their_places_before_others_do():
 
 
 def test_nothing_is_fetched_ahead_over_a_device_that_restores():
-    bench = Bench()
-    bench.request("r", named(5), Tier.HOST)
+    bench = bench_with(r=5)
     bench.request("s", named(5, 100), Tier.STORAGE)
     turns = [turn("r", 1), turn("s", 5)]
     assert moved(bench.plan(turns, busy_s={Link.STORAGE_TO_DEVICE: 0.1})) == [
@@ -325,32 +306,20 @@ def test_nothing_is_fetched_ahead_over_a_device_that_restores():
 
 
 def test_pages_dropped_before_anyone_used_them_are_counted_as_wasted():
-    bench = Bench()
-    bench.request("r", named(10), Tier.HOST)
+    bench = bench_with(r=10)
     plan = bench.plan([turn("r", 1)])
     failed, came = plan.moves[0].keys[:2], plan.moves[0].keys[2:]
-    bench.map.dropped(failed, Tier.DEVICE)
-    bench.prefetcher.dropped(failed, Tier.DEVICE, 0.1)
-    bench.map.placed(came, Tier.DEVICE, 0.1)
-    bench.prefetcher.placed(came, Tier.DEVICE, 0.1)
+    bench.dropped(failed, Tier.DEVICE, 0.1)
+    bench.placed(came, Tier.DEVICE, 0.1)
     for keys in (came[:3], came[:3]):
-        bench.map.dropped(keys, Tier.DEVICE)
-        bench.prefetcher.dropped(keys, Tier.DEVICE, 0.2)
+        bench.dropped(keys, Tier.DEVICE, 0.2)
     assert bench.prefetcher.prefetched.wasted == 3
 
 
 def test_predictions_are_compared_with_what_happened():
-    bench = Bench()
-    for n, name in enumerate(("right", "wrong", "hopeless", "lucky")):
-        bench.request(name, named(40, 1000 * n), Tier.HOST)
-    plan = bench.plan(
-        [
-            turn("right", 1, 1.0),
-            turn("wrong", 1, 1.0),
-            turn("hopeless", 1, 1.0),
-            turn("lucky", 1, 1.0),
-        ]
-    )
+    names = ("right", "wrong", "hopeless", "lucky")
+    bench = bench_with(**dict.fromkeys(names, 40))
+    plan = bench.plan([turn(name, 1, 1.0) for name in names])
     assert [test.held for test in plan.tests] == [True, True, False, False]
     bench.land([move for move in plan.moves if move.rid == "right"], 1.0)
     bench.map.placed(named(40, 3000), Tier.DEVICE, 1.0)
@@ -359,21 +328,17 @@ def test_predictions_are_compared_with_what_happened():
     bench.map.dropped(plan.moves[1].keys, Tier.DEVICE)
     bench.prefetcher.started("wrong", ())
     counts = bench.prefetcher.overlaps.counts
-    assert {key: counts[key] for key in ("held_right", "held_wrong", "failed_right", "failed_wrong")} == {
-        "held_right": 1, "held_wrong": 1, "failed_right": 1, "failed_wrong": 1,
-    }  # fmt: skip
+    kinds = ("held_right", "held_wrong", "failed_right", "failed_wrong")
+    assert [counts[kind] for kind in kinds] == [1] * 4
 
 
 def test_pages_that_the_engine_fetches_at_the_turn_were_not_there_in_time():
-    bench = Bench()
-    bench.request("late", named(40), Tier.HOST)
-    bench.request("early", named(40, 1000), Tier.HOST)
+    bench = bench_with(late=40, early=40)
     plan = bench.plan([turn("late", 0, 0.0), turn("early", 1, 1.0)])
     assert [test.held for test in plan.tests] == [False, True]
     assert {move.rid for move in plan.moves} == {"early"}
     bench.land(plan.moves, 0.4)
-    bench.map.placed(named(40), Tier.DEVICE, 1.0)
-    bench.prefetcher.placed(named(40), Tier.DEVICE, 1.0)
+    bench.placed(named(40), Tier.DEVICE, 1.0)
     bench.prefetcher.started("late", ())
     bench.prefetcher.started("early", ())
     counts = bench.prefetcher.overlaps.counts
@@ -383,16 +348,14 @@ def test_pages_that_the_engine_fetches_at_the_turn_were_not_there_in_time():
 
 def test_without_room_nothing_is_predicted_to_be_there_in_time():
     for free, share, held in ((40, 1.0, True), (39, 1.0, False), (40, 0.1, False)):
-        bench = Bench(prefetch_share=share)
-        bench.request("r", named(40), Tier.HOST)
+        bench = bench_with(own={"prefetch_share": share}, r=40)
         plan = bench.plan([turn("r", 1)], free={Tier.DEVICE: free, Tier.HOST: 0})
         assert [test.held for test in plan.tests] == [held], (free, share)
 
 
 def test_nothing_is_moved_when_it_is_off_or_k_is_0():
-    for config in ({"prefetch": "off"}, {"lookahead": 0}, {"rules": TierKV, "lookahead": 0}):
-        bench = Bench(**config)
-        bench.request("r", named(10), Tier.HOST)
+    for rules, own in ((Rules, {"prefetch": "off"}), (Rules, NONE), (TierKV, NONE)):
+        bench = bench_with(rules=rules, own=own, r=10)
         assert bench.plan([turn("r", 1)]).moves == ()
 
 
@@ -416,13 +379,8 @@ requests = st.lists(
 def test_whatever_happens_moves_stay_within_free_pages_and_no_page_is_moved_while_in_flight(
     wanted, rule, lookahead, lookahead_ssd, share, steps
 ):
-    bench = Bench(
-        rule,
-        lookahead=lookahead,
-        lookahead_ssd=lookahead_ssd,
-        prefetch_share=share,
-        load_deadline_s=60.0,
-    )
+    looks = {"lookahead": lookahead, "lookahead_ssd": lookahead_ssd}
+    bench = Bench(rule, **looks, prefetch_share=share, load_deadline_s=60.0)
     for n, (start, pages, front, back) in enumerate(wanted):
         keys = named(pages, start)
         for tier, part in ((front, keys[: pages // 2]), (back, keys[pages // 2 :])):

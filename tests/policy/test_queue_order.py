@@ -177,12 +177,3 @@ def test_a_chunk_is_whole_where_the_order_is_that_of_arrival() -> None:
     assert chunk(hit, config=PolicyConfig(queue="arrival")) == 1024
     alone = make_planner(PolicyConfig(), CHUNKED, PROFILE, Rules(beside=0.0))
     assert alone.query(ChunkBeside(4096, 8000, 1024, 1 << 20, (hit,))) == 1024
-
-
-def test_an_equal_history_gives_equal_orders() -> None:
-    one, other = planner(), planner()
-    draw = random.Random(1)
-    for _ in range(200):
-        waiting = [Waiter(f"r{draw.randrange(30)}", draw.randrange(1, 5000)) for _ in range(9)]
-        waiting = list({each.rid: each for each in waiting}.values())
-        assert order(one, *waiting) == order(other, *waiting)

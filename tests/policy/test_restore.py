@@ -3,29 +3,27 @@ from __future__ import annotations
 import random
 import statistics
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import virtual_hands
-from virtual_hands import COST, ENGINE, best_seconds, profile_of, restore
+from virtual_hands import (
+    COST,
+    ENGINE,
+    balance,
+    best_seconds,
+    planner_of,
+    profile_of,
+    restore,
+    stored,
+)
 
-from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.rules import Cake, FixedSplit
-from sgl_kvtier.policy.messages import NO_ROOM_YET, Mode, PagesLost, RestoreOffered, StepView
-from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.messages import NO_ROOM_YET, Mode, PagesLost, StepView
 from sgl_kvtier.policy.rules import Rules
-from sgl_kvtier.types import Span, Tier
 
 RATIOS = (1 / 16, 1 / 4, 1 / 2, 1, 2, 4, 16)
-
-
-def balance(prefix: int) -> float:
-    """Bytes per second at which loading the prefix takes as long as computing it."""
-    return (
-        prefix
-        * ENGINE.page_bytes
-        / ENGINE.page_tokens
-        / COST.range_seconds(0, prefix, ENGINE.chunk_tokens)
-    )
 
 
 def covered(out) -> list[int]:
@@ -38,35 +36,23 @@ def covered(out) -> list[int]:
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("prefix", [1024, 4096, 8192])
 def test_a_restoration_with_known_costs_comes_near_the_best_split(prefix, ratio):
-    rate = balance(prefix) * ratio
+    rate = balance(prefix, ratio)
     out = restore(prefix, rate, profile=profile_of(COST, rate))
     assert out.seconds * 0.95 <= best_seconds(prefix, 64, rate)
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_it_is_never_slower_than_one_resource_alone_by_more_than_a_tick_per_chunk(ratio):
-    rate = balance(4096) * ratio
-    out = restore(4096, rate, profile=profile_of(COST, rate))
-    suffix_s = COST.chunk_seconds(4096, 64)
-    alone = min(COST.range_seconds(0, 4096, 512), 4096 * 16384 / rate)
-    assert out.seconds <= alone + suffix_s + 0.002 * (len(out.chunks) + 1)
 
 
 def test_loads_go_from_the_back_to_the_front():
     rate = balance(4096)
     out = restore(4096, rate, profile=profile_of(COST, rate))
     assert out.loads[0].stop == 256
-    assert all(
-        later.stop == earlier.start
-        for earlier, later in zip(out.loads, out.loads[1:], strict=False)
-    )
+    assert all(later.stop == earlier.start for earlier, later in pairwise(out.loads))
 
 
 @pytest.mark.parametrize(("ratio", "first", "last"), [(1 / 8, 4, 1), (2, 8, 6), (8, 8, 8)])
 def test_loads_are_as_long_as_asked_for_and_near_the_meeting_what_their_link_does_in_20_ms(
     ratio, first, last
 ):
-    rate = balance(4096) * ratio
+    rate = balance(4096, ratio)
     out = restore(4096, rate, profile=profile_of(COST, rate))
     lengths = [len(span) for span in out.loads]
     assert first <= lengths[0] <= max(lengths) <= 8
@@ -91,14 +77,14 @@ def test_a_link_that_slows_down_moves_the_meeting_point():
 
 
 def test_loads_the_front_would_reach_first_are_asked_back():
-    rate = balance(8192) * 4
+    rate = balance(8192, 4)
     out = restore(8192, rate, profile=profile_of(COST, rate), slow_after_s=0.05, slow_factor=40.0)
     assert out.cancels
     assert out.seconds < COST.range_seconds(0, 8192, 512) + 0.5
 
 
 def test_pages_asked_back_are_loaded_after_all_where_the_link_has_recovered():
-    rate = balance(8192) * 4
+    rate = balance(8192, 4)
 
     def lasts(begun, nbytes):
         return nbytes / rate * (40 if 0.05 < begun < 1.0 else 1)
@@ -120,8 +106,8 @@ def test_without_room_for_loads_the_prefix_is_computed():
 @pytest.mark.parametrize(("reason", "again"), [(NO_ROOM_YET, True), ("no room", False)])
 def test_pages_without_room_for_a_moment_are_loaded_later(reason, again):
     rate = balance(4096)
-    planner = make_planner(PolicyConfig(restore="load"), ENGINE, profile_of(COST, rate))
-    planner.observe(RestoreOffered("a", 0.0, 4160, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
+    planner = planner_of(rate, restore="load")
+    planner.observe(stored())
     first = planner.step(StepView(0.0, waiting=("a",))).loads
     for load in first:
         planner.observe(PagesLost("a", load.span, reason, 0.01))
@@ -138,7 +124,7 @@ def test_a_fast_link_is_used_alone_and_a_slow_one_not_at_all():
 @pytest.mark.parametrize("forced", ["both", "load", "compute"])
 def test_the_configuration_can_force_the_mode(forced):
     rate = balance(1024)
-    out = restore(1024, rate, profile=profile_of(COST, rate), config=PolicyConfig(restore=forced))
+    out = restore(1024, rate, planner=planner_of(rate, restore=forced))
     assert out.mode is Mode(forced)
 
 
@@ -149,7 +135,7 @@ def test_nothing_measured_yet_means_both_with_a_few_loads_to_measure_by():
 
 
 def test_balanced_chunks_beat_whole_chunks_where_few_chunks_fit():
-    rate = balance(1024) * 4
+    rate = balance(1024, 4)
     ours = restore(1024, rate, profile=profile_of(COST, rate))
     cake = restore(1024, rate, profile=profile_of(COST, rate), rules=Cake())
     assert ours.seconds < cake.seconds
@@ -159,14 +145,8 @@ def loaded_with(waiting: tuple[str, ...], **rules: object) -> list[int]:
     """The pages asked for at once, with these requests in the queue, of which the first restores
     256 pages.
     """
-    rate = balance(4096)
-    planner = make_planner(
-        PolicyConfig(max_stall_ms=0.0),
-        ENGINE,
-        profile_of(COST, rate),
-        Rules(load_horizon_s=60.0, **rules),
-    )
-    planner.observe(RestoreOffered("a", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
+    planner = planner_of(balance(4096), Rules(load_horizon_s=60.0, **rules), max_stall_ms=0.0)
+    planner.observe(stored())
     plan = planner.step(StepView(0.0, waiting, None, prefill_tokens=512))
     return [page for load in plan.loads for page in range(load.span.start, load.span.stop)]
 
@@ -219,11 +199,11 @@ def compute_s(tokens: int) -> float:
     return COST.range_seconds(0, tokens, ENGINE.chunk_tokens)
 
 
-def trace_of(seed: int, prefix: int, rate: float) -> BandwidthTrace:
+def trace_of(seed: int, prefix: int) -> BandwidthTrace:
     """About eight changes during a balanced restoration, between a quarter and four times the
     balanced bandwidth.
     """
-    return BandwidthTrace.seeded(seed, rate * 8e-9, compute_s(prefix) / 8, 20.0)
+    return BandwidthTrace.seeded(seed, balance(prefix) * 8e-9, compute_s(prefix) / 8, 20.0)
 
 
 def lasts(trace: BandwidthTrace, begun: float, nbytes: float) -> float:
@@ -252,18 +232,12 @@ def in_hindsight(prefix: int, trace: BandwidthTrace) -> float:
 def test_it_keeps_near_the_best_fixed_split_although_it_does_not_know_what_comes(
     prefix, median, worst
 ):
-    rate = prefix * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(prefix)
+    rate = balance(prefix)
     over = []
     for seed in SEEDS:
-        trace = trace_of(seed, prefix, rate)
-        out = restore(
-            prefix,
-            rate,
-            suffix=SUFFIX,
-            config=PolicyConfig(restore="both"),
-            profile=profile_of(COST, rate),
-            lasts=lambda begun, nbytes, trace=trace: lasts(trace, begun, nbytes),
-        )
+        trace = trace_of(seed, prefix)
+        planner = planner_of(rate, restore="both")
+        out = restore(prefix, rate, planner=planner, lasts=partial(lasts, trace))
         over.append(out.seconds / in_hindsight(prefix, trace))
     assert statistics.median(over) <= median
     assert max(over) <= worst
@@ -274,19 +248,11 @@ def test_it_keeps_near_the_best_fixed_split_although_it_does_not_know_what_comes
 def test_a_split_fixed_beforehand_stays_where_it_is_and_takes_as_long_as_the_trace_says(
     share, seed
 ):
-    rate = 4096 * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(4096)
-    trace = trace_of(seed, 4096, rate)
-    config, rules = PolicyConfig(restore="both"), FixedSplit(share)
-    timing = {
-        "suffix": SUFFIX,
-        "profile": profile_of(COST, rate),
-        "lasts": lambda begun, nbytes: lasts(trace, begun, nbytes),
-    }
-    out = restore(4096, rate, config=config, rules=rules, **timing)
+    rate, trace = balance(4096), trace_of(seed, 4096)
+    planner = planner_of(rate, FixedSplit(share), restore="both")
+    out = restore(4096, rate, planner=planner, lasts=partial(lasts, trace))
     meet = round(share * 256)
     assert sum(map(len, out.loads)) == 256 - meet
     assert min((span.start for span in out.loads), default=256) == meet
-    page = ENGINE.page_bytes // ENGINE.page_tokens
     ends = compute_s(meet * 16), trace.seconds((256 - meet) * ENGINE.page_bytes)
-    assert ends[1] == trace.seconds((4096 - meet * 16) * page)
     assert out.seconds == pytest.approx(max(ends) + COST.chunk_seconds(4096, SUFFIX), abs=0.025)

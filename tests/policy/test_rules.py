@@ -7,17 +7,15 @@ from __future__ import annotations
 import re
 
 import pytest
-from named_parts import parts
-from virtual_hands import COST, ENGINE, profile_of
+from virtual_hands import COST, ENGINE, planner_of, profile_of, stored
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab.rules import ByLayers, Cake, FixedSplit
-from sgl_kvtier.policy.messages import Mode, RestoreOffered, RulesTuned, StepView
+from sgl_kvtier.policy.messages import Mode, RulesTuned, StepView
 from sgl_kvtier.policy.pages.eviction import LRU, eviction_of
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.rules import Rules, rules_of
-from sgl_kvtier.types import Span, Tier
 
 OWN = """
 from sgl_kvtier.policy.rules import Rules
@@ -35,42 +33,8 @@ class Breaks(Rules):
     def mode(self, ways):
         raise RuntimeError("own rule")
 
-class NotMade(Rules):
-    def __init__(self, what):
-        pass
-
 class NoRules:
     pass
-
-class TextForNumber(Rules):
-    split_margin = "0.02"
-
-class NotANumber(Rules):
-    load_horizon_s = float("nan")
-
-class HalfAToken(Rules):
-    min_chunk_tokens = 0.5
-
-class NumberForTruth(Rules):
-    shares_links = 2
-
-class LateText(Rules):
-    def __init__(self):
-        super().__init__()
-        self.queue_charge = None
-
-class OneName(Rules):
-    tuned = "split_margin"
-
-class TunesNothing(Rules):
-    tuned = ("no_such_number",)
-
-class OwnArity(Rules):
-    def load_order(self, waiting, now):
-        return waiting
-
-class NoMethod(Rules):
-    mode = "both"
 
 class Fits(Rules):
     split_margin = 1
@@ -89,6 +53,32 @@ class HalfEviction:
 
 made = 3
 """
+WRONG = {
+    "NotMade": ("def __init__(self, what): pass", "cannot be made: TypeError"),
+    "TextForNumber": ("split_margin = '0.02'", '.split_margin = "0.02": must be a finite number'),
+    "NotANumber": (
+        "load_horizon_s = float('nan')",
+        ".load_horizon_s = NaN: must be a finite number",
+    ),
+    "HalfAToken": ("min_chunk_tokens = 0.5", ".min_chunk_tokens = 0.5: must be a whole number"),
+    "NumberForTruth": ("shares_links = 2", ".shares_links = 2: must be True or False"),
+    "LateText": (
+        "def __init__(self):\n        super().__init__()\n        self.queue_charge = None",
+        ".queue_charge = null: must be a finite number",
+    ),
+    "OneName": ("tuned = 'split_margin'", '.tuned = "split_margin": must be a tuple of names'),
+    "TunesNothing": (
+        "tuned = ('no_such_number',)",
+        '.tuned names "no_such_number", which is no number of',
+    ),
+    "OwnArity": (
+        "def load_order(self, waiting, now): return waiting",
+        " has no method load_order that takes 1 argument, ",
+    ),
+    "NoMethod": ("mode = 'both'", " has no method mode that takes 1 argument, "),
+}
+"""Rules with one line that does not fit, and what is said about it."""
+OWN += "".join(f"\nclass {name}(Rules):\n    {line}\n" for name, (line, _) in WRONG.items())
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +94,7 @@ def named(name: str) -> str:
 
 def offered(planner: Planner, *rids: str) -> None:
     for rid in rids:
-        planner.observe(RestoreOffered(rid, 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
+        planner.observe(stored(rid))
 
 
 def modes(planner: Planner, rid: str) -> list[tuple[Mode, str]]:
@@ -114,18 +104,17 @@ def modes(planner: Planner, rid: str) -> list[tuple[Mode, str]]:
 
 
 def test_a_planner_asks_the_class_that_the_settings_name():
-    own = make_planner(PolicyConfig(rules=named("AlwaysLoad")), ENGINE, profile_of(COST, 1e9))
+    config = PolicyConfig(rules=named("AlwaysLoad"))
+    own = make_planner(config, ENGINE, profile_of(COST, 1e9))
     assert modes(own, "a") == [(Mode.LOAD, "own")]
-    plain = make_planner(PolicyConfig(), ENGINE, profile_of(COST, 1e9))
-    assert modes(plain, "a") != [(Mode.LOAD, "own")]
+    assert modes(planner_of(1e9), "a") != [(Mode.LOAD, "own")]
 
 
 def test_rules_say_for_whom_links_load_first():
     firsts = []
     for name in ("", named("Youngest")):
-        planner = make_planner(
-            PolicyConfig(rules=name, restore="load"), ENGINE, profile_of(COST, 1e6)
-        )
+        config = PolicyConfig(rules=name, restore="load")
+        planner = make_planner(config, ENGINE, profile_of(COST, 1e6))
         offered(planner, "a", "b", "c")
         plan = planner.step(StepView(0.0, ("a", "b", "c"), None, prefill_tokens=512))
         firsts.append(plan.loads[0].rid)
@@ -147,16 +136,7 @@ def test_a_rule_that_raises_ends_what_is_restored_and_the_step_says_so():
         (named("Missing"), "has no class Missing"),
         (named("made"), "has no class made"),
         (named("NoRules"), "NoRules is no subclass of sgl_kvtier.policy.rules.Rules"),
-        (named("NotMade"), "cannot be made: TypeError"),
-        (named("TextForNumber"), r'TextForNumber.split_margin = "0.02": must be a finite number'),
-        (named("NotANumber"), "NotANumber.load_horizon_s = NaN: must be a finite number"),
-        (named("HalfAToken"), "HalfAToken.min_chunk_tokens = 0.5: must be a whole number"),
-        (named("NumberForTruth"), "NumberForTruth.shares_links = 2: must be True or False"),
-        (named("LateText"), "LateText.queue_charge = null: must be a finite number"),
-        (named("OneName"), 'OneName.tuned = "split_margin": must be a tuple of names'),
-        (named("TunesNothing"), 'TunesNothing.tuned names "no_such_number", which is no number of'),
-        (named("OwnArity"), "OwnArity has no method load_order that takes 1 argument, "),
-        (named("NoMethod"), "NoMethod has no method mode that takes 1 argument, "),
+        *((named(name), why) for name, (_, why) in WRONG.items()),
     ],
 )
 def test_rules_that_cannot_be_had_are_refused_in_one_line(name, why):
@@ -212,15 +192,9 @@ def test_only_numbers_that_rules_offer_are_changed_while_a_planner_runs():
     assert "Rules has no" in str(plain.query(RulesTuned("share", 0.5)))
 
 
-def test_numbers_by_name_reach_the_rules():
-    config, rules = parts(Cake, load_tokens=16, split_margin=0.5)
-    assert (config.load_tokens, rules.split_margin, rules.balanced_chunks) == (16, 0.5, False)
-
-
 def test_an_offer_that_is_restored_by_layers_is_the_executors_alone() -> None:
-    made = make_planner(PolicyConfig(restore="auto"), ENGINE, profile_of(COST, 1e6), ByLayers())
-    sources = ((Span(0, 256), Tier.STORAGE),)
-    made.observe(RestoreOffered("r", 0.0, 256 * ENGINE.page_tokens + 8, 0, 256, sources))
+    made = planner_of(1e6, ByLayers(), restore="auto")
+    made.observe(stored("r"))
     view = StepView(0.0, ("r",), prefill_tokens=4096)
     plan = made.step(view)
     assert [(start.rid, start.mode) for start in plan.starts] == [("r", Mode.LAYERS)]

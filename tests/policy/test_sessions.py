@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_kvtier.policy.messages import Hint
-from sgl_kvtier.policy.sessions import Gaps, Returns, Sessions, longer, quantile
+from sgl_kvtier.policy.sessions import Gaps, Return, Returns, Sessions, longer, quantile
 
 
 def teach(
@@ -26,12 +26,25 @@ def teach(
     return now + 1.0
 
 
+def known(**limits: float) -> Sessions:
+    """With one session, at time 0."""
+    sessions = Sessions(**limits)  # type: ignore[arg-type]
+    sessions.returned("a", 0.0)
+    return sessions
+
+
+def expected(sessions: Sessions, session: str, now: float) -> Return:
+    found = sessions.expected(session, now)
+    assert found is not None
+    return found
+
+
 def test_a_session_is_expected_after_its_usual_gap():
     sessions = Sessions()
     now = teach(sessions, "a", [5.0] * 8)
-    expected = sessions.left("a", now)
-    assert 5.0 * 0.7 < expected.at - now < 5.0 * 1.4
-    assert expected.early <= expected.at == expected.next_use
+    said = sessions.left("a", now)
+    assert 5.0 * 0.7 < said.at - now < 5.0 * 1.4
+    assert said.early <= said.at == said.next_use
 
 
 def test_what_others_did_stands_in_for_a_session_that_is_new():
@@ -54,15 +67,11 @@ def test_the_longer_a_session_is_away_the_later_it_is_expected_until_it_is_given
     sessions = Sessions()
     for n in range(10):
         teach(sessions, f"o{n}", [1.0, 2.0, 4.0, 8.0])
-    expected = sessions.left("a", 0.0)
-    times = [expected.at]
+    times = [sessions.left("a", 0.0).at]
     while times[-1] < math.inf:
         assert len(times) < 300
-        changed = {item.session: item for item in sessions.changed(times[-1] + 1e-6)}
-        if "a" in changed:
-            times.append(changed["a"].at)
-        else:
-            times.append(times[-1] + 0.5)
+        changed = {item.session: item.at for item in sessions.changed(times[-1] + 1e-6)}
+        times.append(changed.get("a", times[-1] + 0.5))
     assert times[0] < 6.0 and times == sorted(times)
     assert times[-2] < 60.0
 
@@ -75,24 +84,21 @@ def test_a_hint_is_believed_before_experience():
     sessions = Sessions()
     now = teach(sessions, "a", [5.0] * 4)
     assert sessions.hint("a", Hint(expected_delay_s=120.0), now).accepted
-    expected = sessions.left("a", now)
-    assert expected.at == pytest.approx(now + 120.0)
+    assert sessions.left("a", now).at == pytest.approx(now + 120.0)
     sessions.hint("a", Hint(expected_delay_s=3.0), now + 10)
-    assert sessions.expected("a", now + 10).at == pytest.approx(now + 13.0)
+    assert expected(sessions, "a", now + 10).at == pytest.approx(now + 13.0)
 
 
 def test_priority_moves_the_next_use_and_not_the_return():
-    sessions = Sessions()
-    sessions.returned("a", 0.0)
+    sessions = known()
     answer = sessions.hint("a", Hint(expected_delay_s=8.0, priority=9), 0.0)
     assert answer.accepted and "priority 9 taken as 3" in answer.reason
-    expected = sessions.left("a", 0.0)
-    assert (expected.at, expected.next_use) == (8.0, 1.0)
+    said = sessions.left("a", 0.0)
+    assert (said.at, said.next_use) == (8.0, 1.0)
 
 
 def test_a_session_whose_time_is_up_is_not_expected():
-    sessions = Sessions()
-    sessions.returned("a", 0.0)
+    sessions = known()
     sessions.hint("a", Hint(expected_delay_s=50.0, ttl_s=10.0), 0.0)
     assert sessions.left("a", 0.0).at == 50.0
     assert [item.at for item in sessions.changed(10.0)] == [math.inf]
@@ -110,8 +116,7 @@ def test_a_session_whose_time_is_up_is_not_expected():
     ],
 )
 def test_a_hint_that_makes_no_sense_is_refused_with_the_reason(hint, why):
-    sessions = Sessions()
-    sessions.returned("a", 0.0)
+    sessions = known()
     answer = sessions.hint("a", hint, 0.0)
     assert not answer.accepted and why in answer.reason
 
@@ -122,18 +127,14 @@ def test_a_hint_for_an_unknown_session_is_refused():
 
 
 def test_a_hint_beyond_the_limit_is_cut_and_says_so():
-    sessions = Sessions(hint_limit_s=60.0)
-    sessions.returned("a", 0.0)
+    sessions = known(hint_limit_s=60.0)
     answer = sessions.hint("a", Hint(expected_delay_s=1e6, ttl_s=100.0), 0.0)
-    assert (
-        answer.accepted and answer.reason == "expected_delay_s 1e+06 cut to 60; ttl_s 100 cut to 60"
-    )
+    cut = "expected_delay_s 1e+06 cut to 60; ttl_s 100 cut to 60"
+    assert answer.accepted and answer.reason == cut
 
 
 def test_a_client_that_is_wrong_three_times_is_not_believed_any_more():
-    sessions = Sessions()
-    now = 0.0
-    sessions.returned("a", now)
+    sessions, now = known(), 0.0
     for _ in range(3):
         assert sessions.hint("a", Hint(expected_delay_s=1.0), now).accepted
         sessions.left("a", now)
@@ -145,15 +146,12 @@ def test_a_client_that_is_wrong_three_times_is_not_believed_any_more():
     assert not sessions.hint("a", Hint(expected_delay_s=99.0), now).accepted
     sessions.left("a", now)
     sessions.returned("a", now + 100.0)
-    assert sessions.hint("a", Hint(expected_delay_s=1.0), now + 100.0).accepted, (
-        "the last one was right"
-    )
+    again = sessions.hint("a", Hint(expected_delay_s=1.0), now + 100.0)
+    assert again.accepted, "the last one was right"
 
 
 def test_who_says_at_once_and_comes_in_a_moment_was_right():
-    sessions = Sessions()
-    now = 0.0
-    sessions.returned("a", now)
+    sessions, now = known(), 0.0
     for _ in range(5):
         assert sessions.hint("a", Hint(expected_delay_s=0.0), now).accepted
         sessions.left("a", now)
@@ -162,37 +160,29 @@ def test_who_says_at_once_and_comes_in_a_moment_was_right():
 
 
 def test_a_priority_holds_until_another_one_is_said():
-    sessions = Sessions()
-    sessions.returned("a", 0.0)
+    sessions = known()
     sessions.hint("a", Hint(priority=2), 0.0)
     sessions.left("a", 0.0)
     sessions.hint("a", Hint(expected_delay_s=8.0), 0.0)
-    expected = sessions.expected("a", 0.0)
-    assert expected is not None and expected.next_use == pytest.approx(2.0)
+    assert expected(sessions, "a", 0.0).next_use == pytest.approx(2.0)
 
 
 def test_a_hint_for_longer_than_sessions_are_waited_for_is_waited_for():
-    sessions = Sessions(idle_limit_s=900.0)
-    sessions.returned("a", 0.0)
+    sessions = known(idle_limit_s=900.0)
     sessions.left("a", 0.0)
     assert sessions.hint("a", Hint(expected_delay_s=1200.0), 0.0).accepted
     for now in (1000.0, 1205.0, 1900.0):
-        expected = sessions.expected("a", now)
-        assert expected is not None and expected.at < math.inf
-    expected = sessions.expected("a", 2101.0)
-    assert expected is not None and expected.at == math.inf
+        assert expected(sessions, "a", now).at < math.inf
+    assert expected(sessions, "a", 2101.0).at == math.inf
 
 
 def test_a_session_kept_for_longer_than_sessions_are_waited_for_is_kept_until_then():
-    sessions = Sessions(idle_limit_s=900.0)
-    sessions.returned("a", 0.0)
+    sessions = known(idle_limit_s=900.0)
     sessions.left("a", 1.0)
     assert sessions.hint("a", Hint(priority=3, ttl_s=3600.0), 2.0).accepted
     for now in (3.0, 901.0, 3601.0):
-        expected = sessions.expected("a", now)
-        assert expected is not None and expected.at == 3602.0
-    expected = sessions.expected("a", 3602.0)
-    assert expected is not None and expected.at == math.inf
+        assert expected(sessions, "a", now).at == 3602.0
+    assert expected(sessions, "a", 3602.0).at == math.inf
 
 
 def test_whoever_is_forgotten_is_expected_no_more():
@@ -218,15 +208,9 @@ def test_what_many_hints_of_one_session_clear_away_changes_nothing_for_others(se
             elif what == 1:
                 seen.append(sessions.left(name, now, rng.choice([None, "tool"])))
             elif what == 2:
-                seen.append(
-                    sessions.hint(
-                        name,
-                        Hint(
-                            rng.choice([None, 5.0, 50.0]), rng.randrange(3), rng.choice([None, 9.0])
-                        ),
-                        now,
-                    )
-                )
+                delay_s, priority = rng.choice([None, 5.0, 50.0]), rng.randrange(3)
+                hint = Hint(delay_s, priority, rng.choice([None, 9.0]))
+                seen.append(sessions.hint(name, hint, now))
             else:
                 seen.append([one for one in sessions.changed(now) if one.session != "noise"])
             sessions.returned("noise", now)
@@ -256,9 +240,8 @@ def test_a_quantile_is_the_sorted_lists_to_within_a_third(seen, share, elapsed):
         gaps.saw(seconds)
     found = quantile([(gaps, 1.0)], share)
     exact = sorted(seen)[min(len(seen) - 1, max(0, math.ceil(share * len(seen) - 1e-6) - 1))]
-    assert (
-        found is not None and max(exact, 1e-3) / 1.34 <= max(found, 1e-3) <= max(exact, 1e-3) * 1.34
-    )
+    assert found is not None
+    assert max(exact, 1e-3) / 1.34 <= max(found, 1e-3) <= max(exact, 1e-3) * 1.34
     later = quantile([(gaps, 1.0)], share, elapsed)
     assert later is None or later >= elapsed * (1 - 1e-9)
     assert elapsed > 0 or later == found
@@ -306,7 +289,7 @@ def test_the_longer_a_session_stays_away_the_less_likely_it_is_to_come():
     for n in range(10):
         teach(sessions, f"o{n}", [1.0, 2.0, 4.0, 8.0])
     sessions.left("a", 0.0)
-    chances = [sessions.expected("a", at).chance for at in (0.0, 1.0, 3.0, 6.0, 20.0)]
+    chances = [expected(sessions, "a", at).chance for at in (0.0, 1.0, 3.0, 6.0, 20.0)]
     assert chances == sorted(chances, reverse=True) and chances[0] > chances[-1]
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_leave import offer, planner, rate
-from virtual_hands import COST, ENGINE, profile_of
+from test_leave import offer, planner
+from virtual_hands import COST, ENGINE, balance, planner_of, profile_of, stored
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.rules import LongestFirst
@@ -18,7 +18,6 @@ from sgl_kvtier.policy.messages import (
     Compute,
     LeftToEngine,
     Mode,
-    RestoreOffered,
     StepPlan,
     StepView,
     TransferDone,
@@ -32,47 +31,47 @@ from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link, Span, Tier
 
 PAGE = ENGINE.page_tokens
+VIEW = StepView(0.0, ("a",), prefill_tokens=512)
+
+
+def loaded(plan: StepPlan, rid: str = "") -> int:
+    """Pages that a plan loads."""
+    return sum(len(load.span) for load in plan.loads if rid in load.rid)
 
 
 def beside_a_busy_disk(**settings: object) -> Planner:
     """A planner that has handed out loads over the storage link for "b", of which it takes long to
     bring all.
     """
-    one = planner(storage=rate(4096, 1 / 4), host=rate(4096, 20), **settings)
-    one.observe(RestoreOffered("b", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
-    assert (
-        sum(len(load.span) for load in one.step(StepView(0.0, ("b",), prefill_tokens=512)).loads)
-        > 8
-    )
+    one = planner(storage=balance(4096, 1 / 4), host=balance(4096, 20), **settings)
+    one.observe(stored("b"))
+    assert loaded(one.step(StepView(0.0, ("b",), prefill_tokens=512))) > 8
     return one
 
 
 def test_a_request_does_not_wait_for_a_link_it_does_not_use():
     one = beside_a_busy_disk(restore="both")
-    one.observe(RestoreOffered("a", 0.0, 600, 0, 32, ((Span(0, 32), Tier.HOST),)))
+    one.observe(stored("a", 32, tier=Tier.HOST))
     plan = one.step(StepView(0.0, ("a", "b"), prefill_tokens=512))
     # Copying all of it takes 5 % of computing it: waiting for the disk, computing all would look as
     # good.
-    copied = sum(len(load.span) for load in plan.loads if load.rid == "a")
-    assert copied > 24
+    assert loaded(plan, "a") > 24
     assert all(compute.tokens is not None for compute in plan.computes)
 
 
 def test_nor_is_a_restoration_given_up_for_another_links_queue():
     one = beside_a_busy_disk(restore="auto")
-    short = RestoreOffered("a", 0.0, 600, 0, 32, ((Span(0, 32), Tier.HOST),))
-    assert (
-        one.query(LeftToEngine(short, StepView(0.0, ("a", "b"), prefill_tokens=512)))
-        == "host memory"
-    )
+    short = stored("a", 32, tier=Tier.HOST)
+    view = StepView(0.0, ("a", "b"), prefill_tokens=512)
+    assert one.query(LeftToEngine(short, view)) == "host memory"
     one.observe(short)
-    (start,) = one.step(StepView(0.0, ("a", "b"), prefill_tokens=512)).starts
+    (start,) = one.step(view).starts
     assert start.mode is not Mode.COMPUTE
 
 
 def test_a_waiting_request_that_finds_no_room_for_loads_for_long_is_computed():
-    one = make_planner(PolicyConfig(restore="both"), ENGINE, profile_of(COST, rate(4096, 5000)))
-    one.observe(RestoreOffered("a", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
+    one = planner_of(balance(4096, 5000), restore="both")
+    one.observe(stored())
     full = StepView(0.0, ("a",), prefill_tokens=512, free_pages={Tier.DEVICE: 0})
     assert len(one.step(full).starts) == 1
     assert one.step(replace(full, now=1.9)) == StepPlan()
@@ -85,87 +84,66 @@ def test_a_waiting_request_that_finds_no_room_for_loads_for_long_is_computed():
     assert plan.computes == ()
 
 
-def handed_out_s(fresh_tokens: int, front: int = 0) -> float:
+def handed_out_s(front: int) -> float:
     """How long its link needs for what is handed out of a long prefix in one step; `front` tokens
     are computed already.
     """
-    bytes_per_s = rate(8192, 1)
-    one = make_planner(
-        PolicyConfig(), ENGINE, profile_of(COST, bytes_per_s), Rules(load_horizon_s=0.01)
-    )
-    one.observe(
-        RestoreOffered(
-            "a", 0.0, 32800, front // PAGE, 2048, ((Span(front // PAGE, 2048), Tier.STORAGE),)
-        )
-    )
-    plan = one.step(StepView(0.0, ("a",), prefill_tokens=512, fresh_tokens=fresh_tokens))
-    return sum(len(load.span) for load in plan.loads) * ENGINE.page_bytes / bytes_per_s
+    one = planner_of(balance(8192), Rules(load_horizon_s=0.01))
+    one.observe(stored(pages=2048, resident=front // PAGE))
+    return loaded(one.step(VIEW)) * ENGINE.page_bytes / balance(8192)
 
 
 @pytest.mark.parametrize("front", [0, 16384])
 def test_a_link_has_work_until_the_chunk_is_done_wherever_in_the_prompt_it_is(front):
-    assert handed_out_s(0, front) > 2 * COST.chunk_seconds(front, 512)
+    assert handed_out_s(front) > 2 * COST.chunk_seconds(front, 512)
 
 
 def test_a_link_has_work_while_fresh_prompts_are_prefilled():
-    one = make_planner(
-        PolicyConfig(restore="load"),
-        ENGINE,
-        profile_of(COST, rate(8192, 1)),
-        Rules(load_horizon_s=0.001),
-    )
-    one.observe(RestoreOffered("a", 0.0, 16500, 0, 1024, ((Span(0, 1024), Tier.STORAGE),)))
-    loaded = [
-        sum(
-            len(load.span)
-            for load in one.step(
-                StepView(0.0, ("a",), prefill_tokens=512, fresh_tokens=fresh)
-            ).loads
-        )
-        for fresh in (0, 2000)
-    ]
-    seconds = sum(loaded) * ENGINE.page_bytes / rate(8192, 1)
-    assert loaded[1] and seconds > 2 * COST.chunk_seconds(0, 512)
+    one = planner_of(balance(8192), Rules(load_horizon_s=0.001), restore="load")
+    one.observe(stored(pages=1024))
+    pages = [loaded(one.step(replace(VIEW, fresh_tokens=fresh))) for fresh in (0, 2000)]
+    seconds = sum(pages) * ENGINE.page_bytes / balance(8192)
+    assert pages[1] and seconds > 2 * COST.chunk_seconds(0, 512)
 
 
 def test_after_a_failure_nothing_is_taken_to_be_under_way():
-    one = planner(storage=rate(4096, 1))
+    one = planner(storage=balance(4096))
     one.observe(offer(storage=256))
-    plan = one.step(StepView(0.0, ("a",), prefill_tokens=512))
+    plan = one.step(VIEW)
     assert plan.loads
     last = plan.loads[0].span
     with pytest.raises(ValueError, match="a transfer has taken"):
         one.observe(ChunkStarted("a", Span(0, last.stop * PAGE), 0.0))
     assert one.restoring == ()
-    one.observe(RestoreOffered("b", 60.0, 4160, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
+    one.observe(stored("b", now=60.0))
     again = one.step(StepView(60.0, ("b",), prefill_tokens=512))
     assert [load.span for load in again.loads] == [load.span for load in plan.loads]
     assert {load.link for load in again.loads} == {Link.STORAGE_TO_DEVICE}
 
 
 def test_loads_of_several_requests_take_no_more_pages_than_there_are():
-    one = make_planner(PolicyConfig(restore="load"), ENGINE, profile_of(COST, rate(4096, 5000)))
+    one = planner_of(balance(4096, 5000), restore="load")
     for rid in "abc":
-        one.observe(RestoreOffered(rid, 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
+        one.observe(stored(rid))
     view = StepView(0.0, ("a", "b", "c"), prefill_tokens=512, free_pages={Tier.DEVICE: 300})
-    loads = one.step(view).loads
-    assert sum(len(load.span) for load in loads) == 300
-    assert {load.rid for load in loads} == {"a", "b"}
+    plan = one.step(view)
+    assert loaded(plan) == 300
+    assert {load.rid for load in plan.loads} == {"a", "b"}
 
 
 def test_pages_that_pass_through_host_memory_take_its_room_too():
     staged = replace(ENGINE, staged=True)
-    one = make_planner(PolicyConfig(restore="load"), staged, profile_of(COST, rate(4096, 5000)))
+    one = make_planner(PolicyConfig(restore="load"), staged, profile_of(COST, balance(4096, 5000)))
     for rid in "ab":
-        one.observe(RestoreOffered(rid, 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
+        one.observe(stored(rid))
     free = {Tier.DEVICE: 1000, Tier.HOST: 100}
     plan = one.step(StepView(0.0, ("a", "b"), prefill_tokens=512, free_pages=free))
-    assert sum(len(load.span) for load in plan.loads) == 100
+    assert loaded(plan) == 100
 
 
 def test_a_front_that_has_computed_its_way_to_the_landed_tail_steps_over_it_although_others_wait():
-    planner = make_planner(PolicyConfig(), ENGINE, profile_of(COST, 50e6))
-    planner.observe(RestoreOffered("a", 0.0, 1300, 0, 80, ((Span(0, 80), Tier.STORAGE),)))
+    planner = planner_of(50e6)
+    planner.observe(stored(pages=80))
     plan = planner.step(StepView(0.0, ("a",), None, prefill_tokens=512))
     front = plan.computes[0].tokens // ENGINE.page_tokens
     planner.observe(ChunkStarted("a", Span(0, front * ENGINE.page_tokens), 0.0))
@@ -190,23 +168,18 @@ def test_a_front_that_has_computed_its_way_to_the_landed_tail_steps_over_it_alth
 
 
 def test_a_page_the_front_may_be_granted_late_is_not_promised_to_anothers_load():
-    planner = make_planner(PolicyConfig(), ENGINE, profile_of(COST, 50e6), LongestFirst())
-    for rid, pages in (("a", 80), ("b", 160)):
-        planner.observe(RestoreOffered(rid, 0.0, 2600, 0, pages, ((Span(0, pages), Tier.STORAGE),)))
+    planner = planner_of(50e6, LongestFirst())
+    planner.observe(stored(pages=80))
+    planner.observe(stored("b", 160))
     planner.step(StepView(0.0, ("a", "b"), None, prefill_tokens=0, free_pages={Tier.DEVICE: 0}))
     # The budget holds one page, less than the smallest chunk worth computing: only since nothing of
     # it loads may "a" go on.
-    plan = planner.step(
-        StepView(0.1, ("b",), "a", prefill_tokens=ENGINE.page_tokens, free_pages={Tier.DEVICE: 1})
-    )
-    assert [(compute.rid, compute.tokens) for compute in plan.computes] == [
-        ("a", ENGINE.page_tokens)
-    ]
+    view = StepView(0.1, ("b",), "a", prefill_tokens=PAGE, free_pages={Tier.DEVICE: 1})
+    plan = planner.step(view)
+    assert [(compute.rid, compute.tokens) for compute in plan.computes] == [("a", PAGE)]
     assert plan.loads == ()
     # With room for both, "b" is loaded for beside it.
-    plan = planner.step(
-        StepView(0.2, ("b",), "a", prefill_tokens=ENGINE.page_tokens, free_pages={Tier.DEVICE: 2})
-    )
+    plan = planner.step(replace(view, now=0.2, free_pages={Tier.DEVICE: 2}))
     assert [(load.rid, len(load.span)) for load in plan.loads] == [("b", 1)]
 
 
@@ -216,7 +189,6 @@ def test_a_page_the_front_may_be_granted_late_is_not_promised_to_anothers_load()
 PAGES = 256
 SOURCES = ((Span(0, PAGES), Tier.STORAGE),)
 TOKENS = PAGES * PAGE
-VIEW = StepView(0.0, ("a",), prefill_tokens=512)
 
 
 def test_compute_that_waits_goes_on_only_when_nothing_is_in_flight() -> None:
@@ -233,9 +205,9 @@ def test_compute_that_waits_goes_on_only_when_nothing_is_in_flight() -> None:
 
 def test_loads_are_taken_back_once_and_not_in_every_step_until_it_is_told() -> None:
     """The link is a hundred times slower than was known when its loads were handed out."""
-    rate = PAGES * ENGINE.page_bytes / COST.range_seconds(0, TOKENS, ENGINE.chunk_tokens)
-    one = make_planner(PolicyConfig(restore="both"), ENGINE, profile_of(COST, 20 * rate))
-    one.observe(RestoreOffered("a", 0.0, TOKENS + 64, 0, PAGES, SOURCES))
+    rate = balance(TOKENS)
+    one = planner_of(20 * rate, restore="both")
+    one.observe(stored())
     plan = one.step(VIEW)
     loads = sorted((load.span for load in plan.loads), key=lambda span: span.start)
     (compute,) = plan.computes or (Compute("a", Span(0, 0), 0),)

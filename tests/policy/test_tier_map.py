@@ -9,6 +9,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from named_parts import named
 
 from sgl_kvtier.lab.rules import LFU
 from sgl_kvtier.policy.pages.eviction import LRU, NextUse
@@ -126,11 +127,7 @@ class MapMachine(RuleBasedStateMachine):
         super().__init__()
         self.map = TierMap(1000, self.RULE(), self.RULE())
         self.plain = PlainMap()
-        self.changed = set()
         self.now = 0.0
-
-    def note(self, touched):
-        self.changed |= {name for key in touched for name in self.plain.owners(key)}
 
     @rule(keys=keys, tier=tiers, dt=st.sampled_from([0.0, 0.5]))
     def place(self, keys, tier, dt):
@@ -296,13 +293,9 @@ for case in (TestMapWithLRU, TestMapWithLFU, TestMapWithNextUse):
 del case  # or it is a test of its own
 
 
-def many(count, start=0):
-    return tuple(PageKey(n.to_bytes(32, "big")) for n in range(start, start + count))
-
-
 def test_a_full_map_forgets_the_page_that_was_cold_the_longest():
     small = TierMap(4)
-    first, second, third, fourth, fifth, sixth = many(6)
+    first, second, third, fourth, fifth, sixth = named(6)
     small.placed((first,), Tier.STORAGE, 0.0)
     small.placed((second,), Tier.HOST, 0.0)
     small.placed((third, fourth), Tier.STORAGE, 1.0)
@@ -316,7 +309,7 @@ def test_a_full_map_forgets_the_page_that_was_cold_the_longest():
 
 def test_a_map_without_a_cold_page_records_no_more():
     small = TierMap(2)
-    known, new = many(2), many(2, 10)
+    known, new = named(2), named(2, 10)
     small.placed(known, Tier.HOST, 0.0)
     small.placed(new, Tier.STORAGE, 0.0)
     small.claim("r", known + new)
@@ -330,7 +323,7 @@ def test_a_map_without_a_cold_page_records_no_more():
 
 def test_owners_are_told_when_their_pages_come_go_or_start_to_move():
     m = TierMap(100)
-    prompt = many(4)
+    prompt = named(4)
     m.claim("r", prompt)
     m.claim("s", prompt[:2])
     assert sorted(m.take_changed()) == ["r", "s"]
@@ -347,7 +340,7 @@ def test_owners_are_told_when_their_pages_come_go_or_start_to_move():
 
 def test_the_next_turn_of_a_session_costs_its_new_pages_only():
     m = TierMap(10_000)
-    prompt = many(1000)
+    prompt = named(1000)
     m.claim("session", prompt[:900])
     moved = m.owners.moved
     pages = []
@@ -358,7 +351,7 @@ def test_the_next_turn_of_a_session_costs_its_new_pages_only():
 
 def test_a_shared_beginning_outlives_the_ends_of_whoever_shares_it():
     m = TierMap(100, NextUse(), NextUse())
-    shared, mine, yours = many(2), many(2, 10), many(2, 20)
+    shared, mine, yours = named(2), named(2, 10), named(2, 20)
     m.placed(shared + mine + yours, Tier.DEVICE, 0.0)
     m.claim("mine", shared + mine, 5.0)
     m.claim("yours", shared + yours, 9.0)
@@ -419,7 +412,7 @@ def test_a_page_that_is_forgotten_counts_in_no_tier():
 
 def test_owners_are_told_of_a_change_although_their_pages_were_claimed_by_others_since():
     m = TierMap(100)
-    prompt = many(4)
+    prompt = named(4)
     m.claim("r", prompt)
     m.take_changed()
     m.placed(prompt, Tier.HOST, 0.0)

@@ -5,7 +5,7 @@ planners with it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.learned.cost import PrefillCost
@@ -62,6 +62,34 @@ def profile_of(
     return {"prefill": prefill, "links": links}
 
 
+def balance(prefix: int, ratio: float = 1.0) -> float:
+    """Bytes per second at which loading the prefix takes 1/ratio of the time of computing it."""
+    nbytes = prefix * ENGINE.page_bytes / ENGINE.page_tokens
+    return ratio * nbytes / COST.range_seconds(0, prefix, ENGINE.chunk_tokens)
+
+
+def planner_of(bytes_per_second: float, rules: Rules | None = None, **settings: object) -> Planner:
+    """A planner that knows the cost of computing and the storage's link."""
+    config = PolicyConfig(**settings)  # type: ignore[arg-type]
+    return make_planner(config, ENGINE, profile_of(COST, bytes_per_second), rules)
+
+
+def stored(
+    rid: str = "a",
+    pages: int = 256,
+    *spans: tuple[Span, Tier],
+    now: float = 0.0,
+    resident: int = 0,
+    rest: int = 64,
+    tier: Tier = Tier.STORAGE,
+) -> RestoreOffered:
+    """A prompt of so many pages and `rest` tokens more. All pages lie in `tier`, or in `spans`."""
+    total = pages * ENGINE.page_tokens + rest
+    return RestoreOffered(
+        rid, now, total, resident, pages, spans or ((Span(resident, pages), tier),)
+    )
+
+
 def best_seconds(
     prefix: int, suffix: int, bytes_per_second: float, cost: PrefillCost = COST
 ) -> float:
@@ -114,11 +142,11 @@ def restore(
     anchor_bytes: int = 0,
 ) -> Outcome:
     """Runs one restoration to its end. Pages in `failing` are lost, those in `holes` are stored
-    nowhere; after `slow_after_s` the link
-    is slower by a factor, or `lasts` says how many seconds a transfer of so many bytes takes that
-    begins then. `planner` goes on from `begin_s` on; the chunk behind the prefix begins `own_s`
-    late, and requests decode beside. Pages from `remote_from` on come over a network of
-    `remote_bytes_per_second`. With the last `anchor_pages` come `anchor_bytes` more.
+    nowhere; after `slow_after_s` the link is slower by a factor, or `lasts` says how many seconds a
+    transfer of so many bytes takes that begins then. `planner` goes on from `begin_s` on; the chunk
+    behind the prefix begins `own_s` late, and requests decode beside. Pages from `remote_from` on
+    come over a network of `remote_bytes_per_second`. With the last `anchor_pages` come
+    `anchor_bytes` more.
     """
     planner = planner or make_planner(config or PolicyConfig(), ENGINE, profile, rules)
     pages, total, page = prefix // ENGINE.page_tokens, prefix + suffix, ENGINE.page_tokens
@@ -146,31 +174,17 @@ def restore(
                 nbytes = len(span) * ENGINE.page_bytes
                 planner.observe(TransferDone("a", link, span, nbytes, ends - begun, now))
                 out.busy_s[link] = out.busy_s.get(link, 0.0) + ends - begun
-        free = (
-            {}
-            if free_pages is None
-            else {Tier.DEVICE: free_pages - sum(len(entry[2]) for entry in queue)}
-        )
-        waiting = () if slot else ("a",)
-        plan = planner.step(
-            StepView(
-                now,
-                waiting,
-                slot,
-                prefill_tokens=ENGINE.chunk_tokens,
-                decoding=decoding,
-                free_pages=free,
-            )
-        )
+        free = {}
+        if free_pages is not None:
+            free = {Tier.DEVICE: free_pages - sum(len(entry[2]) for entry in queue)}
+        view = StepView(now, () if slot else ("a",), slot, prefill_tokens=ENGINE.chunk_tokens)
+        plan = planner.step(replace(view, decoding=decoding, free_pages=free))
         for start in plan.starts:
             out.mode = start.mode
         for cancel in plan.cancels:
             out.cancels.append(cancel.span)
-            inside = [
-                e
-                for e in queue
-                if cancel.span.start <= e[2].start and e[2].stop <= cancel.span.stop
-            ]
+            low, high = cancel.span.start, cancel.span.stop
+            inside = [e for e in queue if low <= e[2].start and e[2].stop <= high]
             assert inside, f"no load lies within what is asked back, {cancel.span}"
             for entry in [e for e in inside if e[0] > now]:
                 queue.remove(entry)
@@ -180,11 +194,8 @@ def restore(
             rate = rates[load.link] / (slow_factor if begun >= slow_after_s else 1.0)
             nbytes = len(load.span) * ENGINE.page_bytes
             if anchor_pages:
-                nbytes += (
-                    anchor_bytes
-                    * max(0, load.span.stop - max(load.span.start, first))
-                    // (anchor_pages)
-                )
+                anchored = max(0, load.span.stop - max(load.span.start, first))
+                nbytes += anchor_bytes * anchored // anchor_pages
             ends = begun + (lasts(begun, nbytes) if lasts else nbytes / rate)
             queue.append((begun, ends, load.span, load.link))
             assert holes.isdisjoint(range(load.span.start, load.span.stop))
@@ -200,11 +211,9 @@ def restore(
             assert front >= first * page or compute.splice.stop == pages, "no window there"
             out.spliced.append(compute.splice)
             front = compute.splice.stop * page
-        tokens = (
-            compute.tokens
-            if compute.tokens is not None
-            else min(ENGINE.chunk_tokens, total - front)
-        )
+        tokens = compute.tokens
+        if tokens is None:
+            tokens = min(ENGINE.chunk_tokens, total - front)
         slot, chunk = "a", Span(front, front + tokens)
         seconds = COST.chunk_seconds(front, tokens)
         now += own_s if front >= prefix and not out.ended else 0.0

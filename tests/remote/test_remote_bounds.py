@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from patience import until
-from remote_pages import IDENTITY, alive, content, key, outcomes, put, stored
+from patience import beside, until
+from remote_pages import IDENTITY, alive, outcomes, stored
+from store_pages import begin, key, named, put
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.remote import breaker, removals
 from sgl_kvtier.remote.child.memory import set_faults
 from sgl_kvtier.remote.store import RemoteStore
-from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import open_store
 from sgl_kvtier.store.tiered.store import TieredStore
 from sgl_kvtier.types import Lookup
@@ -51,10 +52,8 @@ def remote(opened: Opened) -> RemoteStore:
 @pytest.fixture
 def tiered(remote: RemoteStore, tmp_path: Path) -> Iterator[TieredStore]:
     """A local store before it."""
-    local = open_store(
-        StoreConfig(path=str(tmp_path), capacity_bytes=64 << 20, min_free_bytes=0), IDENTITY, "tp0"
-    )
-    store = TieredStore(local, remote)
+    config = StoreConfig(path=str(tmp_path), capacity_bytes=64 << 20, min_free_bytes=0)
+    store = TieredStore(open_store(config, IDENTITY, "tp0"), remote)
     yield store
     store.close()
 
@@ -88,12 +87,6 @@ def bounded(call: Callable[[], object]) -> object:
     found = call()
     assert time.monotonic() - begun < 10 * BOUND_S, "it waited for an engine that stands still"
     return found
-
-
-def read_job(store: RemoteStore, count: int, nbytes: int = 1000, **how: object):  # type: ignore[no-untyped-def]
-    return store.read(
-        [PageRead(key(n), [memoryview(bytearray(nbytes))]) for n in range(count)], **how
-    )
 
 
 def test_a_delete_beside_a_stopped_child_returns_and_its_pages_are_not_used_any_more(
@@ -214,7 +207,7 @@ def test_a_store_closes_beside_a_stopped_child(
 ) -> None:
     stored(remote, range(3))
     child = stopped()
-    job = read_job(remote, 3)
+    job = begin(remote, named(range(3)))
     bounded(remote.close)
     assert job.wait(5)
     until(lambda: not alive(child))
@@ -227,7 +220,7 @@ def test_a_read_without_a_deadline_ends_where_the_ring_has_no_room_and_nothing_c
     store = opened(deadline_s=BOUND_S, hang_s=60.0, ring_bytes=1 << 20)
     filled(opened, 40, 100_000)
     set_faults(folder, {"get": {"fail": 1.0}})
-    job = read_job(store, 40, 100_000)
+    job = begin(store, named(range(40)), 100_000)
     assert job.wait(20 * BOUND_S), "it waited for room in the ring"
     assert set(job.outcomes) <= {FAILED, LATE, MISS} and FAILED in job.outcomes
     assert job.in_flight == 0
@@ -238,7 +231,7 @@ def test_reads_one_behind_the_other_end_when_nothing_comes_for_any_of_them(
 ) -> None:
     filled(opened, 64, 200_000)
     stopped()
-    jobs = [read_job(remote, 64, 200_000, priority=priority) for priority in (0, 3, 1)]
+    jobs = [begin(remote, named(range(64)), 200_000, priority=priority) for priority in (0, 3, 1)]
     for job in jobs:
         assert job.wait(20 * BOUND_S)
         assert OK not in job.outcomes
@@ -249,7 +242,7 @@ def test_a_long_read_is_not_ended_while_its_pages_come(opened: Opened, folder: P
     filled(opened, 24, 100_000)
     set_faults(folder, {"slow_s": 0.2})
     begun = time.monotonic()
-    job = read_job(store, 24, 100_000)
+    job = begin(store, named(range(24)), 100_000)
     assert job.wait(30) and job.outcomes == [OK] * 24
     assert time.monotonic() - begun > 1.0, "it lasted longer than nothing may come"
 
@@ -265,10 +258,9 @@ def test_a_tiered_delete_and_clear_beside_a_stopped_child_return_while_pages_are
         for n in range(1000, 100_000):
             if over.is_set():
                 return
-            put(tiered, {key(n): content(n, 1000)})
+            put(tiered, named([n]))
 
-    writer = threading.Thread(target=write)
-    writer.start()
+    writing = beside(write)
     try:
         until(lambda: tiered.tiered_stats().uploads_waiting > 200)
         for n in (1000, 1001):
@@ -276,7 +268,7 @@ def test_a_tiered_delete_and_clear_beside_a_stopped_child_return_while_pages_are
         bounded(tiered.clear)
     finally:
         over.set()
-        writer.join()
+        writing.result(60)
     assert tiered.lookup([key(n) for n in (1000, 1001, 1002)]) == [GONE] * 3
     stats = tiered.tiered_stats()
     assert stats.calls_late >= 1 and stats.removals_waiting >= 1
@@ -287,17 +279,17 @@ def test_a_tiered_delete_and_clear_beside_a_stopped_child_return_while_pages_are
 def test_a_tiered_store_closes_while_the_engine_stands_still_and_pages_wait(
     tiered: TieredStore, stopped: Callable[[], int]
 ) -> None:
-    put(tiered, {key(0): content(0, 1000)})
+    put(tiered, named([0]))
     assert tiered.settle(20)
     stopped()
-    put(tiered, {key(n): content(n, 1000) for n in range(1, 300)})
+    put(tiered, named(range(1, 300)))
     bounded(tiered.close)
 
 
 def test_pages_cleared_while_the_engine_hangs_are_neither_found_nor_read_nor_sent_afterwards(
     tiered: TieredStore, remote: RemoteStore, opened: Opened, folder: Path
 ) -> None:
-    pages = {key(n): content(n, 1000) for n in range(20)}
+    pages = named(range(20))
     put(tiered, pages)
     assert tiered.settle(20)
     child = remote.condition().child
@@ -309,7 +301,7 @@ def test_pages_cleared_while_the_engine_hangs_are_neither_found_nor_read_nor_sen
     until(lambda: remote.condition().child not in (0, child) and remote.usable)
     assert tiered.find(list(pages), timeout_s=1) == [GONE] * 20
     assert outcomes(tiered, pages) == [MISS] * 20  # type: ignore[arg-type]
-    put(tiered, {key("new"): content("new", 1000)})
+    put(tiered, named(["new"]))
     assert not tiered.settle(0.3), "nothing is sent before the clear is done"
     set_faults(folder, {})
     assert tiered.settle(30)

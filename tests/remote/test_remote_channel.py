@@ -6,11 +6,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from remote_pages import NAMESPACE, content, key
+from patience import until
+from remote_pages import NAMESPACE
+from store_pages import content, key
 
 from sgl_kvtier.remote import channel as channels
 from sgl_kvtier.remote.channel import Channel, Placed, bytes_in_ring, pack_pages, place
@@ -20,6 +22,7 @@ from sgl_kvtier.remote.page import HEAD_BYTES
 from sgl_kvtier.remote.ring import Ring
 
 LENGTHS = [1, 100, 4096, 70_001]
+RIGHT = [Code.OK] * 4
 
 
 class Side(SimpleNamespace):
@@ -33,6 +36,12 @@ class Side(SimpleNamespace):
 
     def reply(self, number: int, *codes: Code) -> None:
         self.child.send(Reply(number, Op.GET, 0, bytes(codes)).pack())
+
+    def answered(self, *codes: Code) -> list[Reply] | None:
+        """What is received when the call that is expected is answered."""
+        self.channel.expect(7, self.pages)
+        self.reply(7, *codes)
+        return self.channel.receive(10.0)
 
     def landed(self) -> list[bytes]:
         return [b"".join(parts) for parts in self.into]
@@ -69,26 +78,20 @@ def side(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def test_pages_land_in_their_buffers(side: Side) -> None:
-    side.channel.expect(7, side.pages)
-    side.reply(7, *[Code.OK] * 4)
-    assert side.channel.receive(1.0) == [Reply(7, Op.GET, 0, bytes(4))]
+    assert side.answered(*RIGHT) == [Reply(7, Op.GET, 0, bytes(4))]
     assert side.landed() == [content(i, n) for i, n in enumerate(LENGTHS)]
 
 
 def test_what_the_child_does_not_call_right_is_not_copied(side: Side) -> None:
-    side.channel.expect(7, side.pages)
     codes = [Code.MISS, Code.OK, Code.FAILED, Code.CORRUPT]
-    side.reply(7, *codes)
-    assert side.channel.receive(1.0) == [Reply(7, Op.GET, 0, bytes(codes))]
+    assert side.answered(*codes) == [Reply(7, Op.GET, 0, bytes(codes))]
     assert side.landed() == [bytes(1), content(1, 100), bytes(4096), bytes(70_001)]
 
 
 @pytest.mark.parametrize("at", [0, 8, 20, 60, 200, 255, HEAD_BYTES, HEAD_BYTES + 99])
 def test_a_page_that_is_not_the_expected_one_is_noticed(side: Side, at: int) -> None:
     side.ring.memory[side.pages.offsets[1] + at] ^= 1
-    side.channel.expect(7, side.pages)
-    side.reply(7, *[Code.OK] * 4)
-    (reply,) = side.channel.receive(1.0) or []
+    (reply,) = side.answered(*RIGHT) or []
     assert reply.codes == bytes([Code.OK, Code.CORRUPT, Code.OK, Code.OK])
 
 
@@ -97,9 +100,8 @@ def test_what_is_checked_are_the_bytes_where_they_landed(side: Side) -> None:
     half = bytearray(50)
     buffers = [*side.pages.buffers]
     buffers[1] = [memoryview(half), memoryview(half)]
-    side.channel.expect(7, side.pages._replace(buffers=buffers))
-    side.reply(7, *[Code.OK] * 4)
-    (reply,) = side.channel.receive(1.0) or []
+    side.pages = side.pages._replace(buffers=buffers)
+    (reply,) = side.answered(*RIGHT) or []
     assert reply.codes == bytes([Code.OK, Code.CORRUPT, Code.OK, Code.OK])
 
 
@@ -107,7 +109,7 @@ def test_a_forgotten_call_writes_nothing(side: Side) -> None:
     side.channel.expect(7, side.pages)
     assert side.channel.forget(7)
     assert not side.channel.forget(7)
-    side.reply(7, *[Code.OK] * 4)
+    side.reply(7, *RIGHT)
     side.channel.receive(1.0)
     assert side.landed() == [bytes(n) for n in LENGTHS]
 
@@ -115,31 +117,25 @@ def test_a_forgotten_call_writes_nothing(side: Side) -> None:
 @pytest.mark.parametrize("other", [6, 8, 7 + (1 << 32), 0])
 def test_an_answer_to_another_call_lands_nothing(side: Side, other: int) -> None:
     side.channel.expect(7, side.pages)
-    side.reply(other, *[Code.OK] * 4)
+    side.reply(other, *RIGHT)
     side.channel.receive(1.0)
     assert side.landed() == [bytes(n) for n in LENGTHS]
     assert side.channel.forget(7)
 
 
 def test_a_call_that_has_landed_cannot_be_forgotten(side: Side) -> None:
-    side.channel.expect(7, side.pages)
-    side.reply(7, *[Code.OK] * 4)
-    side.channel.receive(1.0)
+    side.answered(*RIGHT)
     assert not side.channel.forget(7)
 
 
 def test_bytes_that_come_late_reach_the_ring_only(side: Side) -> None:
-    side.channel.expect(7, side.pages)
-    side.reply(7, *[Code.OK] * 4)
-    side.channel.receive(1.0)
+    side.answered(*RIGHT)
     side.ring.memory[:] = b"\7" * side.ring.nbytes
     assert side.landed() == [content(i, n) for i, n in enumerate(LENGTHS)]
 
 
 def test_fewer_codes_than_pages_land_fewer_pages(side: Side) -> None:
-    side.channel.expect(7, side.pages)
-    side.reply(7, Code.OK, Code.OK)
-    side.channel.receive(1.0)
+    side.answered(Code.OK, Code.OK)
     assert side.landed()[2:] == [bytes(4096), bytes(70_001)]
 
 
@@ -150,7 +146,7 @@ def test_a_child_that_is_gone_is_noticed(side: Side) -> None:
 
 def test_replies_of_a_child_that_is_gone_come_first(side: Side) -> None:
     side.channel.expect(7, side.pages)
-    side.reply(7, *[Code.OK] * 4)
+    side.reply(7, *RIGHT)
     side.child.close()
     came: list[Reply] = []
     while (replies := side.channel.receive(1.0)) is not None:
@@ -175,10 +171,8 @@ def compiled(side: Side) -> None:
 def test_pages_land_while_nothing_waits_for_them(side: Side) -> None:
     compiled(side)
     side.channel.expect(7, side.pages)
-    side.reply(7, *[Code.OK] * 4)
-    until = time.monotonic() + 30
-    while side.landed()[-1] != content(3, LENGTHS[3]):
-        assert time.monotonic() < until
+    side.reply(7, *RIGHT)
+    until(lambda: side.landed()[-1] == content(3, LENGTHS[3]))
     assert side.channel.receive(1.0) == [Reply(7, Op.GET, 0, bytes(4))]
     assert not side.channel.forget(7)
 
@@ -214,22 +208,16 @@ def test_a_forked_process_can_let_a_channel_go(side: Side) -> None:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     assert ended[1] == 0
-    side.channel.expect(7, side.pages)
-    side.reply(7, *[Code.OK] * 4)
-    assert side.channel.receive(10.0) == [Reply(7, Op.GET, 0, bytes(4))]
-
-
-def outside(side: Side, change: Callable[[Placed], Placed]) -> None:
-    with pytest.raises(ValueError, match="do not fit the ring"):
-        side.channel.expect(7, change(side.pages))
+    assert side.answered(*RIGHT) == [Reply(7, Op.GET, 0, bytes(4))]
 
 
 def test_a_page_outside_the_ring_is_refused_by_the_compiled_channel(side: Side) -> None:
     compiled(side)  # Python checks every access itself
     end = side.ring.nbytes
-    outside(side, lambda pages: pages._replace(offsets=[*pages.offsets[:3], end - 1000]))
-    outside(side, lambda pages: pages._replace(offsets=[*pages.offsets[:3], (1 << 64) - 1]))
-    outside(side, lambda pages: pages._replace(heads=pages.heads[:3]))
     last = end - LENGTHS[3] - HEAD_BYTES
-    outside(side, lambda pages: pages._replace(offsets=[*pages.offsets[:3], last + 1]))
-    side.channel.expect(8, side.pages._replace(offsets=[*side.pages.offsets[:3], last]))
+    first = side.pages.offsets[:3]
+    wrong = [side.pages._replace(offsets=[*first, at]) for at in (last + 1, end, (1 << 64) - 1)]
+    for pages in (*wrong, side.pages._replace(heads=side.pages.heads[:3])):
+        with pytest.raises(ValueError, match="do not fit the ring"):
+            side.channel.expect(7, pages)
+    side.channel.expect(8, side.pages._replace(offsets=[*first, last]))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from patience import until
-from remote_pages import IDENTITY, content, key, outcomes, put, stored
+from remote_pages import IDENTITY, outcomes, stored
+from store_pages import key, named, put
 
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.remote import breaker
@@ -78,9 +79,8 @@ def short_of_descriptors(folder: Path, more: int) -> None:
     try:
         with limited(resource.RLIMIT_NOFILE, highest + 1 + more):
             try:
-                store = open_remote(
-                    RemoteSettings("memory", str(folder), ring_bytes=1 << 20), IDENTITY, "tp0"
-                )
+                settings = RemoteSettings("memory", str(folder), ring_bytes=1 << 20)
+                store = open_remote(settings, IDENTITY, "tp0")
             except StoreError:
                 return
             until(lambda: "no process can be started" in store.condition().trouble)
@@ -108,11 +108,11 @@ def test_a_child_without_anything_left_costs_its_pages_and_works_again_afterward
                 break
             store._presence.clear()
             assert set(outcomes(store, pages)) <= {OK, FAILED, MISS, ReadOutcome.LATE}
-            put(store, {key((turn, n)): content((turn, n), 100_000) for n in range(4)})
+            put(store, named(((turn, n) for n in range(4)), 100_000))
     until(lambda: store.usable)
     store._presence.clear()
     assert outcomes(store, pages) == [OK] * 16
-    new = {key("after"): content("after", 100_000)}
+    new = named(["after"], 100_000)
     until(lambda: put(store, new) != [PutOutcome.REFUSED])
     assert outcomes(store, new) == [OK]
     until(lambda: store.condition().ring_taken_bytes == 0)

@@ -11,7 +11,8 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from remote_pages import STARTED_S, content, key, put, read
+from remote_pages import STARTED_S
+from store_pages import content, key, put, read
 
 from sgl_kvtier.remote.child.memory import set_faults
 from sgl_kvtier.remote.store import RemoteStore

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from patience import until
-from remote_pages import IDENTITY, STARTED_S, alive, content, key, outcomes, put, read, stored
+from remote_pages import IDENTITY, STARTED_S, alive, outcomes, stored
+from store_pages import begin, content, key, named, put, read
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.remote.far import Far
@@ -92,8 +93,9 @@ def connected() -> Iterator[Opened]:
 def works(store: RemoteStore, name: object) -> None:
     """New pages are written and read again, once the trouble is over."""
     until(lambda: store.usable, 40)
-    until(lambda: put(store, {key(name): content(name, PAGE)})[0] is not REFUSED, 40)
-    assert outcomes(store, {key(name): content(name, PAGE)}) == [OK]
+    page = named([name], PAGE)
+    until(lambda: put(store, page)[0] is not REFUSED, 40)
+    assert outcomes(store, page) == [OK]
 
 
 def test_a_server_finds_what_another_wrote(cluster: Cluster, connected: Opened) -> None:
@@ -187,13 +189,12 @@ def test_a_full_engine_refuses_pages_and_returns_no_wrong_one(
     found: list[PutOutcome] = []
     names = range(1200)
     for start in range(0, len(names), 200):
-        some = {key(n): content(n, PAGE) for n in names[start : start + 200]}
-        found += put(store, some)
+        found += put(store, named(names[start : start + 200], PAGE))
     assert STORED in found
     assert found.count(STORED) * PAGE > 100 << 20
     store._presence.clear()
     until(lambda: store.usable, 40)
-    ended = outcomes(store, {key(n): content(n, PAGE) for n in names[:1200:7]})
+    ended = outcomes(store, named(names[:1200:7], PAGE))
     assert set(ended) <= {OK, MISS} and OK in ended
     assert REFUSED in found or MISS in ended, "more was kept than there is memory"
     assert store.usable
@@ -285,17 +286,14 @@ def test_a_ring_that_is_smaller_than_what_is_asked_for_is_filled_again_and_again
     cluster: Cluster, connected: Opened
 ) -> None:
     store = connected(cluster, ring_bytes=1 << 20)
-    pages = {key(name): content(name, PAGE) for name in range(40)}
+    pages = named(range(40), PAGE)
     assert put(store, pages) == [STORED] * 40
-    jobs = [
-        store.read([PageRead(k, [memoryview(bytearray(PAGE))]) for k in pages]) for _ in range(4)
-    ]
+    jobs = [begin(store, pages, PAGE) for _ in range(4)]
     for job in jobs:
         assert job.wait(60)
         assert set(job.outcomes) == {OK}
     assert outcomes(store, pages) == [OK] * 40
-    too_large = {key("large"): content("large", 2 << 20)}
-    assert put(store, too_large) == [REFUSED]
+    assert put(store, named(["large"], 2 << 20)) == [REFUSED]
     assert store.stats().pages_refused == 1
     assert store.condition().ring_taken_bytes == 0
 
@@ -310,8 +308,8 @@ def test_an_owner_under_a_name_that_others_cannot_reach_costs_its_pages_only(
         hidden.start_owner()
         store = connected(hidden, deadline_s=1.0, hang_s=2.0)
         begun = time.monotonic()
-        assert STORED not in put(store, {key(n): content(n, PAGE) for n in range(4)})
-        assert OK not in outcomes(store, {key(n): content(n, PAGE) for n in range(4)})
+        assert STORED not in put(store, named(range(4), PAGE))
+        assert OK not in outcomes(store, named(range(4), PAGE))
         assert time.monotonic() - begun < 30
         stats = store.stats()
         assert stats.pages_refused == 4

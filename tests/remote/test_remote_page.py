@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from remote_pages import NAMESPACE, key
+from remote_pages import NAMESPACE
+from store_pages import key
 
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.remote.page import (

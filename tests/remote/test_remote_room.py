@@ -5,14 +5,15 @@ late, and of children that die. The test plays the child, so each answer comes w
 from __future__ import annotations
 
 import errno
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 from fake_child import Child, never, span
-from patience import until
-from remote_pages import IDENTITY, NAMESPACE, content, key
+from patience import beside, until
+from remote_pages import IDENTITY, NAMESPACE
+from store_pages import content, key, named
 
 from sgl_kvtier.remote import breaker, link, removals
 from sgl_kvtier.remote.channel import NativeChannel
@@ -61,10 +62,15 @@ class Family:
         return self.children[-1]
 
     def usable(self, **settings: float) -> tuple[RemoteStore, Child]:
-        store = self.open(**settings)
+        self.open(**settings)
+        return self.store, self.probed()
+
+    def probed(self, count: int = 1) -> Child:
+        """The last of so many children, once it is usable."""
+        until(lambda: len(self.children) == count)
         self.child.probe()
-        assert store.wait_usable(20)
-        return store, self.child
+        assert self.store.wait_usable(20)
+        return self.child
 
     @property
     def taken(self) -> int:
@@ -101,13 +107,17 @@ class Read:
         return not any(map(any, self.into))
 
 
-def transferred(child: Child, request: object, *names: object, size: int = SIZE) -> None:
-    child.transfer(
-        request,
-        NAMESPACE,
-        [key(n) for n in names],
-        [content(n, size) for n in names],  # type: ignore[arg-type]
-    )
+def transferred(child: Child, request: Request, *names: object, size: int = SIZE) -> None:
+    pages = named(names, size)
+    child.transfer(request, NAMESPACE, list(pages), list(pages.values()))
+
+
+def pages_of(*names: object, size: int = BIG) -> list[PageWrite]:
+    return [PageWrite(k, [memoryview(data)]) for k, data in named(names, size).items()]
+
+
+def removing(store: RemoteStore, *names: object) -> Future[int]:
+    return beside(lambda: store.delete([key(n) for n in names]))
 
 
 def answered_right(store: RemoteStore, child: Child, *names: object) -> set[int]:
@@ -208,9 +218,8 @@ def test_a_child_is_killed_for_a_call_that_was_given_up_long_ago(family: Family)
     Read(store, 1, deadline_s=0.05)
     child.call(Op.GET)
     until(lambda: child.killed, 10)
-    until(lambda: len(family.children) == 2)
-    family.child.probe()
-    assert store.wait_usable(20) and family.taken == 0
+    family.probed(2)
+    assert family.taken == 0
 
 
 def test_a_childs_room_is_not_used_before_it_is_dead(family: Family) -> None:
@@ -224,9 +233,7 @@ def test_a_childs_room_is_not_used_before_it_is_dead(family: Family) -> None:
     child.die()
     until(lambda: len(family.children) == 2)
     assert family.taken == 0
-    family.child.probe()
-    assert store.wait_usable(20)
-    answered_right(store, family.child, 2)
+    answered_right(store, family.probed(2), 2)
 
 
 def test_room_that_rests_is_given_back_once_when_its_child_dies(family: Family) -> None:
@@ -235,9 +242,7 @@ def test_room_that_rests_is_given_back_once_when_its_child_dies(family: Family) 
     child.answer(child.call(Op.GET), Code.FAILED)
     never(lambda: family.taken == 0, 0.05)
     child.die()
-    until(lambda: len(family.children) == 2)
-    family.child.probe()
-    assert store.wait_usable(20)
+    family.probed(2)
     assert family.taken == 0
     time.sleep(0.8)  # the first child's rest would be over now
     answered_right(store, family.child, 2)
@@ -281,15 +286,9 @@ def test_reads_leave_room_for_writes(family: Family) -> None:
     while (request := child.next(0.3)) is not None:
         requests.append(request)
     assert 2 <= len(requests) < 5
-    outcomes: list[PutOutcome] = []
-    data = content("new", BIG)
-    writing = threading.Thread(
-        target=lambda: outcomes.extend(store.put([PageWrite(key("new"), [memoryview(data)])]))
-    )
-    writing.start()
+    writing = beside(lambda: store.put(pages_of("new")))
     child.answer(child.call(Op.PUT), Code.OK)
-    writing.join(20)
-    assert outcomes == [STORED]
+    assert writing.result(20) == [STORED]
     for request in requests:
         child.answer(request, Code.MISS)
     for read in reads:
@@ -303,7 +302,7 @@ def test_a_child_that_takes_no_calls_costs_no_room(family: Family) -> None:
     store, child = family.usable()
     child.deaf = True
     assert Read(store, 1, 2).ended() == [MISS, MISS]
-    assert store.put([PageWrite(key(3), [memoryview(b"x" * BIG)])]) == [REFUSED]
+    assert store.put(pages_of(3)) == [REFUSED]
     assert family.taken == 0
     child.deaf = False
     answered_right(store, child, 3)
@@ -355,18 +354,14 @@ def test_answers_to_no_call_change_nothing(family: Family) -> None:
 def test_a_put_is_refused_for_pages_that_were_deleted_after_it_began(family: Family) -> None:
     """Its first batches are under way: what follows is not begun."""
     store, child = family.usable(deadline_s=5.0)
-    outcomes: list[PutOutcome] = []
-    pages = [PageWrite(key(n), [memoryview(content(n, BIG))]) for n in range(5)]
-    writing = threading.Thread(target=lambda: outcomes.extend(store.put(pages)))
-    writing.start()
+    writing = beside(lambda: store.put(pages_of(*range(5))))
     first, second = child.call(Op.PUT), child.call(Op.PUT)
-    deleting = threading.Thread(target=store.delete, args=([key(4)],))
-    deleting.start()
+    deleting = removing(store, 4)
     until(lambda: store.removals_waiting)
     child.answer(first, Code.OK)
     child.answer(second, Code.OK)
     removals: list[Request] = []
-    while writing.is_alive():
+    while not writing.done():
         if (request := child.next(0.05)) is None:
             continue
         if request.op is Op.REMOVE:
@@ -374,22 +369,22 @@ def test_a_put_is_refused_for_pages_that_were_deleted_after_it_began(family: Fam
             continue
         assert key(4) not in request.keys
         child.answer(request, Code.OK)
-    assert outcomes == [STORED] * 4 + [REFUSED]
+    assert writing.result() == [STORED] * 4 + [REFUSED]
     child.answer(*(removals or [child.call(Op.REMOVE)]), Code.MISS)
-    deleting.join(20)
+    deleting.result(20)
     assert store.removals_waiting == 0
 
 
 def test_what_is_not_wanted_any_more_is_not_begun_to_be_written(family: Family) -> None:
     store, child = family.usable(deadline_s=5.0)
-    assert store.put([PageWrite(key(1), [memoryview(b"x")])], lambda: False) == [REFUSED]
+    assert store.put(pages_of(1), lambda: False) == [REFUSED]
     assert child.next(0.2) is None
     assert family.taken == 0
 
 
 def test_a_removal_is_sent_after_the_writes_that_were_begun_before_it(family: Family) -> None:
     store, child = family.usable(deadline_s=0.3)
-    assert store.put([PageWrite(key(1), [memoryview(b"x")])]) == [REFUSED]
+    assert store.put(pages_of(1)) == [REFUSED]
     request = child.call(Op.PUT)
     until(lambda: not store._link._calls)  # it was given up
     assert store.delete([key(1)]) == 0
@@ -407,17 +402,13 @@ def test_a_removal_follows_a_write_that_was_given_up_while_the_engine_is_usable(
 ) -> None:
     """It was begun shortly before its caller's time was over, which says nothing of the engine."""
     store, child = family.usable(deadline_s=0.6)
-    outcomes: list[PutOutcome] = []
-    pages = [PageWrite(key(n), [memoryview(content(n, BIG))]) for n in range(3)]
-    writing = threading.Thread(target=lambda: outcomes.extend(store.put(pages)))
-    writing.start()
+    writing = beside(lambda: store.put(pages_of(*range(3))))
     first, second = child.call(Op.PUT), child.call(Op.PUT)
     time.sleep(0.3)
     child.answer(first, Code.OK)
     child.answer(second, Code.OK)
     third = child.call(Op.PUT)
-    writing.join(20)
-    assert outcomes == [STORED, STORED, REFUSED]
+    assert writing.result(20) == [STORED, STORED, REFUSED]
     until(lambda: not store._link._calls)
     assert store.usable
     store.delete([key(2)])
@@ -436,32 +427,26 @@ def test_pages_are_hidden_before_anything_else_is_deleted_and_removed_after_it(
 
     def first() -> None:
         seen.append(store.lookup([key(1)]))
-        seen.append(store.put([PageWrite(key(1), [memoryview(b"x")])]))
+        seen.append(store.put(pages_of(1)))
         seen.append(Read(store, 1).ended())
         seen.append(child.next(0.2))
 
-    deleting = threading.Thread(target=store.delete, args=([key(1)], "kv", first))
-    deleting.start()
+    deleting = beside(lambda: store.delete([key(1)], "kv", first))
     until(lambda: len(seen) == 4)
     assert seen == [[Lookup.MISS], [REFUSED], [MISS], None]
     child.answer(child.call(Op.REMOVE), Code.OK, removed=1)
-    deleting.join(20)
-    assert not deleting.is_alive()
+    assert deleting.result(20) == 1
 
 
 def test_a_removal_does_not_wait_for_writes_of_other_pages(family: Family) -> None:
     store, child = family.usable(deadline_s=20.0)
-    page = PageWrite(key(1), [memoryview(b"x")])
-    writing = threading.Thread(target=store.put, args=([page],))
-    writing.start()
+    writing = beside(lambda: store.put(pages_of(1)))
     request = child.call(Op.PUT)
-    deleting = threading.Thread(target=store.delete, args=([key(2)],))
-    deleting.start()
+    deleting = removing(store, 2)
     child.answer(child.call(Op.REMOVE), Code.OK, removed=1)
-    deleting.join(20)
-    assert not deleting.is_alive() and store.removals_waiting == 0
+    assert deleting.result(20) == 1 and store.removals_waiting == 0
     child.answer(request, Code.OK)
-    writing.join(20)
+    writing.result(20)
 
 
 @pytest.mark.parametrize("code", [Code.FAILED, Code.UNREACHABLE, Code.REFUSED, Code.LATE])
@@ -469,13 +454,12 @@ def test_a_removal_is_sent_again_until_nothing_is_left_under_its_names(
     family: Family, code: Code
 ) -> None:
     store, child = family.usable()
-    deleting = threading.Thread(target=store.delete, args=([key(1), key(2)],))
-    deleting.start()
+    deleting = removing(store, 1, 2)
     child.answer(child.call(Op.REMOVE), Code.OK, code, removed=1)
     again = child.call(Op.REMOVE)
     assert store.lookup([key(1)]) == [Lookup.MISS] and store.removals_waiting == 2
     child.answer(again, Code.MISS, Code.OK, removed=1)
-    deleting.join(20)
+    deleting.result(20)
     until(lambda: store.removals_waiting == 0)
 
 
@@ -483,10 +467,9 @@ def test_what_was_found_out_before_a_delete_does_not_count_after_it(family: Fami
     store, child = family.usable(deadline_s=20.0)
     assert not store.ask([key(1)], timeout_s=0.01)
     question = child.call(Op.EXISTS)
-    deleting = threading.Thread(target=store.delete, args=([key(1)],))
-    deleting.start()
+    deleting = removing(store, 1)
     child.answer(child.call(Op.REMOVE), Code.OK, removed=1)
-    deleting.join(20)
+    deleting.result(20)
     child.answer(question, Code.OK)
     never(lambda: store.lookup([key(1)]) == [Lookup.HIT], 0.2)
 
@@ -497,10 +480,9 @@ def test_what_was_read_is_known_and_what_was_deleted_meanwhile_is_not(family: Fa
     assert store.lookup([key(1)]) == [Lookup.HIT]
     read = Read(store, 1)
     request = child.call(Op.GET)
-    deleting = threading.Thread(target=store.delete, args=([key(1)],))
-    deleting.start()
+    deleting = removing(store, 1)
     child.answer(child.call(Op.REMOVE), Code.OK, removed=1)
-    deleting.join(20)
+    deleting.result(20)
     transferred(child, request, 1)
     child.answer(request, Code.OK)
     assert read.ended() == [OK], "it was there when it was read"
@@ -509,15 +491,12 @@ def test_what_was_read_is_known_and_what_was_deleted_meanwhile_is_not(family: Fa
 
 def test_a_clear_is_one_call_whatever_there_is(family: Family) -> None:
     store, child = family.usable(deadline_s=20.0)
-    found: list[int] = []
-    clearing = threading.Thread(target=lambda: found.append(store.clear()))
-    clearing.start()
+    clearing = beside(store.clear)
     request = child.call(Op.CLEAR)
     assert store.removals_waiting == 1
     assert Read(store, 1).ended() == [MISS], "nothing is read before the clear is done"
     child.answer(request, Code.OK, removed=12)
-    clearing.join(20)
-    assert found == [12] and store.removals_waiting == 0
+    assert clearing.result(20) == 12 and store.removals_waiting == 0
     answered_right(store, child, 1)
 
 
@@ -526,9 +505,7 @@ def test_without_a_process_for_it_the_store_goes_on_trying(family: Family) -> No
     store = family.open()
     assert Read(store, 1).ended() == [MISS]
     until(lambda: "no process can be started" in store.condition().trouble)
-    family.child.probe()
-    assert store.wait_usable(20)
-    answered_right(store, family.child, 1)
+    answered_right(store, family.probed(), 1)
 
 
 def test_a_call_that_brought_nothing_for_as_long_as_a_caller_waits_opens_the_breaker(

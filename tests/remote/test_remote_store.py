@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from patience import until
-from remote_pages import alive, content, key, outcomes, put, read, stored
+from remote_pages import alive, outcomes, stored
+from store_pages import begin, content, key, put, read
 
 from sgl_kvtier.remote import channel
 from sgl_kvtier.remote.child.memory import FAULTS
@@ -79,9 +80,8 @@ def test_one_read_takes_pages_of_several_pools(store: RemoteStore) -> None:
     put(store, {key(1): b"window"}, "swa")
     into = [bytearray(2), bytearray(6), bytearray(2)]
     which = ["kv", "swa", "kv"]
-    job = store.read(
-        [PageRead(key(1), [memoryview(b)], p) for b, p in zip(into, which, strict=True)]
-    )
+    pages = [PageRead(key(1), [memoryview(b)], pool) for b, pool in zip(into, which, strict=True)]
+    job = store.read(pages)
     assert job.wait(10) and into == [b"kv", b"window", b"kv"]
 
 
@@ -142,17 +142,18 @@ def test_an_urgent_job_overtakes_one_that_waits(opened: Opened, folder: Path) ->
     order: list[str] = []
     jobs = []
     for name, priority in (("idle", 5), ("urgent", 0)):
-        wanted = [PageRead(k, [memoryview(bytearray(200_000))]) for k in pages]
-        jobs.append(
-            store.read(wanted, priority=priority, on_page=lambda i, o, n=name: order.append(n))
-        )
+
+        def told(index: int, outcome: ReadOutcome, name: str = name) -> None:
+            order.append(name)
+
+        jobs.append(begin(store, pages, 200_000, priority=priority, on_page=told))
     assert all(job.wait(30) for job in jobs)
     assert order[-1] == "idle" and order.count("urgent") == 64
 
 
 def test_a_cancelled_job_ends_and_leaves_no_memory_behind(store: RemoteStore) -> None:
     pages = stored(store, range(64), 200_000)
-    job = store.read([PageRead(k, [memoryview(bytearray(200_000))]) for k in pages])
+    job = begin(store, pages, 200_000)
     job.cancel()
     assert job.wait(30)
     assert set(job.outcomes) <= {OK, ReadOutcome.CANCELLED}
@@ -162,10 +163,7 @@ def test_a_cancelled_job_ends_and_leaves_no_memory_behind(store: RemoteStore) ->
 def test_each_page_is_told_once(store: RemoteStore) -> None:
     pages = stored(store, range(40))
     told: list[int] = []
-    job = store.read(
-        [PageRead(k, [memoryview(bytearray(1000))]) for k in pages],
-        on_page=lambda i, o: told.append(i),
-    )
+    job = begin(store, pages, on_page=lambda i, o: told.append(i))
     assert job.wait(10)
     until(lambda: len(job.outcomes) == 40)
     assert sorted(told) == list(range(40))
@@ -182,7 +180,7 @@ def test_a_callback_that_fails_stops_nothing(
     def fail(index: int, outcome: ReadOutcome) -> None:
         raise error("mistake of a caller")
 
-    job = store.read([PageRead(k, [memoryview(bytearray(1000))]) for k in pages], on_page=fail)
+    job = begin(store, pages, on_page=fail)
     assert job.wait(10) and set(job.outcomes) == {OK}
     assert outcomes(store, pages) == [OK] * 20
 
@@ -190,10 +188,7 @@ def test_a_callback_that_fails_stops_nothing(
 def test_a_callback_may_use_the_store(store: RemoteStore) -> None:
     pages = stored(store, range(3))
     inner: list[object] = []
-    job = store.read(
-        [PageRead(k, [memoryview(bytearray(1000))]) for k in pages],
-        on_page=lambda i, o: inner.append(store.lookup(list(pages))),
-    )
+    job = begin(store, pages, on_page=lambda i, o: inner.append(store.lookup(list(pages))))
     assert job.wait(10) and len(inner) == 3
 
 
@@ -249,8 +244,8 @@ def test_the_counters_add_up(opened: Opened) -> None:
     outcomes(store, pages | {key("none"): bytes(1000)})
     put(store, pages)
     stats = store.stats()
-    assert (stats.pages_written, stats.bytes_written, stats.pages_kept) == (4, 4000, 4)
-    assert (stats.pages_read, stats.bytes_read, stats.pages_missed) == (4, 4000, 1)
+    assert (stats.pages_written, stats.bytes_written, stats.pages_kept) == (4, 20_000, 4)
+    assert (stats.pages_read, stats.bytes_read, stats.pages_missed) == (4, 20_000, 1)
 
 
 def test_a_closed_store_misses_and_its_child_is_gone(opened: Opened) -> None:
@@ -270,10 +265,7 @@ def test_a_closed_store_misses_and_its_child_is_gone(opened: Opened) -> None:
 def test_a_store_can_be_closed_from_a_callback(opened: Opened) -> None:
     store = opened()
     pages = stored(store, range(3))
-    job = store.read(
-        [PageRead(k, [memoryview(bytearray(1000))]) for k in pages],
-        on_page=lambda i, o: store.close(),
-    )
+    job = begin(store, pages, on_page=lambda i, o: store.close())
     assert job.wait(10)
 
 
@@ -297,27 +289,17 @@ def test_a_child_dies_with_its_parent(opened: Opened) -> None:
     until(lambda: not alive(child))
 
 
-def test_a_forked_process_sees_a_closed_store(store: RemoteStore) -> None:
-    pages = stored(store, range(3))
-    child = os.fork()
-    if not child:
-        missed = (
-            store.lookup(list(pages)) == [Lookup.MISS] * 3 and put(store, pages) == [REFUSED] * 3
-        )
-        gc.collect()
-        os._exit(0 if missed else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert outcomes(store, pages) == [OK] * 3
-
-
-def test_a_forked_process_deletes_nothing_and_waits_for_nothing(store: RemoteStore) -> None:
+def test_a_forked_process_sees_a_closed_store_and_waits_for_nothing(store: RemoteStore) -> None:
     """Another thread may have been in the store when it was forked."""
     pages = stored(store, range(3))
     with store._link.lock:
         child = os.fork()
         if not child:
             signal.alarm(20)
-            nothing = (store.delete(list(pages)), store.clear()) == (0, 0)
-            os._exit(0 if nothing else 1)
+            right = store.lookup(list(pages)) == [Lookup.MISS] * 3
+            right = right and put(store, pages) == [REFUSED] * 3
+            right = right and (store.delete(list(pages)), store.clear()) == (0, 0)
+            gc.collect()
+            os._exit(0 if right else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert outcomes(store, pages) == [OK] * 3

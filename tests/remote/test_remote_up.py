@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from patience import until
+from remote_pages import alive
 
 from sgl_kvtier import cli
 from sgl_kvtier.extras import how_to_install
@@ -39,18 +39,15 @@ def test_a_master_and_an_owner_run_until_they_are_stopped(end: signal.Signals) -
                 break
         said = "".join(lines)
         pids = [int(number) for number in re.findall(r"process (\d+)", said)]
-        assert len(pids) == 2 and all(_alive(pid) for pid in pids)
-        section = json.loads("{" + next(line for line in lines if '"remote"' in line) + "}")[
-            "remote"
-        ]
+        assert len(pids) == 2 and all(alive(pid) for pid in pids)
+        (line,) = (line for line in lines if '"remote"' in line)
+        section = json.loads("{" + line + "}")["remote"]
         assert section["engine"] == "mooncake" and section["master"].startswith("127.0.0.1:")
         address = re.findall(r"stat --remote (\S+)", said)[0]
         assert cli.main(["stat", "--remote", address]) == 0
         process.send_signal(end)
         assert process.wait(30) == 0
-        until = time.monotonic() + 10
-        while any(_alive(pid) for pid in pids):
-            assert time.monotonic() < until
+        until(lambda: not any(alive(pid) for pid in pids), 10)
     finally:
         process.terminate()  # where it did not end by itself
         process.wait(30)
@@ -73,11 +70,3 @@ def test_a_wrong_option_is_one_line(
     assert cli.main(["remote", "up", option, value]) == 1
     said = capsys.readouterr().err
     assert option in said and said.count("\n") == 1
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -1,37 +1,38 @@
-"""A store that is closed after the test, whatever the test did."""
+"""Stores that are closed after the test, whatever the test did."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from store_pages import IO_KINDS, io_settings, open_at
+import store_pages
+from store_pages import IO_KINDS, Open, io_settings, open_at
 
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.siblings import sharing
 
 
-@pytest.fixture(params=IO_KINDS)
-def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., DiskStore]]:
-    """Opens stores below one folder; `opened(capacity_bytes=...)`. Every test runs with every kind
-    of I/O threads.
-    """
-    stores: list[DiskStore] = []
-    chosen = io_settings(request.param)
-
-    def open_(path: Path = tmp_path, **settings: Any) -> DiskStore:
-        stores.append(open_at(path, **(chosen | settings)))
-        return stores[-1]
-
-    yield open_
-    for store in stores:
+@pytest.fixture(autouse=True)
+def stores() -> Iterator[list[DiskStore]]:
+    """Closes every store that the test opened with `open_at`."""
+    opened: list[DiskStore] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_pages, "OPENED", opened)
+        yield opened
+    for store in opened:
         store.close()
 
 
+@pytest.fixture(params=IO_KINDS)
+def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Open:
+    """Opens stores in one folder with every kind of I/O threads; `opened(capacity_bytes=...)`."""
+    return partial(open_at, **{"path": tmp_path, **io_settings(request.param)})
+
+
 @pytest.fixture
-def store(opened: Callable[..., DiskStore]) -> DiskStore:
+def store(opened: Open) -> DiskStore:
     return opened()
 
 
@@ -43,14 +44,6 @@ def only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def owner(tmp_path: Path) -> Iterator[Callable[..., DiskStore]]:
+def owner(tmp_path: Path) -> Open:
     """Opens one more owner of the same pages, with the kind of I/O threads that a server takes."""
-    stores: list[DiskStore] = []
-
-    def one(path: Path = tmp_path, **settings: Any) -> DiskStore:
-        stores.append(open_at(path, **({"alike": "tp0"} | settings)))
-        return stores[-1]
-
-    yield one
-    for store in stores:
-        store.close()
+    return partial(open_at, path=tmp_path, alike="tp0")

@@ -1,4 +1,4 @@
-"""Small words for store tests: keys, pages, aligned memory, and opening a store in a folder."""
+"""Small words for store tests: keys, pages, aligned memory, and stores in a folder."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import hashlib
 import mmap
 import os
 import random
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgl_kvtier.config import StoreConfig
-from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import (
+    KV,
+    PageRead,
+    PageStore,
+    PageWrite,
+    PutOutcome,
+    ReadJob,
+    ReadOutcome,
+)
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import DiskStore, open_store
@@ -39,12 +49,23 @@ def io_settings(kind: str) -> dict[str, Any]:
     return {"native_io": False} if kind == "python" else {"io": kind}
 
 
+Open = Callable[..., DiskStore]
+"""Opens a store of one folder, with these settings."""
+OPENED: list[DiskStore] | None = None
+"""Where `open_at` notes stores, for the fixture that closes them after a test (conftest.py)."""
+
+
 def key(name: object) -> PageKey:
     return PageKey(hashlib.sha256(repr(name).encode()).digest())
 
 
 def content(name: object, nbytes: int) -> bytes:
     return random.Random(repr(name)).randbytes(nbytes)
+
+
+def named(names: Iterable[object], nbytes: int = 5000) -> dict[PageKey, bytes]:
+    """Pages of these names."""
+    return {key(name): content(name, nbytes) for name in names}
 
 
 def aligned(nbytes: int) -> memoryview:
@@ -70,7 +91,38 @@ def open_at(
         "io_threads": 2,
     }
     config = StoreConfig(**(defaults | settings))
-    return open_store(config, identity, rank, ranks, alike=alike, writes=writes, env=env)
+    store = open_store(config, identity, rank, ranks, alike=alike, writes=writes, env=env)
+    if OPENED is not None:
+        OPENED.append(store)
+    return store
+
+
+def stored_at(path: Path, pages: dict[PageKey, bytes], **settings: Any) -> Path:
+    """The folder of a store with these pages that is closed again."""
+    store = open_at(path, **settings)
+    assert set(put(store, pages)) <= {PutOutcome.STORED}
+    store.close()
+    return Path(store.folder)
+
+
+def killed(store: DiskStore, to: Path) -> Path:
+    """A copy of the store's root as its process leaves it that is killed now."""
+    shutil.copytree(Path(store.folder).parent.parent, to)
+    return to
+
+
+def lose_the_end(root: Path | str) -> None:
+    """Lets the log end in the middle of a frame, as a process leaves it that is killed while it
+    writes there.
+    """
+    (log,) = Path(root).rglob("index.log")
+    with log.open("ab") as file:
+        file.write(b"KVTF")
+
+
+def on_disk(root: Path | str) -> int:
+    """Bytes of disk blocks below a folder."""
+    return sum(p.lstat().st_blocks * 512 for p in Path(root).rglob("*") if p.is_file())
 
 
 def put(store: PageStore, pages: dict[PageKey, bytes], pool: str = KV) -> list[PutOutcome]:
@@ -87,16 +139,22 @@ def read(
     return [(outcome, bytes(b)) for outcome, b in zip(job.outcomes, buffers, strict=True)]
 
 
-def found(store: DiskStore, pages: dict[PageKey, bytes]) -> int:
-    """How many pages can be read. Fails for one that is not as it was put."""
-    whole = 0
+def begin(store: PageStore, names: Iterable[PageKey], nbytes: int = 5000, **how: Any) -> ReadJob:
+    """A read of pages into memory of its own."""
+    return store.read([PageRead(name, [aligned(nbytes)]) for name in names], **how)
+
+
+def found(store: DiskStore, pages: dict[PageKey, bytes], pool: str = KV) -> int:
+    """How many pages can be read. Fails for one that is neither as it was put nor a miss."""
     lengths = {name: len(data) for name, data in pages.items()}
-    for (outcome, data), wanted in zip(read(store, lengths), pages.values(), strict=True):
+    outcomes = []
+    for (outcome, data), wanted in zip(read(store, lengths, pool), pages.values(), strict=True):
         assert outcome in (ReadOutcome.OK, ReadOutcome.MISS)
         assert outcome is not ReadOutcome.OK or data == wanted
-        whole += outcome is ReadOutcome.OK
-    store._core.table.check()
-    return whole
+        outcomes.append(outcome)
+    with store._core.lock:
+        store._core.table.check()
+    return outcomes.count(ReadOutcome.OK)
 
 
 def segments(store: DiskStore) -> list[Path]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from store_pages import IO_KINDS, aligned, content, io_settings, key, open_at, put
+from store_pages import aligned, begin, key, named, open_at, put
 
 from sgl_kvtier.store.base import PageRead, ReadJob, ReadOutcome
+from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.io import read_ahead as ahead
 from sgl_kvtier.store.io.jobs import OrderedJob
 from sgl_kvtier.store.io.read_ahead import ReadAhead
@@ -72,9 +73,8 @@ def test_what_follows_is_under_way_before_the_present_pages_have_ended(
         return job
 
     reading = ReadAhead(begin, 10, NBYTES)
-    assert reading.collect(1) == [
-        ReadOutcome.OK
-    ]  # would wait for ever, had nothing been begun beyond it
+    # It would wait for ever, had nothing been begun beyond it.
+    assert reading.collect(1) == [ReadOutcome.OK]
     assert asked.spans == [(0, 1), (1, 2), (2, 3)]
     reading.close()
 
@@ -90,13 +90,10 @@ def test_after_cancel_pages_asked_for_later_are_cancelled_too() -> None:
     reading.close()
 
 
-@pytest.mark.parametrize("kind", IO_KINDS)
-def test_pages_that_nobody_collects_are_left_alone_after_close(tmp_path: Path, kind: str) -> None:
-    store = open_at(tmp_path, **io_settings(kind))
-    pages = {key(i): content(i, NBYTES) for i in range(60)}
+def test_pages_that_nobody_collects_are_left_alone_after_close(store: DiskStore) -> None:
+    pages = named(range(60), NBYTES)
     put(store, pages)
-    names = list(pages)
-    into = [aligned(NBYTES) for _ in names]
+    names, into = list(pages), [aligned(NBYTES) for _ in pages]
 
     def begin(first: int, last: int) -> ReadJob:
         return store.read([PageRead(names[i], [into[i]]) for i in range(first, last)])
@@ -107,24 +104,18 @@ def test_pages_that_nobody_collects_are_left_alone_after_close(tmp_path: Path, k
     assert [bytes(into[i]) for i in range(8)] == [pages[name] for name in names[:8]]
     for buffer in into:
         buffer[:] = b"\x5a" * NBYTES
-    assert store.lookup(names)
     store.close()  # waits for every read: what was still under way would have written by now
     assert all(bytes(buffer) == b"\x5a" * NBYTES for buffer in into)
 
 
 def test_a_page_that_is_not_there_is_a_miss_among_the_others(tmp_path: Path) -> None:
     store = open_at(tmp_path)
-    put(store, {key(i): content(i, NBYTES) for i in range(20) if i != 7})
-    into = [aligned(NBYTES) for _ in range(20)]
-    reading = ReadAhead(
-        lambda a, b: store.read([PageRead(key(i), [into[i]]) for i in range(a, b)]), 20, NBYTES
-    )
+    put(store, named((i for i in range(20) if i != 7), NBYTES))
+    keys = [key(i) for i in range(20)]
+    reading = ReadAhead(lambda a, b: begin(store, keys[a:b], NBYTES), 20, NBYTES)
     found = reading.collect(6) + reading.collect(6) + reading.collect(20)
-    assert [i for i, outcome in enumerate(found) if outcome is not ReadOutcome.OK] == [7] and found[
-        7
-    ] is ReadOutcome.MISS
+    assert found == [ReadOutcome.MISS if i == 7 else ReadOutcome.OK for i in range(20)]
     reading.close()
-    store.close()
 
 
 def test_pages_whose_outcomes_could_not_be_had_are_not_taken_for_the_next_ones(

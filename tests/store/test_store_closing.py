@@ -9,14 +9,28 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from store_pages import IDENTITY, IO_KINDS, aligned, content, io_settings, key, open_at, put, read
+from patience import beside, until, waits
+from scripted import Scripted, only
+from store_pages import (
+    IDENTITY,
+    IO_KINDS,
+    aligned,
+    begin,
+    found,
+    io_settings,
+    key,
+    named,
+    open_at,
+    put,
+    stored_at,
+)
 
 from sgl_kvtier import open_store
 from sgl_kvtier.errors import StoreBusyError
@@ -28,48 +42,11 @@ from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.io import jobs, native_threads
 from sgl_kvtier.types import Lookup
 
-
-class SlowEnv(Env):
-    """One kind of call on segments waits at a gate, once it is told to; what ended is noted, as is
-    the end of the lock.
-    """
-
-    def __init__(self, slow: str) -> None:
-        self._slow = slow
-        self._lock_fd = -1
-        self.gate = threading.Event()
-        self.gate.set()
-        self.entered = threading.Event()
-        self.order: list[str] = []
-
-    def _pass(self, call: str, act: Callable[[], None]) -> None:
-        if call != self._slow or self.gate.is_set():
-            return act()
-        self.entered.set()
-        self.gate.wait(60)
-        act()
-        self.order.append(call)
-
-    def allocate(self, fd: int, nbytes: int) -> None:
-        self._pass("allocate", lambda: super(SlowEnv, self).allocate(fd, nbytes))
-
-    def unlink(self, path: str) -> None:
-        self._pass("unlink", lambda: super(SlowEnv, self).unlink(path))
-
-    def open(self, path: str, flags: int) -> int:
-        fd = super().open(path, flags)
-        if os.path.basename(path) == "lock":
-            self._lock_fd = fd
-        return fd
-
-    def close(self, fd: int) -> None:
-        super().close(fd)
-        if fd == self._lock_fd:
-            self.order.append("given back")
+PAGE = named([0])
 
 
 def put_one(store: DiskStore) -> object:
-    return put(store, {key("other size"): content(1, 50_000)})
+    return put(store, named(["other size"], 50_000))
 
 
 @pytest.mark.parametrize(
@@ -80,19 +57,20 @@ def put_one(store: DiskStore) -> object:
 def test_segments_are_made_and_removed_before_the_folder_is_given_back(
     tmp_path: Path, call: str, work: Callable[[DiskStore], object], answer: object
 ) -> None:
-    env = SlowEnv(call)
+    env = Scripted(native=True)
     store = open_at(tmp_path, env=env)
-    put(store, {key(i): content(i, 5000) for i in range(3)})
-    answers: list[object] = []
-    worker = threading.Thread(target=lambda: answers.append(work(store)))
-    env.gate.clear()
-    worker.start()
+    put(store, named(range(3)))
+    env.holds = only(call)
+    working = beside(partial(work, store))
     assert env.entered.wait(60)
-    threading.Timer(0.1, env.gate.set).start()
-    store.close()
-    worker.join(60)
-    assert env.order == [call, "given back"] and answers == [answer]
-    open_at(tmp_path).close()
+    closing = beside(store.close)
+    assert waits(closing)
+    with pytest.raises(StoreBusyError):
+        open_at(tmp_path, env=Scripted())
+    env.gate.set()
+    assert working.result(60) == answer
+    closing.result(60)
+    open_at(tmp_path)
 
 
 def test_a_log_that_was_closed_is_not_written_to_whatever_came_too_late(tmp_path: Path) -> None:
@@ -106,59 +84,31 @@ def test_a_log_that_was_closed_is_not_written_to_whatever_came_too_late(tmp_path
     assert not log.lost
 
 
-class ForgetfulEnv(Env):
-    """Runs out of memory at one kind of call, while it is told to."""
-
-    native = False
+class Forgetful(Scripted):
+    """Runs out of memory at one kind of call, while it is told to; `full`: no log can grow."""
 
     def __init__(self) -> None:
-        self.at = ""
-        self._logs: set[int] = set()
+        super().__init__()
+        self.at, self.full = "", False
+        self.error = errno.ENOSPC
+        self.before = self.forget
+        self.fails = lambda call: self.full and call == "log"
 
-    def _call(self, call: str) -> None:
-        if call == self.at:
+    def forget(self, call: str) -> None:
+        if self.at and (call == self.at or call.endswith(f"/{self.at}")):
             raise MemoryError(call)
-
-    def open(self, path: str, flags: int) -> int:
-        self._call(os.path.basename(path))
-        fd = super().open(path, flags)
-        (self._logs.add if os.path.basename(path).startswith("index.log") else self._logs.discard)(
-            fd
-        )
-        return fd
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if fd in self._logs and self.at == "full log":
-            raise OSError(errno.ENOSPC, "no space left")
-        self._call(
-            "append"
-            if fd in self._logs
-            else "page"
-            if sum(map(len, buffers)) > 4096
-            else "head"
-            if offset
-            else "segment"
-        )
-        return super().pwritev(fd, buffers, offset)
-
-    def rename(self, old: str, new: str) -> None:
-        self._call("rename")
-        super().rename(old, new)
 
 
 def closes(store: DiskStore) -> bool:
-    closer = threading.Thread(target=store.close, daemon=True)
-    closer.start()
-    closer.join(30)
-    return not closer.is_alive()
+    beside(store.close).result(30)
+    return True
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError, KeyboardInterrupt])
 def test_a_read_that_could_not_begin_leaves_nothing_to_wait_for(
-    opened: Callable[..., DiskStore], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    store = opened()
-    put(store, {key(0): content(0, 5000)})
+    put(store, PAGE)
 
     def fail(*_: object) -> None:
         raise error("no more")
@@ -166,74 +116,71 @@ def test_a_read_that_could_not_begin_leaves_nothing_to_wait_for(
     for module, name in ((native_threads.NativeReadJob, "begin"), (jobs.DiskReadJob, "__init__")):
         monkeypatch.setattr(module, name, fail)
     with pytest.raises(error):
-        read(store, {key(0): 5000})
+        found(store, PAGE)
     monkeypatch.undo()
-    assert read(store, {key(0): 5000}) == [(ReadOutcome.OK, content(0, 5000))]
-    assert store.delete([key(0)]) == 1 and closes(store)
+    assert found(store, PAGE) == 1
+    assert store.delete(list(PAGE)) == 1 and closes(store)
 
 
 @pytest.mark.parametrize("priority", [1 << 70, "urgent", 1.5])
 def test_a_priority_that_is_no_whole_number_leaves_nothing_to_wait_for(
-    opened: Callable[..., DiskStore], priority: Any
+    store: DiskStore, priority: Any
 ) -> None:
-    store = opened()
-    put(store, {key(0): content(0, 5000)})
+    put(store, PAGE)
     with pytest.raises((TypeError, ValueError), match="priority of a read is a whole number"):
-        read(store, {key(0): 5000}, priority=priority)
-    assert read(store, {key(0): 5000}) == [(ReadOutcome.OK, content(0, 5000))]
+        begin(store, PAGE, priority=priority)
+    assert found(store, PAGE) == 1
     assert closes(store)
 
 
-@pytest.mark.parametrize("at", ["page", "append", "seg-00000002", "segment", "index.log.new"])
+@pytest.mark.parametrize("at", ["page", "log", "seg-00000002", "segment", "index.log.new"])
 def test_a_put_that_runs_out_of_memory_leaves_nothing_to_wait_for(tmp_path: Path, at: str) -> None:
-    env = ForgetfulEnv()
+    env = Forgetful()
     store = open_at(tmp_path, env=env)
-    put(store, {key(0): content(0, 5000)})
+    put(store, PAGE)
     if at == "index.log.new":
-        env.at = "full log"
-        put(store, {key(1): content(1, 5000)})
+        env.full = True
+        put(store, named([1]))
+        env.full = False
     env.at = at
-    pages = {key("small"): content("small", 5000), key("large"): content("large", 50_000)}
+    pages = named(["small"]) | named(["large"], 50_000)
     with pytest.raises(MemoryError):
         put(store, pages)
     env.at = ""
     assert store.lookup(list(pages)) == [Lookup.MISS] * 2
     assert put(store, pages) == [PutOutcome.STORED] * 2
-    assert read(store, {k: len(data) for k, data in pages.items()}) == [
-        (ReadOutcome.OK, data) for data in pages.values()
-    ]
+    assert found(store, pages) == 2
     assert closes(store)
-    open_at(tmp_path).close()
+    open_at(tmp_path)
 
 
 def test_a_damaged_page_that_cannot_be_dropped_for_lack_of_memory_ends_all_the_same(
     tmp_path: Path,
 ) -> None:
-    env = ForgetfulEnv()
+    env = Forgetful()
     store = open_at(tmp_path, env=env)
-    put(store, {key(0): content(0, 5000)})
+    put(store, PAGE)
     assert store.damage(key(0))
     env.at = "head"
-    assert read(store, {key(0): 5000})[0][0] in (ReadOutcome.CORRUPT, ReadOutcome.FAILED)
+    job = begin(store, PAGE)
+    assert job.wait(60) and job.outcomes[0] in (ReadOutcome.CORRUPT, ReadOutcome.FAILED)
     env.at = ""
     assert closes(store)
 
 
-@pytest.mark.parametrize("at", ["rename", "index.log.new"])
+@pytest.mark.parametrize("at", ["rename index.log", "index.log.new"])
 def test_a_folder_is_given_back_although_its_log_could_not_be_written_for_lack_of_memory(
     tmp_path: Path, at: str
 ) -> None:
-    env = ForgetfulEnv()
+    env = Forgetful()
     store = open_at(tmp_path, env=env)
-    env.at = "full log"
-    put(store, {key(0): content(0, 5000)})
-    env.at = at
+    env.full = True
+    put(store, PAGE)
+    env.at, env.full = at, False
     with pytest.raises(MemoryError):
         store.close()
     store.close()
-    again = open_at(tmp_path)
-    assert read(again, {key(0): 5000}) == [(ReadOutcome.OK, content(0, 5000))]
-    again.close()
+    assert found(open_at(tmp_path), PAGE) == 1
 
 
 # A store that is dropped without close: its folder is free again, for this process too.
@@ -246,42 +193,42 @@ def threads_of_stores() -> set[threading.Thread]:
 @pytest.mark.parametrize("alike", ["", "tp0"], ids=["alone", "shared"])
 @pytest.mark.parametrize("kind", IO_KINDS)
 def test_a_dropped_store_can_be_opened_again_with_its_pages(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, alike: str
+    tmp_path: Path, stores: list[DiskStore], caplog: pytest.LogCaptureFixture, kind: str, alike: str
 ) -> None:
-    settings = io_settings(kind)
     before = threads_of_stores()
     for turn in range(3):
-        store = open_at(tmp_path, alike=alike, **settings)
+        store = open_at(tmp_path, alike=alike, **io_settings(kind))
         assert os.path.basename(store.folder) == "tp0"
-        put(store, {key(turn): content(turn, 5000)})
-        assert read(store, {key(0): 5000}) == [(ReadOutcome.OK, content(0, 5000))]
+        put(store, named([turn]))
+        assert found(store, PAGE) == 1
         del store
+        stores.clear()
         gc.collect()
-        end = time.monotonic() + 30
-        while threads_of_stores() - before and time.monotonic() < end:
-            time.sleep(0.01)
-    assert not threads_of_stores() - before, "no thread of a dropped store is left"
+        until(lambda: not threads_of_stores() - before, 30)
     assert caplog.text.count("was dropped without close()") == 3
 
 
-def test_a_read_in_flight_keeps_a_dropped_store_open_until_it_has_ended(tmp_path: Path) -> None:
+def test_a_read_in_flight_keeps_a_dropped_store_open_until_it_has_ended(
+    tmp_path: Path, stores: list[DiskStore]
+) -> None:
     store = open_at(tmp_path)
-    put(store, {key(i): content(i, 5000) for i in range(100)})
-    buffers = [aligned(5000) for _ in range(100)]
-    job = store.read([PageRead(key(i), [b]) for i, b in enumerate(buffers)])
+    pages = named(range(100))
+    put(store, pages)
+    buffers = [aligned(5000) for _ in pages]
+    job = store.read([PageRead(name, [b]) for name, b in zip(pages, buffers, strict=True)])
     del store
+    stores.clear()
     gc.collect()
     assert job.wait(30)
     assert set(job.outcomes) == {ReadOutcome.OK}
-    assert [bytes(b) for b in buffers] == [content(i, 5000) for i in range(100)]
+    assert [bytes(b) for b in buffers] == list(pages.values())
 
 
 def test_a_closed_store_is_dropped_without_a_word(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, stores: list[DiskStore]
 ) -> None:
-    store = open_at(tmp_path)
-    store.close()
-    del store
+    open_at(tmp_path).close()
+    stores.clear()
     gc.collect()
     assert f"{tmp_path}/" not in caplog.text
 
@@ -289,17 +236,15 @@ def test_a_closed_store_is_dropped_without_a_word(
 def test_the_pages_beneath_stay_open_when_the_mapping_is_dropped(tmp_path: Path) -> None:
     pages = open_store(tmp_path, identity={"m": 1}, capacity_bytes=8 << 20).pages
     gc.collect()
-    put(pages, {key(1): content(1, 5000)})
-    assert read(pages, {key(1): 5000}) == [(ReadOutcome.OK, content(1, 5000))]
+    put(pages, PAGE)
+    assert found(pages, PAGE) == 1
     pages.close()
 
 
 def test_an_owner_in_another_container_with_the_same_process_id_is_not_taken_for_this_one(
     tmp_path: Path,
 ) -> None:
-    store = open_at(tmp_path)
-    folder = Path(store.folder)
-    store.close()
+    folder = stored_at(tmp_path, PAGE)
     held = os.open(folder / "lock", os.O_RDWR)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)

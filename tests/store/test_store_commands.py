@@ -11,13 +11,14 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from store_pages import IDENTITY, content, key, open_at, put, read
+from scripted import Scripted, only
+from store_pages import IDENTITY, Open, key, lose_the_end, named, open_at, put, read, stored_at
 
 from sgl_kvtier.errors import StoreBusyError, StoreError
 from sgl_kvtier.sizes import format_bytes
@@ -31,6 +32,7 @@ from sgl_kvtier.types import Lookup
 
 STAT = commands.Stat(lambda folder: None)
 OTHER = Identity({"model": "other", "dtype": "float8"}, name="other")
+PAGES = named(range(10))
 
 
 def run(command: Any, *arguments: str) -> int:
@@ -42,9 +44,7 @@ def run(command: Any, *arguments: str) -> int:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for identity in (IDENTITY, OTHER):
-        store = open_at(tmp_path, identity)
-        put(store, {key(i): content(i, 5000) for i in range(10)})
-        store.close()
+        stored_at(tmp_path, PAGES, identity=identity)
     return tmp_path
 
 
@@ -52,6 +52,10 @@ def result(command: Any, root: Path, *arguments: str) -> tuple[int, dict]:
     out = root / "out.json"
     status = run(command, str(root), *arguments, "--json", str(out))
     return status, json.loads(out.read_text())
+
+
+def files(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_stat_says_what_the_disk_has_free_since_no_folder_keeps_the_capacity(
@@ -69,9 +73,8 @@ def test_stat_says_what_the_disk_has_free_since_no_folder_keeps_the_capacity(
 def test_stat_lists_identities_pages_and_owners(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    running = open_at(root, rank="tp1")
+    open_at(root, rank="tp1")
     status, data = result(STAT, root)
-    running.close()
     assert status == 0
     assert data["schema"] == "kvtier.stat/1"
     rows = {row["identity"]["model"]: row for row in data["namespaces"]}
@@ -101,9 +104,8 @@ def test_json_alone_goes_to_standard_output(root: Path, capsys: pytest.CaptureFi
 def test_a_sound_store_passes_fsck(root: Path) -> None:
     status, data = result(commands.fsck, root)
     assert status == 0
-    assert [(row["pages"], row["good"], row["corrupt"]) for row in data["ranks"]] == [
-        (10, 10, 0)
-    ] * 2
+    rows = [(row["pages"], row["good"], row["corrupt"]) for row in data["ranks"]]
+    assert rows == [(10, 10, 0)] * 2
 
 
 def test_fsck_finds_damage_and_repairs_it_only_when_told(root: Path) -> None:
@@ -113,18 +115,15 @@ def test_fsck_finds_damage_and_repairs_it_only_when_told(root: Path) -> None:
     for arguments, damaged, status in (((), 1, 1), (("--repair",), 0, 0), ((), 0, 0)):
         found_status, data = result(commands.fsck, root, *arguments)
         assert (found_status, data["damaged"]) == (status, damaged)
-    store = open_at(root)
-    found = [outcome for outcome, _ in read(store, {key(i): 5000 for i in range(10)})]
-    store.close()
-    assert found.count(ReadOutcome.OK) == 9
+    outcomes = [outcome for outcome, _ in read(open_at(root), dict.fromkeys(PAGES, 5000))]
+    assert outcomes.count(ReadOutcome.OK) == 9
 
 
 def test_fsck_refuses_beside_a_running_owner(root: Path) -> None:
-    store = open_at(root)
+    open_at(root)
     with pytest.raises(StoreBusyError, match="Stop that server first"):
         run(commands.fsck, str(root))
     assert run(commands.fsck, str(root), "--match", "model=other") == 0
-    store.close()
 
 
 def test_purge_removes_what_matches_and_spares_what_is_in_use(root: Path) -> None:
@@ -147,10 +146,8 @@ def test_purge_removes_what_matches_and_spares_what_is_in_use(root: Path) -> Non
 
 
 def test_an_identity_is_found_by_its_name_and_by_nested_fields(root: Path) -> None:
-    nested = Identity(
-        {"engine": "x", "model": {"dtype": "float16", "revision": None}, "ranks": {"tp_size": 2}},
-        name="Big-8B",
-    )
+    model = {"dtype": "float16", "revision": None}
+    nested = Identity({"engine": "x", "model": model, "ranks": {"tp_size": 2}}, name="Big-8B")
     open_at(root, nested).close()
     for match in ("name=Big-8B", "model.dtype=float16", "ranks.tp_size=2"):
         _, data = result(STAT, root, "--match", match)
@@ -164,11 +161,10 @@ def test_an_identity_is_found_by_its_name_and_by_nested_fields(root: Path) -> No
 
 
 def test_looking_at_a_store_changes_nothing_in_it(root: Path) -> None:
-    running = open_at(root, rank="tp1")
-    before = {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
+    open_at(root, rank="tp1")
+    before = files(root)
     run(STAT, str(root))
-    assert {p: p.read_bytes() for p in root.rglob("*") if p.is_file()} == before
-    running.close()
+    assert files(root) == before
 
 
 def test_a_path_without_a_store_says_what_to_give(tmp_path: Path) -> None:
@@ -200,52 +196,38 @@ def test_a_folder_without_a_store_is_no_empty_store(
     command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ["--all"] if command is commands.purge else []
-    with pytest.raises(
-        StoreError, match=f"no store in {tmp_path}: give the folder that store.path"
-    ):
+    said = f"no store in {tmp_path}: give the folder that store.path"
+    with pytest.raises(StoreError, match=said):
         run(command, str(tmp_path), *more)
     assert capsys.readouterr().out == ""
 
 
-def test_pages_offered_twice_are_admitted_by_the_second_hit_filter(
-    opened: Callable[..., DiskStore],
-) -> None:
-    store = opened(admission="second-hit")
-    pages = {key(i): content(i, 5000) for i in range(5)}
-    assert put(store, pages) == [PutOutcome.NOT_ADMITTED] * 5
-    assert put(store, pages) == [PutOutcome.STORED] * 5
-    assert put(store, pages) == [PutOutcome.KEPT] * 5
-    assert (store.stats().pages_not_admitted, store.stats().pages_refused) == (5, 0)
+def test_pages_offered_twice_are_admitted_by_the_second_hit_filter(tmp_path: Path) -> None:
+    store = open_at(tmp_path, admission="second-hit")
+    for pool in ("draft", "kv"):
+        assert put(store, PAGES, pool) == [PutOutcome.NOT_ADMITTED] * 10
+    for pool in ("draft", "kv"):
+        assert put(store, PAGES, pool) == [PutOutcome.STORED] * 10
+        assert put(store, PAGES, pool) == [PutOutcome.KEPT] * 10
+    assert (store.stats().pages_not_admitted, store.stats().pages_refused) == (20, 0)
 
 
-def test_the_second_hit_filter_counts_the_offers_of_each_pool(
-    opened: Callable[..., DiskStore],
-) -> None:
-    store = opened(admission="second-hit")
-    page = {key(1): content(1, 5000)}
-    pools = ("draft", "kv")
-    assert [put(store, page, pool) for pool in pools] == [[PutOutcome.NOT_ADMITTED]] * 2
-    assert [put(store, page, pool) for pool in pools] == [[PutOutcome.STORED]] * 2
-
-
-def test_what_went_to_the_device_is_reported_beside_what_was_stored(
-    opened: Callable[..., DiskStore],
-) -> None:
+def test_what_went_to_the_device_is_reported_beside_what_was_stored(opened: Open) -> None:
     store = opened()
-    put(store, {key(i): content(i, 4096) for i in range(100)})
+    put(store, named(range(100), 4096))
     stats = store.stats()
     # a header block per 4 KiB page, and the index's log
     assert 2.0 < stats.bytes_written_to_device / stats.bytes_written < 2.1
 
 
-def a_models_folder(root: Path) -> dict[str, bytes]:
+def a_models_folder(root: Path) -> dict[Path, bytes]:
     """Somebody's fine-tuned model, called as identities are; and its files."""
     folder = root / "finetune-00c0ffee00c0ffee"
     (folder / "tp0" / "deep").mkdir(parents=True)
     (folder / "config.json").write_text('{"architectures": ["Llama"]}')
     (folder / "tp0" / "lock").write_text("mine")
     (folder / "tp0" / "deep" / "text").write_text("mine")
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return files(folder)
 
 
 def test_a_file_beside_the_identities_is_passed_over_and_stays(root: Path) -> None:
@@ -265,20 +247,16 @@ def test_purge_leaves_a_strangers_folder_and_says_what_to_do(root: Path) -> None
         assert status == 1
         assert strangers.startswith("no: ") and "remove it yourself" in strangers
         assert set(removed.values()) == {"would be" if "--dry-run" in arguments else "yes"}
-    assert {
-        str(path): path.read_bytes()
-        for path in root.rglob("*")
-        if path.is_file() and path.name != "out.json"
-    } == mine
+    (root / "out.json").unlink()
+    assert files(root) == mine
 
 
 def test_stat_and_fsck_pass_a_strangers_folder_over_and_say_so(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = a_models_folder(root)
-    (root / "finetune-00c0ffee00c0ffee" / "tp0" / "lock").rename(
-        root / "finetune-00c0ffee00c0ffee" / "tp0" / "README"
-    )
+    rank = root / "finetune-00c0ffee00c0ffee" / "tp0"
+    (rank / "lock").rename(rank / "README")
     status, data = result(STAT, root)
     assert status == 0 and len(data["namespaces"]) == 2
     status, data = result(commands.fsck, root)
@@ -310,28 +288,19 @@ def test_an_index_that_cannot_be_read_whole_hinders_nobody(root: Path, kind: str
     assert stat.S_ISFIFO(log.stat().st_mode) or log.stat().st_size == 8 << 40
     assert run(commands.fsck, str(root), "--match", "model=lab", "--repair") == 0
     assert not log.exists()
-    store = open_at(root)
-    assert store.stats().pages == 10
-    store.close()
+    assert open_at(root).stats().pages == 10
     assert log.is_file() and log.stat().st_size < 1 << 20
 
 
 def test_a_repair_keeps_what_a_log_that_ends_early_says_was_deleted(root: Path) -> None:
-    class NoErasing(Env):
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if not any(map(any, buffers)):
-                raise OSError(errno.EIO, "bad sector")
-            return super().pwritev(fd, buffers, offset)
-
-    store = open_at(root, env=NoErasing(), direct_io="off")
-    assert store.delete([key(i) for i in range(10)]) == 10
+    env = Scripted()
+    store = open_at(root, env=env)
+    env.fails = only("head")
+    assert store.delete(list(PAGES)) == 10
     store.close()
-    with (root / IDENTITY.directory_name / "tp0" / "index.log").open("ab") as log:
-        log.write(b"KVTF")
+    lose_the_end(root / IDENTITY.directory_name)
     assert run(commands.fsck, str(root), "--match", "model=lab", "--repair") == 0
-    store = open_at(root)
-    assert store.stats().pages == 0
-    store.close()
+    assert open_at(root).stats().pages == 0
 
 
 def test_fsck_leaves_what_is_no_segment_alone_even_when_it_repairs(root: Path) -> None:
@@ -342,11 +311,9 @@ def test_fsck_leaves_what_is_no_segment_alone_even_when_it_repairs(root: Path) -
     os.mkfifo(rank / "seg-00000005")
     assert run(commands.fsck, str(root), "--repair") == 0
     assert (rank / "seg-00000002").read_bytes() == b"a film" * 5000
-    assert (
-        (rank / "seg-00000003").is_dir()
-        and (rank / "seg-00000004").is_symlink()
-        and (rank / "seg-00000005").exists()
-    )
+    assert (rank / "seg-00000003").is_dir()
+    assert (rank / "seg-00000004").is_symlink()
+    assert (rank / "seg-00000005").exists()
 
 
 class Master(BaseHTTPRequestHandler):
@@ -418,11 +385,14 @@ ACME, BETA = digest_of("salt of acme"), digest_of("salt of beta")
 ALIKE = r"tp0-pp0(?:-dp[0-9]+)?(?:-copy[0-9]+)?"
 
 
+def served(path: Path) -> DiskStore:
+    return open_at(path, rank="tp0-pp0", alike=ALIKE)
+
+
 def tenants_at(path: Path) -> tuple[DiskStore, dict[Any, bytes], dict[Any, bytes]]:
     """A server's store with 30 pages of one tenant and 20 of another."""
-    store = open_at(path, rank="tp0-pp0", alike=ALIKE)
-    acme = {key(("acme", i)): content(i, 5000) for i in range(30)}
-    beta = {key(("beta", i)): content(i, 5000) for i in range(20)}
+    store = served(path)
+    acme, beta = named(("acme", i) for i in range(30)), named(("beta", i) for i in range(20))
     put(store, acme, pool_of("kv", ACME))
     put(store, beta, pool_of("kv", BETA))
     return store, acme, beta
@@ -434,7 +404,7 @@ def salt_on_stdin(monkeypatch: pytest.MonkeyPatch, salt: str) -> None:
 
 def test_stat_counts_pages_by_tenant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, _, _ = tenants_at(tmp_path)
-    put(store, {key("nobody's"): content(0, 5000)})
+    put(store, named(["nobody's"]))
     _, data = result(STAT, tmp_path)
     store.close()
     (row,) = data["namespaces"]
@@ -462,8 +432,8 @@ def test_a_tenant_is_purged_from_folders_that_nobody_has_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, acme, beta = tenants_at(tmp_path)
-    two = open_at(tmp_path, rank="tp0-pp0", alike=ALIKE)
-    more = {key(("acme", i)): content(i, 5000) for i in range(100, 110)}
+    two = served(tmp_path)
+    more = named(("acme", i) for i in range(100, 110))
     put(two, more, pool_of("kv", ACME))
     one.close()
     two.close()
@@ -474,7 +444,7 @@ def test_a_tenant_is_purged_from_folders_that_nobody_has_open(
     status, data = result(commands.purge, tmp_path, "--salt", "salt of acme")
     assert (status, [row["removed"] for row in data["namespaces"]]) == (0, ["yes"])
     for _ in range(2):
-        again = open_at(tmp_path, rank="tp0-pp0", alike=ALIKE)
+        again = served(tmp_path)
         assert again.lookup([*acme, *more]) == [Lookup.MISS] * 40
         assert again.lookup(list(beta)) == [Lookup.HIT] * 20
         again.close()
@@ -492,7 +462,7 @@ def test_a_salt_without_pages_is_not_taken_for_a_tenant_that_was_removed(
 
 def test_a_tenant_is_purged_beside_running_servers(tmp_path: Path) -> None:
     one, acme, beta = tenants_at(tmp_path)
-    two = open_at(tmp_path, rank="tp0-pp0", alike=ALIKE)
+    two = served(tmp_path)
     two.follow()
     assert two.lookup(list(acme)) == [Lookup.HIT] * 30
     status, data = result(commands.purge, tmp_path, "--salt", "salt of acme")
@@ -505,9 +475,7 @@ def test_a_tenant_is_purged_beside_running_servers(tmp_path: Path) -> None:
     assert put(one, acme, pool_of("kv", ACME)) == [PutOutcome.STORED] * 30
     one.close()
     two.close()
-    again = open_at(tmp_path, rank="tp0-pp0", alike=ALIKE)
-    assert again.lookup(list(acme)) == [Lookup.HIT] * 30
-    again.close()
+    assert served(tmp_path).lookup(list(acme)) == [Lookup.HIT] * 30
 
 
 def test_pages_of_a_removed_segment_are_not_counted_and_hold_up_no_purge(tmp_path: Path) -> None:
@@ -518,7 +486,6 @@ def test_pages_of_a_removed_segment_are_not_counted_and_hold_up_no_purge(tmp_pat
     assert data["namespaces"][0]["pages"] == store.stats().pages == 20
     status, data = result(commands.purge, tmp_path, "--salt", "salt of acme")
     assert (status, data["namespaces"][0]["removed"]) == (0, "yes")
-    store.close()
 
 
 def test_a_purge_says_so_where_a_server_does_not_follow_it(
@@ -526,11 +493,10 @@ def test_a_purge_says_so_where_a_server_does_not_follow_it(
 ) -> None:
     monkeypatch.setattr("sgl_kvtier.store.tools.tenant.purge_tenant.__defaults__", (0.3,))
     alone = open_at(tmp_path, rank="tp0-pp0")
-    put(alone, {key(1): content(1, 5000)}, pool_of("kv", ACME))
+    put(alone, named([1]), pool_of("kv", ACME))
     status, data = result(commands.purge, tmp_path, "--salt", "salt of acme")
     assert status == 1
     assert data["namespaces"][0]["removed"].startswith("no: 1 pages are still there")
-    alone.close()
 
 
 def test_a_salt_is_not_recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

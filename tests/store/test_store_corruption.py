@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_pages import content, key, put, read, segments
+from store_pages import Open, content, found, key, named, put, read, segments
 
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.format import BLOCK, SlotHead
@@ -17,11 +17,11 @@ from sgl_kvtier.types import PageKey
 
 NBYTES = 6000
 SLOT = BLOCK + 2 * BLOCK
-PAGES = {key(i): content(i, NBYTES) for i in range(12)}
+PAGES = named(range(12), NBYTES)
 
 
 @pytest.fixture
-def filled(opened: Callable[..., DiskStore]) -> DiskStore:
+def filled(opened: Open) -> DiskStore:
     store = opened()
     put(store, PAGES)
     return store
@@ -55,6 +55,10 @@ def edit(store: DiskStore, change: Callable[[bytearray], None]) -> None:
     path.write_bytes(data)
 
 
+def swap(data: bytearray) -> None:
+    data[slot(1)], data[slot(2)] = data[slot(2)], data[slot(1)]
+
+
 def test_every_flipped_bit_of_a_header_or_payload_is_found(filled: DiskStore) -> None:
     chance = random.Random(7)
     (path,) = segments(filled)
@@ -68,17 +72,17 @@ def test_every_flipped_bit_of_a_header_or_payload_is_found(filled: DiskStore) ->
         path.write_bytes(damaged)
         assert read(filled, {key(3): NBYTES})[0][0] is ReadOutcome.CORRUPT
         path.write_bytes(whole)
-        assert put(filled, {key(3): content(3, NBYTES)}) == [PutOutcome.STORED]
+        assert put(filled, named([3], NBYTES)) == [PutOutcome.STORED]
         whole = path.read_bytes()
     assert filled.stats().pages_corrupt == 50
 
 
-def test_swapped_slots_are_found(filled: DiskStore) -> None:
-    def swap(data: bytearray) -> None:
-        data[slot(1)], data[slot(2)] = data[slot(2)], data[slot(1)]
-
-    edit(filled, swap)
-    found = outcomes(filled)
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "headers alone"])
+def test_swapped_slots_are_found(opened: Open, verify: bool) -> None:
+    store = opened(verify_reads=verify)
+    put(store, PAGES)
+    edit(store, swap)
+    found = outcomes(store)
     assert found[1] is found[2] is ReadOutcome.CORRUPT
     assert found.count(ReadOutcome.OK) == 10
 
@@ -88,19 +92,14 @@ def test_an_older_page_of_the_same_key_in_the_right_slot_is_found(filled: DiskSt
     older = path.read_bytes()[place(filled, key(0))]
     filled.delete([key(0)])
     assert put(filled, {key(0): content("newer", NBYTES)}) == [PutOutcome.STORED]
-    where = place(filled, key(0))
-
-    def stale(data: bytearray) -> None:
-        data[where] = older
-
-    edit(filled, stale)
+    edit(filled, lambda data: data.__setitem__(place(filled, key(0)), older))
     ((outcome, _),) = read(filled, {key(0): NBYTES})
     assert outcome is ReadOutcome.CORRUPT
 
 
 def test_a_torn_slot_is_found_wherever_it_is_torn(filled: DiskStore) -> None:
     for cut in range(512, BLOCK + NBYTES, 512):
-        put(filled, {key(cut): content(cut, NBYTES)})
+        put(filled, named([cut], NBYTES))
         where = place(filled, key(cut))
 
         def tear(data: bytearray, start: int = where.start + cut, stop: int = where.stop) -> None:
@@ -111,14 +110,18 @@ def test_a_torn_slot_is_found_wherever_it_is_torn(filled: DiskStore) -> None:
         assert outcome is ReadOutcome.CORRUPT
 
 
-def test_a_truncated_segment_loses_its_tail_and_nothing_else(filled: DiskStore) -> None:
-    (path,) = segments(filled)
-    path.write_bytes(path.read_bytes()[: slot(7).start + 5000])
-    assert outcomes(filled) == [ReadOutcome.OK] * 7 + [ReadOutcome.CORRUPT] * 5
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "headers alone"])
+def test_a_segment_that_ends_early_loses_its_tail_and_nothing_else(
+    opened: Open, verify: bool
+) -> None:
+    store = opened(verify_reads=verify)
+    put(store, PAGES)
+    edit(store, lambda data: data.__delitem__(slice(slot(7).start + BLOCK + 1000, None)))
+    assert outcomes(store) == [ReadOutcome.OK] * 7 + [ReadOutcome.CORRUPT] * 5
 
 
 def test_a_damaged_page_is_also_found_by_a_store_opened_later(
-    filled: DiskStore, opened: Callable[..., DiskStore]
+    filled: DiskStore, opened: Open
 ) -> None:
     filled.damage(key(5), bit=1)
     filled.close()
@@ -126,31 +129,8 @@ def test_a_damaged_page_is_also_found_by_a_store_opened_later(
     assert outcomes(again) == [ReadOutcome.OK] * 5 + [ReadOutcome.CORRUPT] + [ReadOutcome.OK] * 6
 
 
-def test_without_verification_the_header_is_still_compared(
-    opened: Callable[..., DiskStore],
-) -> None:
-    store = opened(verify_reads=False)
-    put(store, PAGES)
-
-    def swap(data: bytearray) -> None:
-        data[slot(1)], data[slot(2)] = data[slot(2)], data[slot(1)]
-
-    edit(store, swap)
-    found = read(store, dict.fromkeys(PAGES, NBYTES))
-    assert [o for o, _ in found][1:3] == [ReadOutcome.CORRUPT] * 2
-
-
-def test_without_verification_a_page_whose_payload_ends_early_is_found(
-    opened: Callable[..., DiskStore],
-) -> None:
-    store = opened(verify_reads=False)
-    put(store, PAGES)
-    edit(store, lambda data: data.__delitem__(slice(slot(7).start + BLOCK + 1000, None)))
-    assert outcomes(store) == [ReadOutcome.OK] * 7 + [ReadOutcome.CORRUPT] * 5
-
-
 def test_deleted_pages_do_not_come_back_with_a_rebuilt_index(
-    filled: DiskStore, opened: Callable[..., DiskStore]
+    filled: DiskStore, opened: Open
 ) -> None:
     filled.delete([key(0), key(1)])
     filled.close()
@@ -161,22 +141,20 @@ def test_deleted_pages_do_not_come_back_with_a_rebuilt_index(
 
 
 def test_an_index_that_lies_costs_pages_but_never_correctness(
-    filled: DiskStore, opened: Callable[..., DiskStore]
+    filled: DiskStore, opened: Open
 ) -> None:
     filled.close()
-    (path,) = segments(filled)
-    data = bytearray(path.read_bytes())
     order = list(range(12))
     random.Random(3).shuffle(order)
-    whole = bytes(data)
-    for to, come_from in enumerate(order):
-        data[slot(to)] = whole[slot(come_from)]
-    path.write_bytes(data)
-    again = opened()
-    found = outcomes(again)
-    assert [i for i, o in enumerate(found) if o is ReadOutcome.OK] == [
-        i for i, j in enumerate(order) if i == j
-    ]
+
+    def shuffle(data: bytearray) -> None:
+        whole = bytes(data)
+        for to, come_from in enumerate(order):
+            data[slot(to)] = whole[slot(come_from)]
+
+    edit(filled, shuffle)
+    right = [outcome is ReadOutcome.OK for outcome in outcomes(opened())]
+    assert right == [place == page for place, page in enumerate(order)]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +168,7 @@ def test_an_index_that_lies_costs_pages_but_never_correctness(
     ids=["never finished", "without slots", "given up", "given up by an earlier version"],
 )
 def test_a_segment_that_holds_no_page_of_ours_is_put_away(
-    filled: DiskStore, opened: Callable[..., DiskStore], beginning: bytes
+    filled: DiskStore, opened: Open, beginning: bytes
 ) -> None:
     filled.close()
     left = Path(filled.folder) / "seg-0000002a"
@@ -204,10 +182,7 @@ def test_a_segment_that_holds_no_page_of_ours_is_put_away(
     "content_", [b"not a segment" * 1000, b"x", bytes(BLOCK) + b"an image of a disk" * 500]
 )
 def test_a_strangers_file_with_a_segments_name_is_left_alone(
-    filled: DiskStore,
-    opened: Callable[..., DiskStore],
-    content_: bytes,
-    caplog: pytest.LogCaptureFixture,
+    filled: DiskStore, opened: Open, content_: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     filled.close()
     strange = Path(filled.folder) / "seg-00000002"
@@ -215,26 +190,20 @@ def test_a_strangers_file_with_a_segments_name_is_left_alone(
     again = opened()
     assert outcomes(again) == [ReadOutcome.OK] * 12
     # The next segment goes by another name.
-    assert set(put(again, {key(("more", i)): content(i, NBYTES) for i in range(200)})) == {
-        PutOutcome.STORED
-    }
+    assert set(put(again, named((("more", i) for i in range(200)), NBYTES))) == {PutOutcome.STORED}
     again.close()
     assert strange.read_bytes() == content_
-    assert any(
-        "seg-00000002" in r.getMessage() and "move it away" in r.getMessage()
-        for r in caplog.records
-    )
+    (line,) = [r.getMessage() for r in caplog.records if "seg-00000002" in r.getMessage()]
+    assert "move it away" in line
 
 
 def test_a_segment_whose_head_is_damaged_is_still_known_by_its_pages(
-    filled: DiskStore, opened: Callable[..., DiskStore]
+    filled: DiskStore, opened: Open
 ) -> None:
     filled.close()
-    (path,) = segments(filled)
-    path.write_bytes(b"\xff" * BLOCK + path.read_bytes()[BLOCK:])
-    again = opened()
-    assert outcomes(again) == [ReadOutcome.MISS] * 12
-    assert not path.exists()
+    edit(filled, lambda data: data.__setitem__(slice(0, BLOCK), b"\xff" * BLOCK))
+    assert outcomes(opened()) == [ReadOutcome.MISS] * 12
+    assert not segments(filled)
 
 
 def test_a_damaged_page_is_the_one_reported_whichever_way_the_file_is_read(
@@ -242,13 +211,8 @@ def test_a_damaged_page_is_the_one_reported_whichever_way_the_file_is_read(
 ) -> None:
     for wanted in (list(PAGES), list(reversed(PAGES))):
         assert filled.damage(wanted[2], bit=99)
-        found = read(filled, dict.fromkeys(wanted, NBYTES))
-        bad = [
-            page
-            for page, (outcome, _) in zip(wanted, found, strict=True)
-            if outcome is not ReadOutcome.OK
-        ]
-        assert bad == [wanted[2]]
+        found = [outcome for outcome, _ in read(filled, dict.fromkeys(wanted, NBYTES))]
+        assert [i for i, o in enumerate(found) if o is not ReadOutcome.OK] == [2]
         assert put(filled, {wanted[2]: PAGES[wanted[2]]}) == [PutOutcome.STORED]
 
 
@@ -260,15 +224,15 @@ def test_a_header_in_a_slot_that_it_does_not_name_is_none(filled: DiskStore) -> 
 
 
 def test_what_lies_behind_a_page_that_is_read_does_not_get_behind_one_that_is_written(
-    opened: Callable[..., DiskStore],
+    opened: Open,
 ) -> None:
     store = opened(io_threads=1)
-    put(store, {key("old"): content("old", NBYTES)})
+    put(store, named(["old"], NBYTES))
     behind = slice(slot(0).start + BLOCK + NBYTES, slot(0).stop)
     assert len(range(*behind.indices(1 << 20))) == 2 * BLOCK - NBYTES
     edit(store, lambda data: data.__setitem__(behind, b"x" * (2 * BLOCK - NBYTES)))
-    assert read(store, {key("old"): NBYTES}) == [(ReadOutcome.OK, content("old", NBYTES))]
-    put(store, {key("new"): content("new", NBYTES)})
+    assert found(store, named(["old"], NBYTES)) == 1
+    put(store, named(["new"], NBYTES))
     (path,) = segments(store)
     where = place(store, key("new"))
     assert path.read_bytes()[where.start + BLOCK + NBYTES : where.stop] == bytes(2 * BLOCK - NBYTES)

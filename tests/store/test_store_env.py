@@ -8,11 +8,12 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from scripted import Scripted, only
 
 from sgl_kvtier.lab.stress.store.faults import FailingEnv, Fault
 from sgl_kvtier.store.disk.env import Env, create_file, read_file, write_file
@@ -75,22 +76,13 @@ def test_a_new_file_does_not_cut_the_one_whose_name_it_takes(tmp_path: Path) -> 
 
 
 def test_a_draft_that_cannot_be_written_is_not_left_behind(tmp_path: Path) -> None:
-    class Full(Env):
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            raise OSError(errno.ENOSPC, "full")
-
+    env = Scripted()
+    env.fails = only("file")
     (tmp_path / "y").write_bytes(b"old")
-    with pytest.raises(OSError, match="full"):
-        write_file(Full(), str(tmp_path / "y"), b"new")
+    with pytest.raises(OSError, match="error"):
+        write_file(env, str(tmp_path / "y"), b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["y"]
     assert (tmp_path / "y").read_bytes() == b"old"
-
-
-def test_a_new_file_takes_no_directorys_place(tmp_path: Path) -> None:
-    (tmp_path / "x" / "kept").mkdir(parents=True)
-    with pytest.raises(OSError):
-        create_file(Env(), str(tmp_path / "x"), os.O_WRONLY)
-    assert (tmp_path / "x" / "kept").is_dir()
 
 
 @pytest.mark.parametrize(

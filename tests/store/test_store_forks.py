@@ -4,24 +4,27 @@ keeps the folder from nobody.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from effort import examples
-from store_pages import aligned, content, key, open_at, put, read
+from patience import all_of, beside
+from store_pages import begin, found, key, named, open_at, put, read
 
 from sgl_kvtier.config import ThrottleConfig
 from sgl_kvtier.lab.front.wrappers import Throttled
-from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.types import Lookup
 
-NBYTES = 5000
+PAGES = named(range(20))
 
 
 def in_child(work: Callable[[], None]) -> str:
@@ -48,16 +51,8 @@ def in_child(work: Callable[[], None]) -> str:
 
 @pytest.fixture
 def filled(store: DiskStore) -> DiskStore:
-    put(store, {key(i): content(i, NBYTES) for i in range(20)})
+    put(store, PAGES)
     return store
-
-
-def test_closing_in_the_child_leaves_the_parents_store_as_it_is(filled: DiskStore) -> None:
-    assert in_child(filled.close) == ""
-    assert [outcome for outcome, _ in read(filled, {key(i): NBYTES for i in range(20)})] == [
-        ReadOutcome.OK
-    ] * 20
-    assert put(filled, {key("new"): content("new", NBYTES)}) == [PutOutcome.STORED]
 
 
 def test_in_the_child_every_page_is_a_miss_and_every_put_refused(filled: DiskStore) -> None:
@@ -66,16 +61,11 @@ def test_in_the_child_every_page_is_a_miss_and_every_put_refused(filled: DiskSto
     def work() -> None:
         assert filled.lookup([key(0)]) == [Lookup.MISS]
         filled.retain("a", [key(0)], 1.0)
-        job = filled.read(
-            [PageRead(key(0), [aligned(NBYTES)])],
-            deadline_s=1.0,
-            on_page=lambda _, outcome: told.append(outcome),
+        job = begin(
+            filled, [key(0)], deadline_s=1.0, on_page=lambda _, outcome: told.append(outcome)
         )
         assert job.wait() and job.outcomes == told == [ReadOutcome.MISS] and job.in_flight == 0
-        assert (
-            put(filled, {key(0): content(0, NBYTES), key("new"): content("new", NBYTES)})
-            == [PutOutcome.REFUSED] * 2
-        )
+        assert put(filled, named([0, "new"])) == [PutOutcome.REFUSED] * 2
         assert filled.delete([key(0)]) == filled.clear() == 0
         assert not filled.sync() and not filled.damage(key(0))
         assert filled.stats().pages == 0 and filled.index_bytes >= 0 and filled.io
@@ -83,7 +73,8 @@ def test_in_the_child_every_page_is_a_miss_and_every_put_refused(filled: DiskSto
         filled.close()
 
     assert in_child(work) == ""
-    assert filled.lookup([key(i) for i in range(20)]) == [Lookup.HIT] * 20
+    assert found(filled, PAGES) == 20
+    assert put(filled, named(["new"])) == [PutOutcome.STORED]
 
 
 def test_a_child_that_goes_on_keeps_the_folder_from_nobody(
@@ -96,26 +87,20 @@ def test_a_child_that_goes_on_keeps_the_folder_from_nobody(
         os.read(told, 1)
         os._exit(0)
     filled.close()
-    again = open_at(tmp_path)
-    assert again.stats().pages == 20
-    again.close()
+    assert open_at(tmp_path).stats().pages == 20
     os.close(tell)
     os.waitpid(child, 0)
     os.close(told)
 
 
 def test_a_child_may_drop_a_read_that_its_parent_began_and_end_by_itself(filled: DiskStore) -> None:
-    job = filled.read([PageRead(key(i), [aligned(NBYTES)]) for i in range(20)])
-    jobs = [job]
+    jobs = [begin(filled, PAGES)]
 
     def work() -> None:
         jobs.clear()
-        import gc
-
         gc.collect()
         filled.close()
 
-    del job
     assert in_child(work) == ""
     assert jobs[0].wait(60) and jobs[0].outcomes == [ReadOutcome.OK] * 20
 
@@ -124,36 +109,32 @@ def test_a_child_forked_while_other_threads_are_busy_hangs_nowhere(filled: DiskS
     stop = threading.Event()
 
     def work(thread: int) -> None:
-        names = {key((thread, i)): content(i, NBYTES) for i in range(8)}
+        pages = named((thread, i) for i in range(8))
         while not stop.is_set():
-            put(filled, names)
-            read(filled, dict.fromkeys(names, NBYTES))
-            filled.delete(list(names))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
+            put(filled, pages)
+            read(filled, dict.fromkeys(pages, 5000))
+            filled.delete(list(pages))
 
     def child() -> None:
         assert filled.lookup([key(0)]) == [Lookup.MISS]
-        assert put(filled, {key("child"): content(0, NBYTES)}) == [PutOutcome.REFUSED]
+        assert put(filled, named(["child"])) == [PutOutcome.REFUSED]
         assert filled.delete([key(0)]) == filled.clear() == 0 and not filled.sync()
         filled.close()
 
+    working = [beside(partial(work, thread)) for thread in range(4)]
     try:
         tries = examples(6)
         assert [in_child(child) for _ in range(tries)] == [""] * tries
     finally:
         stop.set()
-        for thread in threads:
-            thread.join(60)
+        all_of(working)
 
 
 def test_a_slower_device_hangs_nowhere_in_the_child_either(filled: DiskStore) -> None:
     slow = Throttled(filled, ThrottleConfig(read_gbps=1.0))
 
     def work() -> None:
-        job = slow.read([PageRead(key(0), [aligned(NBYTES)])])
+        job = begin(slow, [key(0)])
         assert job.wait() and job.outcomes == [ReadOutcome.MISS]
         slow.close()
 

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 from remote_double import RemoteDouble
-from store_pages import IO_KINDS, aligned, content, io_settings, key, open_at, put, read
+from store_pages import IO_KINDS, aligned, found, io_settings, key, named, open_at, put
 
 from sgl_kvtier import open_store
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.store import simple
-from sgl_kvtier.store.base import PageRead, PageWrite, ReadOutcome
+from sgl_kvtier.store.base import PageRead, PageWrite
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.tiered.store import TieredStore
 from sgl_kvtier.types import Lookup
@@ -173,15 +173,18 @@ def shared_store(
     store.close()
 
 
+def check_all(calls: Callable[..., Iterator[Callable[[], Any]]], store: Any, name: str) -> None:
+    for number in range(sum(1 for _ in calls(store, None))):
+        # A value for each call: generators and views are used up.
+        call = list(calls(store, VALUES[name]()))[number]
+        check(call, f"{name}, call {number}")
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_no_value_breaks_a_method_of_a_store(shared_store: DiskStore, name: str) -> None:
-    count = sum(1 for _ in calls(shared_store, None))
-    for number in range(count):
-        # A value for each call: generators and views are used up.
-        call = list(calls(shared_store, VALUES[name]()))[number]
-        check(call, f"{name}, call {number}")
-    put(shared_store, {key("after"): content("after", 5000)})
-    assert read(shared_store, {key("after"): 5000}) == [(ReadOutcome.OK, content("after", 5000))]
+    check_all(calls, shared_store, name)
+    put(shared_store, named(["after"]))
+    assert found(shared_store, named(["after"])) == 1
     assert shared_store.lookup([key("after")]) == [Lookup.HIT]
     assert not shared_store._core.table.pins.any(), "no page stays pinned"
 
@@ -214,21 +217,15 @@ def tiered_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredSto
 
 @pytest.mark.parametrize("name", VALUES)
 def test_no_value_breaks_a_store_with_a_remote_one(tiered_store: TieredStore, name: str) -> None:
-    count = sum(1 for _ in tiered_calls(tiered_store, None))
-    for number in range(count):
-        call = list(tiered_calls(tiered_store, VALUES[name]()))[number]
-        check(call, f"{name}, call {number}")
-    put(tiered_store, {key("after"): content("after", 5000)})
+    check_all(tiered_calls, tiered_store, name)
+    put(tiered_store, named(["after"]))
     assert tiered_store.lookup([key("after")]) == [Lookup.HIT]
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_no_value_breaks_the_mapping(tmp_path: Path, name: str) -> None:
     with open_store(str(tmp_path), identity={"m": 1}, capacity_bytes=8 << 20) as store:
-        count = sum(1 for _ in mapping_calls(store, None))
-        for number in range(count):
-            call = list(mapping_calls(store, VALUES[name]()))[number]
-            check(call, f"{name}, call {number}")
+        check_all(mapping_calls, store, name)
         store.put({key("after"): b"x" * 100})
         assert store.get(key("after")) == b"x" * 100
 
@@ -268,14 +265,8 @@ def test_every_public_method_is_among_the_calls() -> None:
         assert not missing
         taken |= methods
     assert taken["read"] == {"pages", "priority", "deadline_s", "on_page"}
-    assert set(inspect.signature(simple.open_store).parameters) == {
-        "path",
-        "identity",
-        "name",
-        "rank",
-        "capacity_bytes",
-        "config",
-    }
+    opening = {"path", "identity", "name", "rank", "capacity_bytes", "config"}
+    assert set(inspect.signature(simple.open_store).parameters) == opening
 
 
 def test_looking_up_unknown_pools_remembers_none_of_them(shared_store: DiskStore) -> None:
@@ -290,13 +281,10 @@ def test_looking_up_unknown_pools_remembers_none_of_them(shared_store: DiskStore
 def test_more_pools_than_a_row_can_number_are_refused_and_the_others_stay_right(
     shared_store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "sgl_kvtier.store.index.slots.MOST_POOLS", len(shared_store._core.table.pools) + 1
-    )
-    assert put(shared_store, {key("p"): content("p", 5000)}, "one more")
+    page, pools = named(["p"]), shared_store._core.table.pools
+    monkeypatch.setattr("sgl_kvtier.store.index.slots.MOST_POOLS", len(pools) + 1)
+    assert put(shared_store, page, "one more")
     with pytest.raises(ValueError, match="a store has at most"):
-        put(shared_store, {key("p"): content("p", 5000)}, "one too many")
-    assert read(shared_store, {key("p"): 5000}, "one more") == [
-        (ReadOutcome.OK, content("p", 5000))
-    ]
+        put(shared_store, page, "one too many")
+    assert found(shared_store, page, "one more") == 1
     assert shared_store.lookup([key("p")], "one too many") == [Lookup.MISS]

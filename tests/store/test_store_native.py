@@ -10,15 +10,27 @@ import random
 import shutil
 import subprocess
 import threading
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import xxhash
-from store_pages import IO_KINDS, aligned, content, io_settings, key, open_at, put, read
+from patience import all_of, beside, until
+from store_pages import (
+    IO_KINDS,
+    begin,
+    content,
+    found,
+    io_settings,
+    key,
+    named,
+    open_at,
+    put,
+    stored_at,
+)
 
-from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
-from sgl_kvtier.store.disk.format import BLOCK, HEAD, SlotHead, heads_of
+from sgl_kvtier.store.base import PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.format import SlotHead, heads_of
 from sgl_kvtier.store.index.slots import words
 from sgl_kvtier.store.io import native_threads
 from sgl_kvtier.store.io.native_threads import NATIVE
@@ -153,77 +165,37 @@ def test_any_kind_of_lanes_reads_what_any_other_wrote(
     tmp_path: Path, writer: str, reader: str
 ) -> None:
     pages = {key((size, i)): content((size, i), size) for size in SIZES for i in range(9)}
-    store = open_at(tmp_path, **io_settings(writer), capacity_bytes=64 << 20)
-    assert store.io == writer
-    assert set(put(store, pages)) == {PutOutcome.STORED}
-    store.close()
+    stored_at(tmp_path, pages, **io_settings(writer), capacity_bytes=64 << 20)
     store = open_at(tmp_path, **io_settings(reader), capacity_bytes=64 << 20)
     assert store.io == reader
-    assert read(store, {k: len(d) for k, d in pages.items()}) == [
-        (ReadOutcome.OK, d) for d in pages.values()
-    ]
-    store.close()
-
-
-def test_all_kinds_of_lanes_write_the_same_bytes(tmp_path: Path) -> None:
-    images = []
-    for kind in IO_KINDS:
-        store = open_at(tmp_path / kind, **io_settings(kind))
-        put(store, {key(i): content(i, 5000) for i in range(20)})
-        store.close()
-        (path,) = Path(store.folder).glob("seg-*")
-        data = path.read_bytes()
-        slots = [
-            data[at : at + 3 * BLOCK] for at in range(BLOCK, BLOCK + 20 * 3 * BLOCK, 3 * BLOCK)
-        ]
-        heads = [SlotHead.unpack(slot) for slot in slots]
-        first = heads[0].sequence
-        # Sequence numbers come from the clock; what they make of the checksum is left out with
-        # them.
-        images.append(
-            [
-                (h.key, h.sequence - first, slot[HEAD.itemsize :])
-                for h, slot in zip(heads, slots, strict=True)
-            ]
-        )
-    assert images[0] == images[1] == images[2]
+    assert found(store, pages) == len(pages)
 
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_a_queue_that_cannot_be_served_in_time_ends_late_while_its_lane_is_busy(
     tmp_path: Path, kind: str
 ) -> None:
-    store = open_at(
-        tmp_path,
-        **io_settings(kind),
-        capacity_bytes=256 << 20,
-        io_threads=1,
-        segment_bytes=64 << 20,
-    )
-    big = {key(i): content(i, 8 << 20) for i in range(8)}
+    large = {"capacity_bytes": 256 << 20, "segment_bytes": 64 << 20}
+    store = open_at(tmp_path, **io_settings(kind), io_threads=1, **large)
+    nbytes = 8 << 20
+    big = named(range(8), nbytes)
     put(store, big)
-    into = [aligned(8 << 20) for _ in big]
-    first = store.read([PageRead(k, [b]) for k, b in zip(big, into, strict=True)])
-    second = store.read([PageRead(k, [aligned(8 << 20)]) for k in big], deadline_s=0.0)
+    first = begin(store, big, nbytes)
+    second = begin(store, big, nbytes, deadline_s=0.0)
     assert second.wait(60)
     assert second.outcomes == [ReadOutcome.LATE] * 8
-    third = store.read([PageRead(k, [aligned(8 << 20)]) for k in big])
+    third = begin(store, big, nbytes)
     third.cancel()
     assert third.wait(60) and set(third.outcomes) <= {ReadOutcome.CANCELLED, ReadOutcome.OK}
     assert first.wait(60) and first.outcomes == [ReadOutcome.OK] * 8
-    store.close()
 
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_a_job_nobody_asks_about_gives_its_slots_back(tmp_path: Path, kind: str) -> None:
     store = open_at(tmp_path, **io_settings(kind))
-    put(store, {key(i): content(i, 5000) for i in range(10)})
-    store.read([PageRead(key(i), [aligned(5000)]) for i in range(10)])
-    until = time.monotonic() + 60
-    while store.stats().pages_read < 10 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert store.stats().pages_read == 10
-    store.close()
+    put(store, named(range(10)))
+    begin(store, named(range(10)))
+    until(lambda: store.stats().pages_read == 10)
 
 
 def test_cancelling_leaves_what_has_ended_to_who_asks_for_it(
@@ -231,16 +203,13 @@ def test_cancelling_leaves_what_has_ended_to_who_asks_for_it(
 ) -> None:
     monkeypatch.setattr(native_threads, "_SWEEP_S", 3600.0)
     store = open_at(tmp_path, **io_settings("threads"), io_threads=1)
-    put(store, {key(i): content(i, 5000) for i in range(2)})
+    put(store, named(range(2)))
     assert store.damage(key(0), bit=1)
-    damaged = store.read([PageRead(key(0), [aligned(5000)])])
-    assert read(store, {key(1): 5000}) == [
-        (ReadOutcome.OK, content(1, 5000))
-    ]  # by the same thread: the other one has ended
+    damaged = begin(store, [key(0)])
+    assert found(store, named([1])) == 1, "by the same thread: the other one has ended"
     damaged.cancel()
     assert store.stats().pages_corrupt == 0
     assert damaged.outcomes == [ReadOutcome.CORRUPT] and store.stats().pages_corrupt == 1
-    store.close()
 
 
 @pytest.mark.parametrize("kind", COMPILED)
@@ -248,10 +217,11 @@ def test_callbacks_come_from_another_thread_in_the_order_of_the_outcomes(
     tmp_path: Path, kind: str
 ) -> None:
     store = open_at(tmp_path, **io_settings(kind), io_threads=1)
-    put(store, {key(i): content(i, 5000) for i in range(10)})
+    put(store, named(range(10)))
     seen: list[tuple[int, int]] = []
-    job = store.read(
-        [PageRead(key(i), [aligned(5000)]) for i in (3, 99, 1)],
+    job = begin(
+        store,
+        [key(3), key(99), key(1)],
         on_page=lambda i, _: seen.append((i, threading.get_ident())),
     )
     assert job.wait(60)
@@ -265,38 +235,22 @@ def test_callbacks_come_from_another_thread_in_the_order_of_the_outcomes(
     if kind == "threads":  # one thread reads one after the other; a ring has all of them under way
         assert [i for i, _ in seen] == [0, 1, 2]
     assert threading.get_ident() not in {thread for _, thread in seen}
-    store.close()
 
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_writes_and_reads_at_once_from_many_threads_stay_apart(tmp_path: Path, kind: str) -> None:
     store = open_at(tmp_path, **io_settings(kind), capacity_bytes=4 << 20, segment_bytes=512 << 10)
-    wrong: list[object] = []
 
     def work(worker: int) -> None:
         chance = random.Random(worker)
         for _ in range(60):
             names = [chance.randrange(200) for _ in range(6)]
             size = chance.choice((3000, 20_000))
-            for outcome in store.put(
-                [PageWrite(key((n, size)), [memoryview(content((n, size), size))]) for n in names]
-            ):
-                if outcome is PutOutcome.REFUSED:
-                    wrong.append(outcome)
-            names = list(dict.fromkeys(names))
-            for n, (outcome, data) in zip(
-                names, read(store, {key((n, size)): size for n in names}), strict=True
-            ):
-                if outcome is ReadOutcome.OK and data != content((n, size), size):
-                    wrong.append(n)
-                if outcome not in (ReadOutcome.OK, ReadOutcome.MISS):
-                    wrong.append(outcome)
+            pages = [
+                PageWrite(key((n, size)), [memoryview(content((n, size), size))]) for n in names
+            ]
+            assert PutOutcome.REFUSED not in store.put(pages)
+            found(store, named(((n, size) for n in names), size))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    all_of([beside(partial(work, i)) for i in range(4)])
     assert store.stats().pages_evicted > 0
-    store.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_pages import IDENTITY, content, key, open_at, put
+from store_pages import IDENTITY, key, named, open_at, put, stored_at
 
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.disk.env import Env
@@ -30,27 +30,25 @@ def tree(root: Path) -> dict[str, bytes | None]:
     """Everything below a folder: the bytes of files, the targets of links, None for the rest."""
     found: dict[str, bytes | None] = {}
     for path in sorted(root.rglob("*")):
-        whole = path.is_file() and not path.is_symlink()
-        found[str(path.relative_to(root))] = (
-            path.read_bytes()
-            if whole
-            else os.readlink(path).encode()
-            if path.is_symlink()
-            else None
-        )
+        data = None
+        if path.is_symlink():
+            data = os.readlink(path).encode()
+        elif path.is_file():
+            data = path.read_bytes()
+        found[str(path.relative_to(root))] = data
     return found
 
 
 def fill(store: DiskStore, pages: int = 150) -> DiskStore:
-    put(store, {key((store.folder, i)): content(i, 30_000) for i in range(pages)})
+    put(store, named(((store.folder, i) for i in range(pages)), 30_000))
     return store
 
 
-def old_store(root: Path, pages: int = 20) -> Path:
+def old_store(root: Path) -> Path:
     """The folder of another identity that nobody has open."""
-    store = fill(open_at(root, OTHER, capacity_bytes=CAP, segment_bytes=512 << 10), pages)
-    store.close()
-    return Path(store.folder).parent
+    pages = named(range(20), 30_000)
+    folder = stored_at(root, pages, identity=OTHER, capacity_bytes=CAP, segment_bytes=512 << 10)
+    return folder.parent
 
 
 def need_room(root: Path) -> DiskStore:
@@ -61,9 +59,8 @@ def need_room(root: Path) -> DiskStore:
 def model_folder(folder: Path) -> None:
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "README").write_text("mine")
-    (folder / "config.json").write_text(
-        json.dumps({"architectures": ["Llama"], "identity": {"fields": {}}})
-    )
+    config = {"architectures": ["Llama"], "identity": {"fields": {}}}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "checkpoints" / "model.bin").write_bytes(os.urandom(3 << 20))
     (folder / "checkpoints" / "lock").write_text("")
 
@@ -86,8 +83,6 @@ def test_a_folder_that_is_only_named_like_an_identitys_stays_and_does_not_count(
     store = need_room(tmp_path)
     alone = open_at(tmp_path / "alone", capacity_bytes=CAP)
     assert store.stats().capacity_bytes == alone.stats().capacity_bytes
-    store.close()
-    alone.close()
     assert tree(tmp_path / NAMED_ALIKE) == before
     about = [r.getMessage() for r in caplog.records if NAMED_ALIKE in r.getMessage()]
     assert len(about) == 1 and "move" in about[0] and "remove it yourself" in about[0]
@@ -210,9 +205,7 @@ def test_a_rank_that_begins_while_others_are_removed_keeps_its_folder(tmp_path: 
     remove_namespace(Late(), str(namespace))
     put(begun[0], {key(1): b"page"})
     begun[0].close()
-    again = open_at(tmp_path, OTHER, rank="tp1")
-    assert again.lookup([key(1)]) == [Lookup.HIT]
-    again.close()
+    assert open_at(tmp_path, OTHER, rank="tp1").lookup([key(1)]) == [Lookup.HIT]
 
 
 def test_a_file_that_comes_while_a_folder_is_removed_stays(tmp_path: Path) -> None:
@@ -250,13 +243,12 @@ def test_a_folder_that_is_left_alone_is_looked_through_once(tmp_path: Path) -> N
 
     store = open_at(tmp_path, capacity_bytes=CAP, segment_bytes=512 << 10, env=Counting())
     for i in range(5):
-        put(store, {key((i, n)): content((i, n), 30_000) for n in range(100)})
+        put(store, named(((i, n) for n in range(100)), 30_000))
     assert looked.count("notes.txt") == 1
     room = store.stats().capacity_bytes
     shutil.rmtree(namespace)
     fill(store)
     assert store.stats().capacity_bytes > room
-    store.close()
 
 
 def test_the_folder_of_another_user_is_left_to_him(

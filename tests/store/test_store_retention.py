@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from store_pages import content, key, open_at, put
+from scripted import Scripted
+from store_pages import key, named, open_at, put
 
 from sgl_kvtier.store.base import KV
-from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.types import Lookup
 
@@ -17,28 +17,22 @@ STATE = 120_000
 """Bytes of a page of another pool, in segments of their own."""
 
 
-class Clock(Env):
+@pytest.fixture
+def clock() -> Scripted:
     """Time stands still until it is moved."""
-
-    at = 100.0
-
-    def now(self) -> float:
-        return self.at
+    env = Scripted(native=True)
+    env.now = lambda: 100.0 + env.seconds  # type: ignore[method-assign]
+    return env
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> DiskStore:
+def store(tmp_path: Path, clock: Scripted) -> DiskStore:
     """Room for some 60 pages."""
     return open_at(tmp_path, env=clock, capacity_bytes=2 << 20, segment_bytes=512 << 10)
 
 
 def stored(store: DiskStore, *names: object) -> None:
-    put(store, {key(name): content(name, SIZE) for name in names})
+    put(store, named(names, SIZE))
 
 
 def there(store: DiskStore, *names: object) -> int:
@@ -56,16 +50,16 @@ KEYS = [key(name) for name in OWN]
 
 
 def test_retained_pages_outlive_all_others_until_their_time_is_over(
-    store: DiskStore, clock: Clock
+    store: DiskStore, clock: Scripted
 ) -> None:
     stored(store, *OWN)
     assert store.retain("a", KEYS, 60.0) == 12 == store.stats().pages_retained
     pressed(store, "x")
     assert there(store, *OWN) == 12 and store.stats().pages_evicted > 100
-    clock.at += 59.9
+    clock.seconds += 59.9
     pressed(store, "y")
     assert there(store, *OWN) == 12
-    clock.at += 0.2
+    clock.seconds += 0.2
     assert store.stats().pages_retained == 0
     pressed(store, "z")
     assert there(store, *OWN) == 0, "their room went to others"
@@ -101,13 +95,13 @@ def test_the_next_call_of_an_owner_takes_the_place_of_its_last(store: DiskStore)
 
 
 def test_a_page_of_two_owners_stays_as_long_as_one_of_them_keeps_it(
-    store: DiskStore, clock: Clock
+    store: DiskStore, clock: Scripted
 ) -> None:
     stored(store, *OWN)
     store.retain("a", KEYS[:8], 10.0)
     store.retain("b", KEYS[4:], 60.0)
     store.retain("b", KEYS[4:8], 60.0)
-    clock.at += 20.0
+    clock.seconds += 20.0
     pressed(store, "x")
     assert there(store, *OWN) == there(store, *OWN[4:8]) == 4
 
@@ -144,7 +138,7 @@ def test_where_nothing_else_can_leave_retained_pages_do(store: DiskStore) -> Non
 
 
 def test_a_page_is_kept_in_all_pools_and_its_segment_stays(store: DiskStore) -> None:
-    states = {key(name): content(name, STATE) for name in OWN[:2]}
+    states = named(OWN[:2], STATE)
     put(store, states, "state")
     stored(store, *OWN)
     store.retain("a", KEYS, 60.0)

@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
-from store_pages import aligned, content, hang, io_settings, key, open_at, put, read
+from patience import all_of, beside
+from store_pages import aligned, begin, found, hang, io_settings, named, open_at, put
 
-from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.io import native_threads
 from sgl_kvtier.store.io.native_threads import NATIVE, ring_threads
@@ -28,14 +29,8 @@ NBYTES = 64 << 10
 
 
 def open_rings(path: Path, **settings: object) -> DiskStore:
-    store = open_at(
-        path,
-        **(
-            {"capacity_bytes": 128 << 20, "segment_bytes": 32 << 20}
-            | io_settings("io_uring")
-            | settings
-        ),
-    )
+    roomy = {"capacity_bytes": 128 << 20, "segment_bytes": 32 << 20}
+    store = open_at(path, **(roomy | io_settings("io_uring") | settings))
     assert store.io == "io_uring"
     return store
 
@@ -44,20 +39,17 @@ def test_more_pages_than_fit_the_rings_come_back_whole_and_in_any_order_asked_fo
     tmp_path: Path,
 ) -> None:
     store = open_rings(tmp_path, io_threads=1)
-    pages = {key(i): content(i, 4096) for i in range(1000)}
+    pages = named(range(1000), 4096)
     put(store, pages)
     for seed in range(3):
         names = list(pages)
         random.Random(seed).shuffle(names)
-        assert read(store, dict.fromkeys(names, 4096)) == [
-            (ReadOutcome.OK, pages[name]) for name in names
-        ]
-    store.close()
+        assert found(store, {name: pages[name] for name in names}) == 1000
 
 
 def test_pages_not_begun_are_cancelled_and_their_memory_is_left_alone(tmp_path: Path) -> None:
     store = open_rings(tmp_path, io_threads=1)
-    pages = {key(i): content(i, NBYTES) for i in range(600)}
+    pages = named(range(600), NBYTES)
     put(store, pages)
     names = list(pages)
     random.Random(1).shuffle(names)  # not neighbours, so that each page is a read of its own
@@ -65,14 +57,10 @@ def test_pages_not_begun_are_cancelled_and_their_memory_is_left_alone(tmp_path: 
     for _ in range(100):
         for buffer in into:
             buffer[:] = b"\xa5" * NBYTES
-        job = store.read(
-            [PageRead(name, [buffer]) for name, buffer in zip(names, into, strict=True)]
-        )
+        job = store.read([PageRead(name, [b]) for name, b in zip(names, into, strict=True)])
         job.cancel()
         left = [i for i, outcome in enumerate(job.outcomes) if outcome is ReadOutcome.CANCELLED]
-        if (
-            left
-        ):  # a machine may be slow enough to read all 600 before the next line of this test runs
+        if left:  # a machine may be slow enough to read all 600 before it is cancelled
             break
     assert left
     for i in left:
@@ -84,63 +72,46 @@ def test_pages_not_begun_are_cancelled_and_their_memory_is_left_alone(tmp_path: 
     # What was begun was begun in the order given.
     begun = [i for i, outcome in enumerate(job.outcomes) if outcome is ReadOutcome.OK]
     assert begun == list(range(len(begun)))
-    store.close()
 
 
 def test_a_job_that_is_dropped_ends_before_its_memory_does(tmp_path: Path) -> None:
     store = open_rings(tmp_path)
-    pages = {key(i): content(i, NBYTES) for i in range(300)}
+    pages = named(range(300), NBYTES)
     put(store, pages)
     for _ in range(20):
-        job = store.read([PageRead(name, [aligned(NBYTES)]) for name in pages])
+        job = begin(store, pages, NBYTES)
         job.cancel()
         del job
-    assert read(store, dict.fromkeys(pages, NBYTES)) == [
-        (ReadOutcome.OK, data) for data in pages.values()
-    ]
-    store.close()
+    assert found(store, pages) == 300
 
 
 def test_writes_go_on_beside_reads_without_end_and_reads_beside_writes(tmp_path: Path) -> None:
     store = open_rings(tmp_path, io_threads=2)
-    pages = {key(i): content(i, 4096) for i in range(512)}
+    pages = named(range(512), 4096)
     put(store, pages)
     stop = threading.Event()
-    bad: list[object] = []
 
-    def readers() -> None:
+    def work() -> None:
         names = list(pages)
         while not stop.is_set():
             random.shuffle(names)
-            if {outcome for outcome, _ in read(store, dict.fromkeys(names, 4096))} != {
-                ReadOutcome.OK
-            }:
-                bad.append("read")
+            assert found(store, {name: pages[name] for name in names}) == 512
 
-    threads = [threading.Thread(target=readers) for _ in range(3)]
-    for thread in threads:
-        thread.start()
+    reading = [beside(work) for _ in range(3)]
     try:
         for i in range(20):
-            fresh = [PageWrite(key((i, k)), [memoryview(content((i, k), 4096))]) for k in range(32)]
-            assert store.put(fresh) == [PutOutcome.STORED] * 32
+            assert put(store, named(((i, k) for k in range(32)), 4096)) == [PutOutcome.STORED] * 32
     finally:
         stop.set()
-        for thread in threads:
-            thread.join()
-    assert bad == []
-    store.close()
+    all_of(reading)
 
 
 def test_which_lanes_are_chosen() -> None:
     io_settings("io_uring")
     assert ring_threads("threads", direct=True, threads=8) == 0
     assert ring_threads("auto", direct=False, threads=8) == 0
-    assert (
-        ring_threads("io_uring", direct=False, threads=8)
-        == ring_threads("auto", direct=True, threads=8)
-        > 0
-    )
+    rings = ring_threads("io_uring", direct=False, threads=8)
+    assert rings == ring_threads("auto", direct=True, threads=8) > 0
     assert ring_threads("auto", direct=True, threads=1) == 1
 
 
@@ -149,26 +120,20 @@ def test_a_callback_tells_of_a_deadline_though_every_lane_hangs_and_nobody_looke
 ) -> None:
     monkeypatch.setattr(native_threads, "_SWEEP_S", 3600.0)
     store = open_rings(tmp_path, io_threads=1)
-    names = [key(i) for i in range(42)]
-    put(store, {name: content(i, 4096) for i, name in enumerate(names)})
+    pages = named(range(42), 4096)
+    names = list(pages)
+    put(store, pages)
     device = hang(store)
-    first = store.read(
-        [PageRead(name, [aligned(4096)]) for name in names[:40:2]]
-    )  # more runs than a ring has under way
+    first = begin(store, names[:40:2], 4096)  # more runs than a ring has under way
     while first.in_flight < 16 and not first.done:
         time.sleep(0.001)
     late = threading.Event()
-    job = store.read(
-        [PageRead(names[41], [aligned(4096)])],
-        deadline_s=0.01,
-        on_page=lambda i, outcome: late.set(),
-    )
+    job = begin(store, names[41:], 4096, deadline_s=0.01, on_page=lambda i, outcome: late.set())
     hung, told = first.in_flight, late.wait(10)
     os.close(device)
     assert hung == 16 and told
     assert job.wait(60) and job.outcomes == [ReadOutcome.LATE]
     assert first.wait(60)
-    store.close()
 
 
 _FORBID = r"""
@@ -216,9 +181,22 @@ store.close()
 )
 
 
-@pytest.mark.skipif(
+x86_64 = pytest.mark.skipif(
     os.uname().machine != "x86_64", reason="the filter names system calls by their x86-64 numbers"
 )
+
+
+def in_process(code: str, *arguments: object) -> None:
+    """A process with rings that may forbid itself a system call."""
+    io_settings("io_uring")
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode == 77:
+        pytest.skip("this process may not install a seccomp filter")
+    assert done.returncode == 0, done.stderr
+
+
+@x86_64
 @pytest.mark.parametrize(
     ("call", "when", "error", "setting"),
     [
@@ -233,22 +211,7 @@ store.close()
 def test_a_kernel_that_forbids_rings_gets_threads(
     tmp_path: Path, call: int, when: str, error: str, setting: str
 ) -> None:
-    io_settings("io_uring")
-    command = [
-        sys.executable,
-        "-c",
-        _FORBIDDEN,
-        str(Path(__file__).parent),
-        str(tmp_path),
-        str(call),
-        when,
-        str(getattr(errno, error)),
-        setting,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode == 77:
-        pytest.skip("this process may not install a seccomp filter")
-    assert done.returncode == 0, done.stderr
+    in_process(_FORBIDDEN, tmp_path, call, when, getattr(errno, error), setting)
 
 
 _NO_MORE = (
@@ -275,21 +238,7 @@ store.close()
 )
 
 
-@pytest.mark.skipif(
-    os.uname().machine != "x86_64", reason="the filter names system calls by their x86-64 numbers"
-)
+@x86_64
 @pytest.mark.parametrize("error", [1, 11], ids=["EPERM", "EAGAIN"])
 def test_what_a_ring_has_under_way_ends_after_it_was_given_up(tmp_path: Path, error: int) -> None:
-    io_settings("io_uring")
-    command = [
-        sys.executable,
-        "-c",
-        _NO_MORE,
-        str(Path(__file__).parent),
-        str(tmp_path),
-        str(error),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    if done.returncode == 77:
-        pytest.skip("this process may not install a seccomp filter")
-    assert done.returncode == 0, done.stderr
+    in_process(_NO_MORE, tmp_path, error)

@@ -6,21 +6,23 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from store_pages import content, found, key, open_at, put
+from patience import all_of, beside, until
+from scripted import Scripted, only
+from store_pages import Open, found, key, killed, named, open_at, put, stored_at
 
 from sgl_kvtier.store.base import PutOutcome
-from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.index.hashtable import HashTable
 from sgl_kvtier.store.index.slots import SlotTable, State
@@ -29,9 +31,7 @@ from sgl_kvtier.store.siblings.folder import SiblingFolder
 from sgl_kvtier.types import Lookup
 
 NBYTES = 5000
-PAGES = {key(i): content(i, NBYTES) for i in range(20)}
-MORE = {key(i): content(i, NBYTES) for i in range(20, 40)}
-Open = Callable[..., DiskStore]
+PAGES, MORE = named(range(20)), named(range(20, 40))
 pytestmark = pytest.mark.usefixtures("only_when_told")
 
 
@@ -130,11 +130,7 @@ def test_the_following_thread_outlives_an_unexpected_exception(
     monkeypatch.setattr(second._sharing._following, "look", fails)  # type: ignore[union-attr]
     assert failed.wait(60)
     put(first, PAGES)
-    waited = threading.Event()
-    for _ in range(1000):
-        if second.lookup(list(PAGES)) == [Lookup.HIT] * 20:
-            break
-        waited.wait(0.01)
+    until(lambda: second.lookup(list(PAGES)) == [Lookup.HIT] * 20)
     assert found(second, PAGES) == 20 and second.stats().follow_failures == 1
 
 
@@ -187,46 +183,35 @@ def test_the_counters_say_what_the_table_does_after_puts_deletes_clears_and_evic
 ) -> None:
     settings = {"capacity_bytes": 4 << 20, "segment_bytes": 256 << 10}
     stores = [owner(**settings) for _ in range(3)]
-    stop, raised = threading.Event(), []
+    stop = threading.Event()
 
     def work(number: int, store: DiskStore) -> None:
         step = 0
         while not stop.is_set():
             step += 1
-            try:
-                names = [key((number, step, i)) for i in range(60)]
-                put(store, dict.fromkeys(names, b"x" * (500 if step % 2 else 5000)))
-                store.follow()
-                store.delete(names[::7])
-                if step % 9 == number:
-                    store.clear()
-            except Exception as error:
-                raised.append(error)
+            names = [key((number, step, i)) for i in range(60)]
+            put(store, dict.fromkeys(names, b"x" * (500 if step % 2 else 5000)))
+            store.follow()
+            store.delete(names[::7])
+            if step % 9 == number:
+                store.clear()
 
     def watch(store: DiskStore) -> None:
         while not stop.is_set():
-            try:
-                stats = store.stats()
-                assert stats.pages >= 0 and stats.bytes_on_disk >= 0
-                put(store, {})
-            except Exception as error:
-                raised.append(error)
+            stats = store.stats()
+            assert stats.pages >= 0 and stats.bytes_on_disk >= 0
+            put(store, {})
 
-    threads = [threading.Thread(target=work, args=(i, store)) for i, store in enumerate(stores)] + [
-        threading.Thread(target=watch, args=(store,)) for store in stores
-    ]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for thread in threads:
-            thread.start()
+        working = [beside(partial(work, i, store)) for i, store in enumerate(stores)]
+        working += [beside(partial(watch, store)) for store in stores]
         stop.wait(1.5)
-    finally:
         stop.set()
-        for thread in threads:
-            thread.join()
+        all_of(working)
+    finally:
         sys.setswitchinterval(interval)
-    assert raised == []
     for store in stores:
         table = store._core.table
         table.check()
@@ -269,31 +254,21 @@ def test_a_folder_that_was_made_before_its_lock_is_followed_once_it_has_an_owner
 # Telling
 
 
-class NoRoom(Env):
-    """Lists of deletes cannot be written while `full`."""
-
-    full = False
-    seconds = 0.0
-
-    def open(self, path: str, flags: int) -> int:
-        if self.full and "/gone." in path:
-            raise OSError(errno.ENOSPC, "full", path)
-        return super().open(path, flags)
-
-    def now(self) -> float:
-        return super().now() + self.seconds
+def gone(call: str) -> bool:
+    """A list of deletes is written."""
+    return call.startswith("open") and "/gone." in call
 
 
 @pytest.mark.parametrize("all_of_them", [False, True], ids=["delete", "clear"])
 def test_a_delete_that_siblings_could_not_be_told_does_not_count_their_pages_and_is_told_later(
     owner: Open, caplog: pytest.LogCaptureFixture, *, all_of_them: bool
 ) -> None:
-    env = NoRoom()
+    env = Scripted(native=True)
     first, second = owner(), owner(env=env)
     put(first, PAGES)
     put(second, MORE)
     second.follow()
-    env.full = True
+    env.fails, env.error = gone, errno.ENOSPC
     wanted = PAGES | MORE
     assert (second.clear() if all_of_them else second.delete(list(wanted))) == 20
     assert found(second, wanted) == 0
@@ -302,7 +277,7 @@ def test_a_delete_that_siblings_could_not_be_told_does_not_count_their_pages_and
         second.follow()
         first.follow()
     assert found(first, PAGES) == 20 and found(second, wanted) == 0
-    env.full = False
+    env.fails = only()
     env.seconds = 60
     second.follow()
     first.follow()
@@ -310,13 +285,13 @@ def test_a_delete_that_siblings_could_not_be_told_does_not_count_their_pages_and
 
 
 def test_what_could_not_be_told_is_told_at_the_latest_when_the_store_is_closed(owner: Open) -> None:
-    env = NoRoom()
+    env = Scripted(native=True)
     first, second = owner(), owner(env=env)
     put(first, PAGES)
     second.follow()
-    env.full = True
+    env.fails, env.error = gone, errno.ENOSPC
     assert second.delete(list(PAGES)) == 0
-    env.full = False
+    env.fails = only()
     second.close()
     first.follow()
     assert found(first, PAGES) == 0
@@ -325,21 +300,12 @@ def test_what_could_not_be_told_is_told_at_the_latest_when_the_store_is_closed(o
 # Clocks
 
 
-class Clock(Env):
-    """A clock that was set wrong by `ahead_s` seconds."""
-
-    ahead_s = 0
-
-    def wall_ns(self) -> int:
-        return super().wall_ns() + self.ahead_s * 10**9
-
-
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("all_of_them", [False, True], ids=["delete", "clear"])
 def test_a_page_written_after_a_delete_is_found_although_the_clock_was_set_back_before(
     owner: Open, *, all_of_them: bool, restarted: bool
 ) -> None:
-    env = Clock()
+    env = Scripted(native=True)
     first, second = owner(env=env), owner(env=env)
     env.ahead_s = 3600
     put(first, PAGES)
@@ -363,7 +329,7 @@ def test_a_page_written_after_a_delete_is_found_although_the_clock_was_set_back_
 def test_the_last_page_written_by_a_clock_that_was_ahead_is_deleted_with_the_others(
     owner: Open, deleter: int
 ) -> None:
-    env = Clock()
+    env = Scripted(native=True)
     owners = owner(env=env), owner(env=env)
     holder = owners[1 - deleter]
     env.ahead_s = 3600
@@ -376,49 +342,46 @@ def test_the_last_page_written_by_a_clock_that_was_ahead_is_deleted_with_the_oth
     assert found(holder, PAGES) == 0
 
 
-def test_sequence_numbers_go_on_from_the_largest_that_any_folder_has(owner: Open) -> None:
-    env = Clock()
-    first, second = owner(env=env), owner(env=env)
-    env.ahead_s = 3600
-    put(first, PAGES)
-    env.ahead_s = 0
-    second.follow()
-    put(second, MORE)
-    table = second._core.table
-    theirs = table.sequence[table.state == State.THEIRS]
-    assert table.sequence[table.state == State.LIVE].min() > theirs.max()
-
-
 def test_pages_from_a_time_that_cannot_be_do_not_come_back_when_the_clock_is_right_again(
     tmp_path: Path,
 ) -> None:
-    env = Clock()
+    env = Scripted(native=True)
     env.ahead_s = 400 * 24 * 3600
-    store = open_at(tmp_path, env=env)
-    put(store, PAGES)
-    store.close()
+    stored_at(tmp_path, PAGES, env=env)
     env.ahead_s = 0
     store = open_at(tmp_path, env=env)
     assert found(store, PAGES) == 0
     store.delete(list(PAGES))
     store.close()
     env.ahead_s = 400 * 24 * 3600
-    store = open_at(tmp_path, env=env)
-    assert found(store, PAGES) == 0
-    store.close()
+    assert found(open_at(tmp_path, env=env), PAGES) == 0
 
 
 # Owners that stop, and folders that move
 
 
-OWNER = """
+@contextmanager
+def child(code: str, path: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A process with an owner of the same pages. It is killed at the end."""
+    begin = f"""
 import sys, time
-sys.path[:0] = sys.argv[2:]
+sys.path[:0] = [{os.path.dirname(__file__)!r}]
 from pathlib import Path
-from store_pages import content, key, open_at, put
+from store_pages import key, named, open_at, put
 from sgl_kvtier.types import Lookup
-store = open_at(Path(sys.argv[1]), alike="tp0")
-put(store, {key(i): content(i, 5000) for i in range(20)})
+store = open_at(Path(sys.argv[1]), alike="tp0", capacity_bytes=256 << 20)
+"""
+    command = [sys.executable, "-c", begin + code, str(path), *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+OWNER = """
+put(store, named(range(20)))
 print("ready", flush=True)
 while Lookup.HIT in store.lookup([key(i) for i in range(20)]):
     time.sleep(0.01)
@@ -430,14 +393,9 @@ store.close()
 def test_a_stopped_owner_hinders_nobody_and_deletes_hold_for_it_once_it_goes_on(
     tmp_path: Path, owner: Open
 ) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path), os.path.dirname(__file__)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert child.stdout is not None and child.stdout.readline() == "ready\n"
-        child.send_signal(signal.SIGSTOP)
+    with child(OWNER, tmp_path) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
         second = owner()
         assert Path(second.folder).name == "tp0.2", "its folder is still its own"
         assert found(second, PAGES) == 20 and put(second, MORE) == [PutOutcome.STORED] * 20
@@ -449,26 +407,16 @@ def test_a_stopped_owner_hinders_nobody_and_deletes_hold_for_it_once_it_goes_on(
         assert found(second, PAGES) == 5
         second.delete(list(PAGES))
         third.follow()
-        child.send_signal(signal.SIGCONT)
-        assert child.stdout.readline() == "all gone\n"
-        assert child.wait(60) == 0
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.readline() == "all gone\n"
+        assert process.wait(60) == 0
         assert found(owner(), PAGES) == 0
-    finally:
-        child.kill()
-        child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
 
 
 WRITER = """
-import sys
-sys.path[:0] = sys.argv[2:]
-from pathlib import Path
-from store_pages import content, key, open_at, put
-store = open_at(Path(sys.argv[1]), alike="tp0", capacity_bytes=256 << 20)
-n = int(sys.argv[3])
+n = int(sys.argv[2])
 while True:
-    put(store, {key(i): content(i, 5000) for i in range(n, n + 8)})
+    put(store, named(range(n, n + 8)))
     n += 8
     print(n, flush=True)
 """
@@ -480,26 +428,16 @@ def test_what_a_killed_owner_was_told_was_stored_is_found_by_siblings_open_and_o
     settings = {"capacity_bytes": 256 << 20}
     reader = owner(writes=False, **settings)
     kept = 0
-    for _ in range(3):
-        child = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), os.path.dirname(__file__), str(kept)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None
-        until = kept + 200
-        for line in child.stdout:
-            kept = int(line)
-            if kept >= until:
-                break
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-        pages = {key(i): content(i, NBYTES) for i in range(kept)}
+    for _ in range(2):
+        with child(WRITER, tmp_path, kept) as process:
+            assert process.stdout is not None
+            until_ = kept + 200
+            while kept < until_:
+                kept = int(process.stdout.readline())
         reader.follow()
-        assert found(reader, pages) == kept
+        assert found(reader, named(range(kept))) == kept
         later = owner(writes=False, **settings)
-        assert found(later, pages) == kept
+        assert found(later, named(range(kept))) == kept
         later.close()
 
 
@@ -516,7 +454,7 @@ def test_a_process_id_that_is_used_again_keeps_no_folder_locked(owner: Open) -> 
 def test_deletes_while_the_folder_was_moved_away_hold_once_it_is_back(
     tmp_path: Path, owner: Open
 ) -> None:
-    env = NoRoom()
+    env = Scripted(native=True)
     first, second = owner(env=env), owner()
     put(first, PAGES)
     put(second, MORE)
@@ -588,17 +526,17 @@ def test_a_page_that_a_sibling_puts_after_a_delete_was_told_is_found_by_the_dele
 def test_a_delete_whose_process_was_killed_half_way_holds_for_all_or_for_none(
     tmp_path: Path, owner: Open, *, all_of_them: bool
 ) -> None:
-    first, second = owner(tmp_path / "root"), owner(tmp_path / "root")
+    first, second = owner(path=tmp_path / "root"), owner(path=tmp_path / "root")
     put(first, PAGES)
     put(second, MORE)
     first.follow()
     assert first._sharing is not None
     # Its list is written, and none of its own pages is erased yet.
     first._sharing.delete([] if all_of_them else list(PAGES), "kv")
-    shutil.copytree(tmp_path / "root", tmp_path / "killed")
-    for name in (first, second):
-        name.close()
-    third, fourth = owner(tmp_path / "killed"), owner(tmp_path / "killed")
+    killed(first, tmp_path / "killed")
+    for store in (first, second):
+        store.close()
+    third, fourth = owner(path=tmp_path / "killed"), owner(path=tmp_path / "killed")
     assert Path(third.folder).name == "tp0"
     third.follow()
     fourth.follow()

@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
-from store_pages import content, found, key, put
+from scripted import Scripted
+from store_pages import Open, found, named, put
 
 from sgl_kvtier.store.base import PutOutcome
-from sgl_kvtier.store.disk.env import Env
-from sgl_kvtier.store.engine import DiskStore
 
-NBYTES = 5000
-PAGES = {key(i): content(i, NBYTES) for i in range(5)}
-MORE = {key(i): content(i, NBYTES) for i in range(5, 10)}
-Open = Callable[..., DiskStore]
+PAGES, MORE = named(range(5)), named(range(5, 10))
 pytestmark = pytest.mark.usefixtures("only_when_told")
 
 
-class FullDisk(Env):
-    """No file grows while `full`. The clock of the host is `ahead_s` off, and `seconds` have
-    passed.
-    """
+class FullDisk(Scripted):
+    """No file grows while `full`."""
 
-    native = True
+    full = False
 
     def __init__(self) -> None:
-        self.full = False
-        self.ahead_s = 0
-        self.seconds = 0.0
+        super().__init__(native=True)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if self.full and offset + sum(map(len, buffers)) > self.size(fd):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return super().pwritev(fd, buffers, offset)
-
-    def wall_ns(self) -> int:
-        return super().wall_ns() + self.ahead_s * 10**9
-
-    def now(self) -> float:
-        return super().now() + self.seconds
 
 
 def test_pages_that_the_log_does_not_take_are_refused_and_not_found_until_it_does(
@@ -61,15 +47,6 @@ def test_pages_that_the_log_does_not_take_are_refused_and_not_found_until_it_doe
     assert set(put(first, MORE)) == {PutOutcome.STORED}
     second.follow()
     assert (found(first, MORE), found(second, MORE)) == (5, 5)
-
-
-def test_a_store_without_siblings_stores_pages_that_its_log_does_not_take(owner: Open) -> None:
-    env = FullDisk()
-    alone = owner(env=env, alike="")
-    put(alone, PAGES)
-    env.full = True
-    assert set(put(alone, MORE)) == {PutOutcome.STORED}
-    assert found(alone, MORE) == 5
 
 
 def test_what_was_put_on_a_full_disk_does_not_come_back_after_a_sibling_deleted_it(

@@ -5,22 +5,21 @@ left without room.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from store_pages import content, key, open_at, put, read, segments
+from store_pages import Open, found, named, on_disk, open_at, put, segments
 
-from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import PutOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.siblings import sharing
+from sgl_kvtier.types import PageKey
 
 CAPACITY = 4 << 20
 SEGMENT = 512 << 10
-NBYTES = 5000
 BATCH = 30
-
-Owner = Callable[[], DiskStore]
 
 
 @pytest.fixture(autouse=True)
@@ -32,22 +31,12 @@ def only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def owner(tmp_path: Path, request: pytest.FixtureRequest) -> Owner:
-    def one(**more: object) -> DiskStore:
-        settings = {"capacity_bytes": CAPACITY, "segment_bytes": SEGMENT} | more
-        store = open_at(tmp_path, alike="tp0", **settings)
-        request.addfinalizer(store.close)
-        return store
-
-    return one
+def owner(tmp_path: Path) -> Open:
+    return partial(open_at, tmp_path, alike="tp0", capacity_bytes=CAPACITY, segment_bytes=SEGMENT)
 
 
-def on_disk(root: Path) -> int:
-    return sum(path.lstat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
-
-
-def pages(name: object) -> dict[bytes, bytes]:
-    return {key((name, i)): content((name, i), NBYTES) for i in range(BATCH)}
+def pages(name: object) -> dict[PageKey, bytes]:
+    return named((name, i) for i in range(BATCH))
 
 
 def fill(store: DiskStore, name: object, rounds: int = 30) -> None:
@@ -56,7 +45,7 @@ def fill(store: DiskStore, name: object, rounds: int = 30) -> None:
 
 
 def test_two_owners_that_write_all_the_time_stay_within_the_capacity_of_one(
-    tmp_path: Path, owner: Owner
+    tmp_path: Path, owner: Open
 ) -> None:
     first, second = owner(), owner()
     for i in range(60):
@@ -68,7 +57,7 @@ def test_two_owners_that_write_all_the_time_stay_within_the_capacity_of_one(
     assert on_disk(tmp_path) > CAPACITY // 2
 
 
-def test_an_owner_that_comes_late_gets_its_part_and_no_more(tmp_path: Path, owner: Owner) -> None:
+def test_an_owner_that_comes_late_gets_its_part_and_no_more(tmp_path: Path, owner: Open) -> None:
     first = owner()
     fill(first, "a")
     whole = on_disk(Path(first.folder))
@@ -82,13 +71,10 @@ def test_an_owner_that_comes_late_gets_its_part_and_no_more(tmp_path: Path, owne
     assert outcomes == [PutOutcome.STORED] * BATCH
     parts = [on_disk(Path(store.folder)) for store in (first, second)]
     assert min(parts) >= whole // 2 - SEGMENT and sum(parts) >= whole - SEGMENT
-    last = pages(("b", 39))
-    assert [outcome for outcome, _ in read(first, dict.fromkeys(last, NBYTES))] == [
-        ReadOutcome.OK
-    ] * BATCH
+    assert found(first, pages(("b", 39))) == BATCH
 
 
-def test_an_owner_that_wants_nothing_takes_no_room_from_the_others(owner: Owner) -> None:
+def test_an_owner_that_wants_nothing_takes_no_room_from_the_others(owner: Open) -> None:
     first = owner()
     fill(first, "a")
     held = len(segments(first))
@@ -101,7 +87,7 @@ def test_an_owner_that_wants_nothing_takes_no_room_from_the_others(owner: Owner)
 
 
 def test_what_a_folder_without_an_owner_holds_makes_room_its_coldest_pages_first(
-    tmp_path: Path, owner: Owner
+    tmp_path: Path, owner: Open
 ) -> None:
     first = owner()
     second = owner()
@@ -111,11 +97,11 @@ def test_what_a_folder_without_an_owner_holds_makes_room_its_coldest_pages_first
     first.close()
     second.follow()
     warm = pages(("a", 29))
-    assert [o for o, _ in read(second, dict.fromkeys(warm, NBYTES))] == [ReadOutcome.OK] * BATCH
+    assert found(second, warm) == BATCH
     fill(second, "b", rounds=4)
     left = {path.name for path in segments(first)}
     assert left < names and len(segments(second)) >= 1
-    assert [o for o, _ in read(second, dict.fromkeys(warm, NBYTES))] == [ReadOutcome.OK] * BATCH
+    assert found(second, warm) == BATCH
     fill(second, "c", rounds=40)
     assert not segments(first) and len(segments(second)) >= len(held) - 1
     assert on_disk(tmp_path) <= CAPACITY
@@ -125,7 +111,7 @@ def test_what_a_folder_without_an_owner_holds_makes_room_its_coldest_pages_first
 
 
 def test_owners_whose_capacity_was_lowered_shrink_until_they_fit_together(
-    tmp_path: Path, owner: Owner
+    tmp_path: Path, owner: Open
 ) -> None:
     first, second = owner(capacity_bytes=2 * CAPACITY), owner(capacity_bytes=2 * CAPACITY)
     for i in range(40):
@@ -143,7 +129,7 @@ def test_owners_whose_capacity_was_lowered_shrink_until_they_fit_together(
 
 
 def test_of_two_that_make_a_segment_at_the_same_moment_at_most_one_keeps_it_too_many(
-    tmp_path: Path, owner: Owner
+    tmp_path: Path, owner: Open
 ) -> None:
     class Both(Env):
         """The other owner makes a segment right after this one has reserved its own."""

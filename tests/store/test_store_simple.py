@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sgl_kvtier import KVTierError, PutOutcome, open_store, page_key
+from sgl_kvtier import PutOutcome, open_store, page_key
 from sgl_kvtier.config import StoreConfig
 
 ME = {"model": "m", "dtype": "bf16"}
@@ -57,11 +57,6 @@ def test_a_damaged_page_is_none(path):
         store.pages.damage(page_key("a"))
         assert store.get(page_key("a")) is None
         assert store.stats().pages_corrupt == 1
-
-
-def test_a_second_owner_is_told_what_to_do(path):
-    with opened(path), pytest.raises(KVTierError, match=r"which is this one.*Close it"):
-        opened(path)
 
 
 def test_more_settings_come_as_a_configuration(path):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from patience import until
+from patience import beside, until
 from remote_double import RemoteDouble, Shared
-from store_pages import aligned, content, key, open_at, put, read
+from store_pages import aligned, begin, content, key, named, open_at, put, read
 
-from sgl_kvtier.store.base import KV, PageRead, PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import KV, PageRead, PutOutcome, ReadJob, ReadOutcome
 from sgl_kvtier.store.tiered import upload
 from sgl_kvtier.store.tiered.keeping import Keeper
 from sgl_kvtier.store.tiered.store import TieredStore
@@ -37,7 +37,11 @@ class Server:
         return self.store.find([key(n) for n in names])
 
     def write(self, *names: object) -> list[PutOutcome]:
-        return put(self.store, {key(n): content(n, SIZE) for n in names})
+        return put(self.store, named(names))
+
+    def sent(self, *names: object) -> None:
+        self.write(*names)
+        self.settled()
 
     def read(self, *names: object) -> list[ReadOutcome]:
         ended = read(self.store, {key(n): SIZE for n in names})
@@ -48,8 +52,28 @@ class Server:
     def settled(self) -> None:
         assert self.store.settle(30)
 
+    def begin(self, *names: object, **how: Any) -> ReadJob:
+        return begin(self.store, [key(n) for n in names], **how)
+
+    @property
+    def remotely(self) -> set[object]:
+        """The keys that all servers share."""
+        return {key for _, key in self.remote.shared.pages}
+
     def here(self, *names: object) -> list[bool]:
         return [a is Lookup.HIT for a in self.local.lookup([key(n) for n in names])]
+
+
+def never() -> bool:
+    return False
+
+
+def uploader_of(server: Server, *, writing: Callable[[], bool] = never, **how: Any) -> Uploader:
+    return Uploader(server.local, server.remote, "all", never, writing, **how)
+
+
+def of(*names: object) -> list[Name]:
+    return [Name(key(n), KV, SIZE) for n in names]
 
 
 @pytest.fixture
@@ -69,8 +93,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 def test_what_was_read_from_the_remote_store_is_read_here_the_next_time(start):
     a, b = start(), start()
-    a.write(1, 2)
-    a.settled()
+    a.sent(1, 2)
     b.read(1, 2)
     b.settled()
     assert b.here(1, 2) == [True, True]
@@ -80,10 +103,8 @@ def test_what_was_read_from_the_remote_store_is_read_here_the_next_time(start):
 
 def test_it_says_which_pages_are_on_its_own_disk_without_asking(start):
     a, b = start(), start()
-    a.write(1, 2)
-    a.settled()
-    b.write(3)
-    b.settled()
+    a.sent(1, 2)
+    b.sent(3)
     b.remote.shared.asked.clear()
     assert b.store.own([key(n) for n in (1, 2, 3, 4)]) == [False, False, True, False]
     assert b.remote.shared.asked == []
@@ -94,8 +115,7 @@ def test_it_says_which_pages_are_on_its_own_disk_without_asking(start):
 
 def test_a_look_up_asks_nothing(start):
     a, b = start(), start()
-    a.write(1)
-    a.settled()
+    a.sent(1)
     b.remote.shared.asked.clear()
     assert b.store.lookup([key(1)]) == [Lookup.MISS]
     assert b.remote.shared.asked == []
@@ -105,10 +125,8 @@ def test_a_look_up_asks_nothing(start):
 
 def test_one_call_asks_for_all_pages_of_a_prompt_that_are_not_here(start):
     a, b = start(), start()
-    a.write(*range(300))
-    a.settled()
-    b.write(*range(100))
-    b.settled()
+    a.sent(*range(300))
+    b.sent(*range(100))
     b.remote.shared.asked.clear()
     assert b.found(*range(300)) == [Lookup.HIT] * 300
     assert b.remote.shared.asked == [200]
@@ -122,7 +140,6 @@ def test_one_call_asks_for_all_pages_of_a_prompt_that_are_not_here(start):
 )
 @settings(
     max_examples=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_every_mix_of_places_gives_each_page_its_own_outcome_and_bytes(start, here, there, hurry):
@@ -155,11 +172,10 @@ def test_every_mix_of_places_gives_each_page_its_own_outcome_and_bytes(start, he
 
 def test_a_job_of_both_is_in_flight_until_the_remote_part_has_ended_and_can_be_cancelled(start):
     a, b = start(), start()
-    a.write(1, 2, 3)
-    a.settled()
+    a.sent(1, 2, 3)
     b.write(0)
     b.remote.open_gate.clear()
-    job = b.store.read([PageRead(key(n), [aligned(SIZE)]) for n in (1, 0, 2, 3)])
+    job = b.begin(1, 0, 2, 3)
     until(lambda: job.outcomes[1] is OK and job.in_flight == 1)
     assert not job.wait(0.01) and not job.done
     job.cancel()
@@ -191,33 +207,27 @@ def test_a_mistake_of_the_remote_store_fails_its_pages_and_no_others(start):
 
 def test_a_reader_whose_page_cannot_be_copied_is_told_all_the_same(start, monkeypatch):
     a, b = start(), start()
-    a.write(1)
-    a.settled()
+    a.sent(1)
 
     def no_memory(*args):
         raise MemoryError
 
     monkeypatch.setattr(Keeper, "take", no_memory)
     called = []
-    job = b.store.read(
-        [PageRead(key(1), [aligned(SIZE)])], on_page=lambda *ended: called.append(ended)
-    )
+    job = b.begin(1, on_page=lambda *ended: called.append(ended))
     assert job.wait(30) and called == [(0, OK)]
 
 
 def test_a_callback_that_exits_leaves_no_page_of_either_store_without_an_answer(start):
     a, b = start(), start()
-    a.write(1, 2)
-    a.settled()
+    a.sent(1, 2)
     b.write(3, 4)
 
     def leave(index, outcome):
         raise SystemExit
 
     for _ in range(2):
-        job = b.store.read(
-            [PageRead(key(name), [aligned(SIZE)]) for name in (1, 3, 2, 4)], on_page=leave
-        )
+        job = b.begin(1, 3, 2, 4, on_page=leave)
         assert job.wait(30) and job.outcomes == [OK] * 4
 
 
@@ -239,19 +249,17 @@ def test_names_wait_while_the_remote_store_does_not_answer_and_are_sent_then(sta
     assert not a.store.settle(0.05)
     a.remote.down = False
     a.settled()
-    assert set(a.remote.shared.pages) == {(KV, key(1)), (KV, key(2))}
+    assert a.remotely == {key(1), key(2)}
     assert a.store.tiered_stats().uploaded == 2
 
 
 def test_refused_pages_are_counted_and_not_sent_again(start):
     a = start()
     a.remote.refuses = True
-    a.write(1, 2)
-    a.settled()
+    a.sent(1, 2)
     a.remote.refuses = False
-    a.write(3)
-    a.settled()
-    assert set(a.remote.shared.pages) == {(KV, key(3))}
+    a.sent(3)
+    assert a.remotely == {key(3)}
     assert a.store.tiered_stats().refused == 2
 
 
@@ -261,8 +269,7 @@ def test_pages_that_are_too_large_are_counted_and_named_and_hold_nothing_up(
     monkeypatch.setattr(upload, "PAUSE_S", 3600.0)
     a = start()
     a.remote.most_page_bytes = SIZE - 1
-    a.write(1, 2)
-    a.settled()
+    a.sent(1, 2)
     put(a.store, {key(3): content(3, 100)})
     a.settled()
     assert a.remote.offered == [key(3)]
@@ -273,23 +280,19 @@ def test_pages_that_are_too_large_are_counted_and_named_and_hold_nothing_up(
 
 def test_a_page_that_is_there_is_not_sent(start):
     a, b = start(), start()
-    a.write(1)
-    a.settled()
-    b.write(1, 2)
-    b.settled()
+    a.sent(1)
+    b.sent(1, 2)
     assert b.store.tiered_stats().uploaded == 1
     assert b.remote.offered == [key(2)]
 
 
 def test_pages_seen_once_are_not_sent_with_second_hit(start):
     a = start("second-hit")
-    a.write(1, 2, 3)
-    a.settled()
+    a.sent(1, 2, 3)
     assert a.remote.shared.pages == {}
     a.read(1)
-    a.write(2)
-    a.settled()
-    assert set(a.remote.shared.pages) == {(KV, key(1)), (KV, key(2))}
+    a.sent(2)
+    assert a.remotely == {key(1), key(2)}
 
 
 def test_a_page_is_sent_once_the_disk_admits_it(tmp_path: Path):
@@ -319,12 +322,11 @@ def test_with_on_evict_pages_are_sent_when_the_disk_is_full_and_before_they_leav
 
 def test_with_on_evict_what_was_used_just_now_stays_and_names_beyond_the_limit_go_early(start):
     a = start("on-evict")
-    uploader = Uploader(a.local, a.remote, "off", lambda: False, lambda: False, most_names=2)
+    uploader = Uploader(a.local, a.remote, "off", never, never, most_names=2)
     uploader._policy = "on-evict"
-    names = [Name(key(n), KV, SIZE) for n in range(3)]
-    uploader.written(names[:2])
-    uploader.read(names[:1])
-    uploader.written(names[2:])
+    uploader.written(of(0, 1))
+    uploader.read(of(0))
+    uploader.written(of(2))
     assert list(uploader._waiting) == [(key(1), KV)]
 
 
@@ -334,7 +336,7 @@ def test_nothing_is_sent_with_off_and_pages_of_others_are_read(start):
     b.write(2)
     a.settled()
     b.settled()
-    assert set(a.remote.shared.pages) == {(KV, key(1))}
+    assert a.remotely == {key(1)}
     assert b.read(1) == [OK]
 
 
@@ -354,10 +356,9 @@ def test_pools_are_kept_apart(start):
 
 def test_reads_go_before_uploads(start):
     a, b = start(), start()
-    a.write(1)
-    a.settled()
+    a.sent(1)
     b.remote.open_gate.clear()
-    job = b.store.read([PageRead(key(1), [aligned(SIZE)])])
+    job = b.begin(1)
     b.write(2)
     assert not b.store.settle(0.1)
     assert b.store.tiered_stats().uploaded == 0
@@ -369,10 +370,9 @@ def test_reads_go_before_uploads(start):
 
 def test_a_clear_holds_in_both_for_pages_on_their_way_too(start):
     a, b = start(), start()
-    a.write(1, 2)
-    a.settled()
+    a.sent(1, 2)
     b.remote.open_gate.clear()
-    job = b.store.read([PageRead(key(1), [aligned(SIZE)])])
+    job = b.begin(1)
     until(lambda: job.in_flight == 1)
     b.remote.down = True
     b.write(3)
@@ -388,13 +388,12 @@ def test_a_clear_holds_in_both_for_pages_on_their_way_too(start):
 
 def test_a_delete_holds_in_both(start):
     a, b = start(), start()
-    a.write(1, 2)
-    a.settled()
+    a.sent(1, 2)
     b.read(1, 2)
     b.settled()
     assert b.store.delete([key(1)]) == 1
     assert b.found(1, 2) == [Lookup.MISS, Lookup.HIT]
-    assert set(a.remote.shared.pages) == {(KV, key(2))}
+    assert a.remotely == {key(2)}
 
 
 def test_a_delete_does_not_wait_for_pages_that_are_being_sent_and_holds_for_them_too(start):
@@ -410,9 +409,8 @@ def test_a_delete_does_not_wait_for_pages_that_are_being_sent_and_holds_for_them
     server.settled()
     assert server.remote.shared.pages == {}
     assert server.store.tiered_stats().uploads_dropped == 0, "nothing was looked for in vain"
-    server.write(3)
-    server.settled()
-    assert set(server.remote.shared.pages) == {(KV, key(3))}
+    server.sent(3)
+    assert server.remotely == {key(3)}
 
 
 def test_a_page_that_is_sent_again_while_it_is_deleted_is_not_there_afterwards(start):
@@ -436,8 +434,7 @@ def test_a_page_that_is_sent_again_while_it_is_deleted_is_not_there_afterwards(s
 
 def test_a_page_that_came_before_it_was_deleted_is_not_kept(start):
     a, b = start(), start()
-    a.write(1)
-    a.settled()
+    a.sent(1)
     delete = b.remote.delete
 
     def read_before(keys, pool=KV, first=None):
@@ -468,13 +465,11 @@ def test_a_delete_waits_for_the_copy_that_is_being_written_and_for_no_other(star
     with server.local._core.lock:  # its writes wait
         keeper.take(PageRead(key(1), [aligned(SIZE)]), 0)
         until(lambda: keeper._begun == 1)
-        forgetting = threading.Thread(target=keeper.forget)
-        forgetting.start()
+        forgetting = beside(keeper.forget)
         until(lambda: keeper.epoch == 1)
         keeper.take(PageRead(key(2), [aligned(SIZE)]), 1)
-        assert forgetting.is_alive()
-    forgetting.join(30)
-    assert not forgetting.is_alive()
+        assert not forgetting.done()
+    forgetting.result(30)
     assert keeper.settle(30)
     keeper.close()
     assert server.here(1, 2) == [True, True]
@@ -495,16 +490,15 @@ def test_the_oldest_names_are_dropped_where_too_many_wait(start):
     server = start("off")
     server.write(*range(5))
     server.remote.down = True
-    local, remote = server.local, server.remote
-    uploader = Uploader(local, remote, "all", lambda: False, lambda: False, most_names=3)
-    uploader.written([Name(key(0), KV, SIZE)])
+    uploader = uploader_of(server, most_names=3)
+    uploader.written(of(0))
     until(lambda: not uploader.waiting)  # it waits for the remote store with this one
-    uploader.written(Name(key(n), KV, SIZE) for n in range(1, 5))
+    uploader.written(of(*range(1, 5)))
     assert (uploader.waiting, uploader.dropped) == (3, 1)
     server.remote.down = False
     assert uploader.settle(30)
     uploader.close()
-    assert {k for _, k in server.remote.shared.pages} == {key(n) for n in (0, 2, 3, 4)}
+    assert server.remotely == {key(n) for n in (0, 2, 3, 4)}
 
 
 @pytest.mark.parametrize(("deleted", "sent"), [((1,), (0, 2, 3)), ((9,), (0, 1, 2, 3)), (None, ())])
@@ -512,14 +506,14 @@ def test_a_deleted_page_keeps_no_other_from_being_sent(start, deleted, sent):
     server = start("off")
     server.write(*range(4))
     server.remote.down = True
-    uploader = Uploader(server.local, server.remote, "all", lambda: False, lambda: False)
-    uploader.written(Name(key(n), KV, SIZE) for n in range(4))
+    uploader = uploader_of(server)
+    uploader.written(of(*range(4)))
     until(lambda: not uploader.waiting)  # it waits for the remote store with all of them
     uploader.forget(None if deleted is None else [key(n) for n in deleted])
     server.remote.down = False
     assert uploader.settle(30)
     uploader.close()
-    assert {k for _, k in server.remote.shared.pages} == {key(n) for n in sent}
+    assert server.remotely == {key(n) for n in sent}
 
 
 @pytest.mark.parametrize(("writes", "looks"), [(3, 4), (99, 10)])
@@ -532,8 +526,8 @@ def test_local_writes_go_first_for_a_while(start, writes, looks):
         seen.append(len(server.remote.shared.pages))
         return len(seen) <= writes
 
-    uploader = Uploader(server.local, server.remote, "all", lambda: False, writing)
-    uploader.written([Name(key(1), KV, SIZE)])
+    uploader = uploader_of(server, writing=writing)
+    uploader.written(of(1))
     assert uploader.settle(30)
     uploader.close()
     assert seen == [0] * looks
@@ -559,16 +553,15 @@ def test_a_page_that_was_evicted_before_its_turn_is_not_sent(start):
     server.local.delete([key(1)])
     server.remote.down = False
     server.settled()
-    assert set(server.remote.shared.pages) == {(KV, key(2))}
+    assert server.remotely == {key(2)}
     assert server.store.tiered_stats().uploads_dropped == 1
 
 
 def test_it_closes_while_the_remote_store_hangs_in_the_middle_of_everything(start):
     a, b = start(), start()
-    a.write(1)
-    a.settled()
+    a.sent(1)
     b.remote.open_gate.clear()
-    job = b.store.read([PageRead(key(1), [aligned(SIZE)])])
+    job = b.begin(1)
     b.remote.down = True
     b.write(5)
     b.store.close()
