@@ -214,6 +214,12 @@ def test_one_read_measures_storage():
     assert why(one, host=16, storage=256) is None
 
 
+def test_links_alone_do_not_tell_what_computing_costs():
+    config, rules = parts()
+    links = {Link.STORAGE_TO_DEVICE.value: 500 * EVEN}
+    assert why(make_planner(config, ENGINE, {"links": links}, rules)) == "not measured yet"
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -137,6 +137,7 @@ def test_a_network_that_was_never_measured_is_left_only_where_an_engine_would_me
     planner = planner_of(1e9, restore="auto")
     assert why(planner, (Span(0, PAGES), Tier.REMOTE)) == "not measured yet"
     assert why(planner, HERE, (Span(100, PAGES), Tier.REMOTE)) is None
+    assert why(planner, (Span(0, 100), Tier.REMOTE), (Span(100, PAGES), Tier.STORAGE)) is None
 
 
 def test_a_stage_begins_where_no_link_brings_pages_on_both_sides():

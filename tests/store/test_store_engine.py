@@ -216,6 +216,14 @@ def test_neighbouring_pages_are_read_in_one_call_in_either_direction(
         assert calls.count("read") == 1
 
 
+def test_a_page_asked_for_twice_beside_its_neighbour_comes_twice(store: DiskStore) -> None:
+    pages = named(range(2), 4096)
+    put(store, pages)
+    first, second = pages
+    job = begin(store, [first, second, first], 4096)
+    assert job.wait(60) and job.outcomes == [ReadOutcome.OK] * 3
+
+
 def test_two_threads_that_put_the_same_pages_write_each_once(store: DiskStore) -> None:
     pages = named(range(50), 20_000)
     putting = [beside(lambda: put(store, pages)) for _ in range(4)]

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from scripted import Scripted, only
+from scripted import Scripted, once, only
 from store_pages import (
     IO_KINDS,
     Open,
@@ -30,8 +31,10 @@ from store_pages import (
 from test_store_forks import in_child
 
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.format import PUT, RECORD
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.siblings import following
+from sgl_kvtier.store.siblings.gone import Deletes, gone_records
 from sgl_kvtier.types import Lookup
 
 NBYTES = 5000
@@ -227,6 +230,15 @@ def test_a_segment_that_its_owner_removed_is_closed(owner: Open) -> None:
     assert found(second, MORE) == 20
 
 
+def test_a_segment_that_its_owner_removes_while_one_looks_is_closed(owner: Open) -> None:
+    first = owner()
+    put(first, PAGES)
+    removed = os.path.realpath(segments(first)[0]) + " (deleted)"
+    owner(env=once(f"open {first.folder}/index.log", first.clear))
+    links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert not segments(first) and removed not in links
+
+
 def test_a_slot_that_its_owner_fills_anew_while_it_is_read_is_a_miss_and_then_the_new_page(
     owner: Open,
 ) -> None:
@@ -333,6 +345,13 @@ def test_a_delete_reaches_the_copy_that_this_owner_does_not_know_of(owner: Open)
         first.follow()
         second.follow()
     assert first.lookup(list(PAGES)) == second.lookup(list(PAGES)) == [MISS] * 20
+
+
+def test_a_delete_of_all_pages_reaches_what_was_written_up_to_its_number() -> None:
+    deletes = Deletes(gone_records([], "kv", 5))
+    pages = np.array([(key(n), b"kv", n, 0, 0, NBYTES, PUT) for n in (5, 6)], RECORD)
+    assert deletes.hit(pages).tolist() == [True, False]
+    assert [len(deletes.needed_for(pages[i : i + 1])) for i in (0, 1)] == [1, 0]
 
 
 @pytest.mark.parametrize("all_of_them", [False, True], ids=["delete", "clear"])

@@ -284,6 +284,23 @@ def test_a_delete_that_siblings_could_not_be_told_does_not_count_their_pages_and
     assert found(first, PAGES) == found(second, wanted) == 0
 
 
+def test_a_delete_before_the_own_list_could_be_read_is_told_beside_the_earlier_ones(
+    owner: Open,
+) -> None:
+    first, second = owner(), owner()
+    put(first, PAGES | MORE)
+    assert second.delete(list(PAGES)) == 20
+    second.close()
+    env = Scripted(native=True)
+    env.fails = lambda call: call == f"open {second.folder}/gone"
+    again = owner(env=env)
+    assert again.folder == second.folder and again.delete(list(MORE)) == 0
+    env.fails = only()
+    again.follow()
+    first.follow()
+    assert found(first, PAGES | MORE) == 0
+
+
 def test_what_could_not_be_told_is_told_at_the_latest_when_the_store_is_closed(owner: Open) -> None:
     env = Scripted(native=True)
     first, second = owner(), owner(env=env)
@@ -326,8 +343,9 @@ def test_a_page_written_after_a_delete_is_found_although_the_clock_was_set_back_
 
 
 @pytest.mark.parametrize("deleter", [0, 1])
+@pytest.mark.parametrize("all_of_them", [False, True], ids=["delete", "clear"])
 def test_the_last_page_written_by_a_clock_that_was_ahead_is_deleted_with_the_others(
-    owner: Open, deleter: int
+    owner: Open, deleter: int, *, all_of_them: bool
 ) -> None:
     env = Scripted(native=True)
     owners = owner(env=env), owner(env=env)
@@ -336,10 +354,22 @@ def test_the_last_page_written_by_a_clock_that_was_ahead_is_deleted_with_the_oth
     put(holder, PAGES)
     env.ahead_s = 0
     owners[deleter].follow()
-    owners[deleter].delete(list(PAGES))
+    _ = owners[deleter].clear() if all_of_them else owners[deleter].delete(list(PAGES))
     assert found(owner(env=env), PAGES) == found(owners[deleter], PAGES) == 0
     holder.follow()
     assert found(holder, PAGES) == 0
+
+
+def test_a_page_that_the_log_lacks_is_found_although_the_clock_was_set_back(tmp_path: Path) -> None:
+    env = Scripted()
+    env.ahead_s = 3600
+    stored_at(tmp_path / "root", PAGES, env=env)
+    env.ahead_s = 0
+    store = open_at(tmp_path / "root", env=env)
+    env.fails = only("log")
+    assert put(store, MORE) == [PutOutcome.STORED] * 20
+    again = open_at(killed(store, tmp_path / "copy"))
+    assert found(again, PAGES | MORE) == 40
 
 
 def test_pages_from_a_time_that_cannot_be_do_not_come_back_when_the_clock_is_right_again(

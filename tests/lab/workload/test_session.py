@@ -41,7 +41,8 @@ def test_an_edit_counts_messages_without_the_tools() -> None:
 
 
 def test_an_edit_of_messages_that_are_not_there_names_the_session() -> None:
-    walk = Context(session(Append(says("a")), Edit((Span(0, 2),)), Call()))
+    edit = Edit((Span(0, 2),))
+    walk = Context(session(Append(says("a")), edit, Call(), tools=says("tools")))
     with pytest.raises(TraceError, match=r"session s: .*\[0, 2\) of a context of 1"):
         walk.next_call()
 
