@@ -80,7 +80,7 @@ def test_what_the_forward_wrote_is_compared_and_nothing_that_came_after(
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
     try:
-        found = scene.attach.launching(batch_of("r", LAST.start, LAST.stop + 1))
+        found = scene.attach.launching(batch_of(scene.reqs["r"], LAST.start, LAST.stop + 1))
         # The request ends at once: its row is another's before the forward has begun.
         forward.write(forward.right if right else wrong)
         scene.attach.launched(found, forward.stream)

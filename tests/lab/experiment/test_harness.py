@@ -88,7 +88,7 @@ def test_nothing_is_installed_for_a_comparison_that_cannot_be(
         raise AssertionError("1.2 GB")
 
     monkeypatch.setattr(scenario, "aiperf_command", installed)
-    done = kvtier(tmp_path, *SMALL, "--arms", "none")
+    done = kvtier(tmp_path, *SMALL["aiperf"], "--arms", "none")
     assert done.status == 1 and "no configuration named none" in done.err
 
 
