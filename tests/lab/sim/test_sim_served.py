@@ -5,7 +5,6 @@ beside it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 from scenes import COST, MODEL, PAGE, Scripted, keys, machine
@@ -26,7 +25,6 @@ from sgl_kvtier.policy.messages import (
     RunOrder,
     StepView,
 )
-from sgl_kvtier.policy.restore.queue_order import ASK_AGAIN_S
 from sgl_kvtier.types import Link, PageKey, Tier
 
 SPEC = ServerSpec(page_tokens=PAGE, step_tokens=512, device_pages=40, host_pages=80, consulted=True)
@@ -153,19 +151,6 @@ def test_a_short_one_runs_beside_the_chunks_of_a_long_one_as_in_a_server() -> No
         {one.rid: one.first_token_s for one in result.requests} for result in (whole, beside)
     )
     assert early["short"] < early["long"] and late["short"] >= late["long"]
-
-
-def test_the_order_of_a_queue_that_stays_as_it_is_is_asked_for_at_intervals() -> None:
-    planner = Asked(left)
-    spec = ServerSpec(page_tokens=PAGE, step_tokens=64, consulted=True)
-    _run(
-        planner,
-        [SimRequest("long", 0.0, 4096), *(SimRequest(r, 1.0, 4096) for r in "ab")],
-        spec=spec,
-    )
-    orders = planner.of(RunOrder)
-    again_s = [b.now - a.now for a, b in pairwise(orders) if a.waiting == b.waiting]
-    assert again_s and min(again_s) >= ASK_AGAIN_S
 
 
 def test_one_that_would_take_a_sessions_pages_waits_as_in_a_server() -> None:
