@@ -168,7 +168,7 @@ class Rules:
     stall_weight: float = 0.35
     """The weight of a second for which one decoding request stops, against a second of time to
     first token: how a prefix is restored is chosen by the sum of both. With 0 a restoration slows
-    running requests down by more than its own request gains (docs/results/restore.md).
+    running requests down by more than its own request gains (docs/results/simulator.md).
     """
     overtaking: float = 2.0
     """How long shorter requests can overtake a waiting request, as a multiple of the predicted work

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -77,7 +76,7 @@ def measure(
     chats_per_s: float, rules: str, seeds: Sequence[int] = _SEEDS, sessions: int = _SESSIONS
 ) -> dict[str, Any]:
     """One row over these draws: seconds, and how much of the returning prompts is computed."""
-    config = replace(PolicyConfig(), prefetch="off", eviction="lru", restore="auto", rules=rules)
+    config = PolicyConfig(prefetch="off", eviction="lru", restore="auto", rules=rules)
     done: list[RequestResult] = []
     for seed in seeds:
         done += run_policy(

@@ -316,9 +316,8 @@ def run(given: argparse.Namespace) -> int:
         replaying = replay_options(args, usual, wanted.most_output_tokens)
         replaying = replace(replaying, returning=args.returning)
         setup = make_setup(args, shape, model, chosen, replaying)
-        program = (
-            aiperf_command() if args.harness == "aiperf" else None
-        )  # it may be installed first
+        # After all checks, since it may be installed first.
+        program = aiperf_command() if args.harness == "aiperf" else None
         rounds = args.rounds or _rounds(args, shape.device)
         for place, value in enumerate(values):
             one = replaying if value is None else replace(replaying, **{axis: value})
