@@ -37,7 +37,7 @@ RANK = {"tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
 
 @pytest.fixture(autouse=True)
 def own_instruments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is registered here is taken back; what other tests registered stands aside meanwhile."""
+    """What is registered here is taken back; what other tests registered is put back afterwards."""
     others = metrics._instruments
     for instrument in others.values():
         REGISTRY.unregister(instrument)

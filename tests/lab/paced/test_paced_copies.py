@@ -1,4 +1,4 @@
-"""Copies on a paced device: their time on a link, where pages came from, and damage on purpose, which is
+"""Copies on an emulated GPU: their time on a link, where pages came from, and damage on purpose, which is
 found in each tier.
 """
 
