@@ -8,6 +8,7 @@ page_first_direct layout.
 from __future__ import annotations
 
 import importlib
+import random
 import shutil
 import socket
 import subprocess
@@ -165,6 +166,29 @@ def refuse_taken_port(port: int, host: str = HOST) -> None:
         f"port {port} of {host} cannot be used: {reason}{_owner(port)}. Stop it or choose another "
         "with --port"
     )
+
+
+def free_port(host: str = HOST) -> int:
+    """A TCP port of `host` that nothing uses now, for a server that starts in some seconds.
+
+    It lies below the ports that Linux gives to outgoing connections and to sockets that asked for
+    none: those can take any of theirs before the server listens, and a client that asks whether the
+    server is there can even be connected to itself.
+    """
+    try:
+        last = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) - 1
+    except (OSError, ValueError, IndexError):
+        last = 0
+    lowest = 10_000  # well-known services have lower ones
+    tries = random.sample(range(lowest, last), 64) if last > lowest + 64 else []
+    for port in [*tries, 0]:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise BenchError(f"no free port on {host}")
 
 
 def _owner(port: int) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes.util
 import importlib.util
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.extras import how_to_install
+from sgl_kvtier.launch import free_port
 
 START_S = 20.0
 
@@ -172,10 +172,3 @@ class Servers:
                 return str(r.read().decode())
         except (OSError, urllib.error.URLError):
             return None
-
-
-def free_port(host: str) -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

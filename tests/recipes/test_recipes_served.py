@@ -25,7 +25,7 @@ def recipe_of(name: str) -> tuple[gauntlet.Recipe, dict[str, str]]:
 def test_a_recipe_is_stored_restored_and_looked_ahead_with_equal_answers(tmp_path):
     recipe, dropped = recipe_of("llama-3.1-405b")
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
-    assert all(row[name] for name in gauntlet.COLUMNS), row
+    assert all(row[name] for name in gauntlet.COLUMNS), str(row)
     assert row["reason"] == "" and row["dropped"] == ["--model-path", "--tp"]
     assert row["computed_tokens"] > 0 and row["loaded_tokens"] > 0, "from both ends"
     assert row["rows"]["kv"]["checked"] > gauntlet.PROMPT and row["rows"]["kv"]["wrong"] == 0
@@ -43,9 +43,9 @@ ANCHORS = [
 def test_windows_and_states_are_restored_with_what_the_front_computed(tmp_path, name, kind):
     recipe, dropped = recipe_of(name)
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
-    assert row["restores"] and row["equal"], row
+    assert row["restores"] and row["equal"], str(row)
     assert row["computed_tokens"] > 0 and row["loaded_tokens"] > 0, "from both ends"
-    assert row["looks_ahead"] and row["reason"] == "", row
+    assert row["looks_ahead"] and row["reason"] == "", str(row)
     assert row["rows"][kind]["checked"] > 0
     assert [one["wrong"] for one in row["rows"].values()] == [0] * len(row["rows"])
 
@@ -60,8 +60,8 @@ def test_keys_and_values_of_different_widths_are_stored_and_read_with_their_wind
         command="python -m sglang.launch_server --model-path XiaomiMiMo/MiMo-V2-Flash",
     )
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
-    assert row["stores"] and row["equal"], row
-    assert not row["restores"] and "K and V of different widths" in row["reason"], row
+    assert row["stores"] and row["equal"], str(row)
+    assert not row["restores"] and "K and V of different widths" in row["reason"], str(row)
     assert row["rows"]["kv"]["checked"] > 0 and row["rows"]["window"]["checked"] > 0
     assert [one["wrong"] for one in row["rows"].values()] == [0] * len(row["rows"])
 
@@ -75,7 +75,7 @@ def test_two_ranks_restore_windows_and_states_in_step(tmp_path, name, kind):
     recipe = replace(recipe, command=f"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER=1 {command}")
     del dropped["--tp"]
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
-    assert row["restores"] and row["equal"], row
+    assert row["restores"] and row["equal"], str(row)
     assert row["computed_tokens"] > 0 and row["loaded_tokens"] > 0, "from both ends"
     assert len(list((tmp_path / "server" / "counts").glob("*.json"))) == 2
     assert row["rows"][kind]["checked"] > 0
@@ -120,7 +120,7 @@ def test_a_next_turn_finds_the_answer_before_it(tmp_path, monkeypatch, flag, res
 def test_windows_are_restored_with_a_draft(tmp_path):
     recipe, dropped = recipe_of("gpt-oss-120b-eagle3")
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
-    assert row["restores"] and row["equal"], row
+    assert row["restores"] and row["equal"], str(row)
     assert row["accept_length"] == [4.0, 4.0]
     assert row["rows"]["window"]["checked"] > 0 and row["rows"]["draft kv"]["checked"] > 0
     assert [one["wrong"] for one in row["rows"].values()] == [0] * len(row["rows"])
@@ -144,7 +144,7 @@ def test_windows_and_states_that_do_not_come_are_seen(tmp_path, monkeypatch, nam
     leave_out(monkeypatch)
     monkeypatch.setitem(gauntlet.POLICY, "proof", proof)
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
-    assert row["restores"] is (proof == "off") and row["rows"]["kv"]["wrong"] == 0, row
+    assert row["restores"] is (proof == "off") and row["rows"]["kv"]["wrong"] == 0, str(row)
     assert bool(row["rows"][kind]["wrong"]) is (proof == "off")
     log = (tmp_path / "server" / "server.log").read_text(errors="replace")
     found = re.search(
@@ -160,7 +160,7 @@ def test_compressor_states_that_do_not_come_are_seen(tmp_path, monkeypatch, proo
     leave_out(monkeypatch, "deepseek_v4_c4_state")
     monkeypatch.setitem(gauntlet.POLICY, "proof", proof)
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
-    assert (row["restores"], row["equal"]) == (proof == "off", proof == "auto"), row
+    assert (row["restores"], row["equal"]) == (proof == "off", proof == "auto"), str(row)
     assert row["rows"]["window"]["wrong"] == 0, "nothing else was left out"
     assert bool(row["rows"]["compressor state"]["wrong"]) is (proof == "off")
     log = (tmp_path / "server" / "server.log").read_text(errors="replace")
@@ -187,7 +187,7 @@ def test_a_draft_whose_rows_do_not_come_is_seen(tmp_path, monkeypatch):
     leave_out(monkeypatch)
     monkeypatch.setitem(gauntlet.POLICY, "proof", "off")  # which would find it first
     row = gauntlet.run(recipe, dropped, tmp_path / "server")
-    assert row["restores"] and row["rows"]["kv"]["wrong"] == 0, row
+    assert row["restores"] and row["rows"]["kv"]["wrong"] == 0, str(row)
     assert row["rows"]["draft kv"]["wrong"] > 0
     assert row["equal"] is False and row["accept_length"][1] < row["accept_length"][0]
 

@@ -18,8 +18,9 @@ from store_pages import begin, content, key, named, put, read
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.remote.far import Far
+from sgl_kvtier.launch import free_port
 from sgl_kvtier.remote.child.settings import RemoteSettings
-from sgl_kvtier.remote.servers import Servers, free_port, owner_command
+from sgl_kvtier.remote.servers import Servers, owner_command
 from sgl_kvtier.remote.store import RemoteStore, open_remote
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.identity import Identity

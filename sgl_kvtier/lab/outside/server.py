@@ -11,15 +11,14 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -27,7 +26,7 @@ from typing import Any, NoReturn
 import psutil
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.launch import refuse_taken_port
+from sgl_kvtier.launch import free_port, refuse_taken_port
 from sgl_kvtier.page_hash import compile_page_hash
 
 HOST = "127.0.0.1"
@@ -233,7 +232,7 @@ class Server:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=25) as answer:
                 return answer.status == 200
-        except (urllib.error.URLError, OSError):
+        except (OSError, HTTPException):
             return False
 
     def _members(self) -> list[psutil.Process]:
@@ -299,10 +298,3 @@ def signals_handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number, one in before.items():
             signal.signal(number, one)
-
-
-def free_port() -> int:
-    """A TCP port on the loopback address that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

@@ -12,7 +12,7 @@ import pytest
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.remote.far import Bucket, Far, ports
-from sgl_kvtier.lab.outside.server import free_port
+from sgl_kvtier.launch import free_port
 
 ECHO = """
 import socket, sys, threading

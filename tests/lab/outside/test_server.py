@@ -24,7 +24,7 @@ from sgl_kvtier.lab.outside.server import (
     stop_all,
     stop_servers,
 )
-from sgl_kvtier.launch import detect_device, missing_packages
+from sgl_kvtier.launch import detect_device, free_port, missing_packages
 
 SITE = Path(__file__).parents[1] / "fake_site"
 
@@ -123,6 +123,21 @@ def test_a_taken_port_is_named_with_the_process_that_has_it(tmp_path: Path) -> N
             BenchError, match=f"port {port} of {HOST} cannot be used.*process {os.getpid()}.*--port"
         ):
             make_server(tmp_path, port=port).start()
+
+
+def test_a_free_port_is_one_that_no_outgoing_connection_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(1024 < free_port() < first for _ in range(20))
+    free = free_port()
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        ports = [taken.getsockname()[1], free]
+        monkeypatch.setattr("random.sample", lambda *_: ports)
+        assert free_port() == free
+        ports.pop()
+        assert free_port() not in (0, *ports)
 
 
 def test_sigterm_becomes_a_keyboard_interrupt_inside_the_block_only() -> None:

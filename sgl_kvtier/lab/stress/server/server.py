@@ -21,12 +21,13 @@ from sgl_kvtier.lab.experiment.arms import WITHOUT_LOOKAHEAD, Setup, prepare
 from sgl_kvtier.lab.experiment.load import Load
 from sgl_kvtier.lab.experiment.restore.server import STRICT
 from sgl_kvtier.lab.outside.model_shapes import check_heads
-from sgl_kvtier.lab.outside.server import Launch, Server, Usage, free_port
+from sgl_kvtier.lab.outside.server import Launch, Server, Usage
 from sgl_kvtier.lab.paced.launching import LOG, is_paced
 from sgl_kvtier.lab.paced.pace import Reader
 from sgl_kvtier.lab.stress.server.chaos import Chaos, parse_kinds
 from sgl_kvtier.lab.stress.server.log import FuzzLog, suspicious
 from sgl_kvtier.lab.stress.trouble import Finding
+from sgl_kvtier.launch import free_port
 
 SCHEDULER = "sglang::scheduler"
 """How SGLang's scheduler processes call themselves."""
