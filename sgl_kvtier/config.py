@@ -215,7 +215,7 @@ class PolicyConfig:
     max_stall_ms: float = setting(
         100.0,
         "most milliseconds that restoring is predicted to add between two tokens of running "
-        "requests, but no less than ten times a chunk's fixed cost; 0 = no bound. Measured gaps "
+        "requests, but no less than four times a chunk's fixed cost; 0 = no bound. Measured gaps "
         "are longer, by up to about a third in p99 (docs/results/restore.md)",
         low=0,
         high=100_000,

@@ -24,7 +24,7 @@ that compute reaches first are cancelled.
 """
 _LONGEST_STUCK_S: Final = 2.0
 """A waiting request whose loads have found no free memory for this many seconds is computed."""
-_FIXED_SHARE: Final = 0.1
+_FIXED_SHARE: Final = 0.25
 """The fixed cost of a chunk cut by `policy.max_stall_ms` is at most this share of its time."""
 _WORTH_ASKING: Final = 2
 """Loads are cancelled only if that gives compute this many chunks of minimum size."""

@@ -81,7 +81,7 @@ class Watched:
         self._decoding = 0
         self.chunks = dict[float, list[tuple[int, float]]]()
         self.least_s = 0.0
-        """The most that ten times a chunk's fixed cost was."""
+        """The most that four times a chunk's fixed cost was."""
 
     def observe(self, fact: Fact) -> None:
         if isinstance(fact, PolicyChanged):
@@ -95,7 +95,7 @@ class Watched:
     def step(self, view: StepView) -> StepPlan:
         self._decoding = view.decoding
         self._cost = PrefillCost(**self._inner.profile()["prefill"])
-        self.least_s = max(self.least_s, 10 * self._cost.fixed_s)
+        self.least_s = max(self.least_s, 4 * self._cost.fixed_s)
         return self._inner.step(view)
 
     def query(self, question: Question[Any]) -> Any:
