@@ -106,6 +106,27 @@ def test_a_reset_reports_the_same_on_ranks_whose_reads_had_come_differently_far(
     assert [fact for fact in told[0] if isinstance(fact, RequestFinished)]
 
 
+def test_a_read_that_hangs_on_one_rank_leaves_the_loads_of_all(monkeypatch):
+    monkeypatch.setattr("sgl_kvtier.runtime.restore.engine._RESET_S", 0.0)
+    left = []
+    for hangs in (True, False):
+        engine, _, _ = engine_with()
+        first, second = load(engine, Span(4, 8)), load(engine, Span(0, 4))
+        end(first, LANDED)
+        if not hangs:
+            end(second, LANDED)
+        asked = []
+        engine.reset(lambda is_so, asked=asked: bool(asked.append(is_so)))
+        assert asked == [not hangs] and engine.holds_memory
+        left.append([one.span for one in engine.loads])
+        # With the next reduction they end on both.
+        end(second, LANDED)
+        settle(engine, 1.0)
+        engine.reset(lambda is_so: is_so)
+        assert not engine.holds_memory and free_tokens(engine) == PAGES * PAGE
+    assert left[0] == left[1] == [Span(4, 8), Span(0, 4)]
+
+
 def test_a_stage_with_fewer_layers_tells_its_planner_the_first_stages_bytes():
     engine, _, mover = engine_with()
     engine.context.agreed_page_bytes = 10 * engine.context.page_bytes

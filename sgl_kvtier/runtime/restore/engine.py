@@ -239,8 +239,11 @@ class RestoreEngine:
         self.abandon_all("differs")
         self.proof.refute()
 
-    def reset(self) -> None:
-        """Ends everything before the pools are emptied. Blocks while transfers are in flight."""
+    def reset(self, on_all_ranks: Callable[[bool], bool] = bool) -> None:
+        """Ends everything before the pools are emptied. Blocks while transfers are in flight, for
+        `_RESET_S` at most. `on_all_ranks`: whether something is so on every rank. If a transfer
+        hangs on one, loads stay on all, since ranks always have the same ones.
+        """
         self.abandon_all("flushed")
         if self.attach is not None:
             self.attach.reset()
@@ -249,14 +252,10 @@ class RestoreEngine:
         end = time.monotonic() + _RESET_S
         while any(OPEN in load.poll.local for load in self.loads) and time.monotonic() < end:
             self.mover.wait_news(0.01)
-        # Nothing is reduced here: a page that was open when ranks last agreed counts as lost.
-        over = [
-            bytes(load.poll.seen)
-            if OPEN in load.poll.local
-            else bytes(s or _CANCELLED for s in load.poll.seen)
-            for load in self.loads
-        ]
-        self.settle(over, [0.0] * len(over))
+        # States are not reduced here: a page that was open when ranks last agreed counts as lost.
+        if self.loads and on_all_ranks(not any(OPEN in load.poll.local for load in self.loads)):
+            over = [bytes(state or _CANCELLED for state in load.poll.seen) for load in self.loads]
+            self.settle(over, [0.0] * len(over))
         self.context.slots.free()
         if self.kept is not None:
             self.kept.give_room(self.kept.tokens)

@@ -149,8 +149,14 @@ class Parts:
 
     def reset(self) -> None:
         """Called before the pools are emptied: blocks until no transfer into them is in flight."""
-        self.engine.reset()
+        self.engine.reset(self._on_all_ranks)
         self.tell_ahead(lambda ahead: ahead.reset())
+
+    def _on_all_ranks(self, is_so: bool) -> bool:
+        """Whether this is so on every rank; with pipeline stages, on every rank of the first one."""
+        if self.agreement.alone:
+            return is_so
+        return bool(tree_ranks.least(self.context.tree, [is_so])[0])
 
     def end_copies(self) -> bool:
         """Blocks until lookahead's copies to the device have ended; whether there were any. On all
@@ -165,7 +171,7 @@ class Parts:
         ahead = self.ahead
         if ends:
             if self.engine.holds_memory:
-                self.engine.reset()
+                self.engine.reset(self._on_all_ranks)
             if ahead is not None and ahead.promotions.hangs:
                 ahead.promotions.reset()
         hangs = (ahead is not None and ahead.promotions.hangs) or (
