@@ -262,6 +262,7 @@ loads: list of objects; one for each value of --concurrency or --rate
     ms: interval; in milliseconds
     share: interval; as a fraction of what all mechanisms take off, where that is above 0
   without.<mechanism>: interval; that mean without it, over kvtier's; all: SGLang's best
+  without_e2e.<mechanism>: interval; the same of e2e_ms
 """,
     {
         **_PARTS,

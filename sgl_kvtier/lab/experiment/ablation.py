@@ -246,6 +246,7 @@ def load_result(
         "arms": figures,
         "share": shares(known, arms),
         "without": without(known, arms),
+        "without_e2e": without(known, arms, "e2e_ms"),
     }
 
 

@@ -207,6 +207,21 @@ def test_shares_are_those_of_the_means_and_add_up() -> None:
         "restore": 2.0,
         "lookahead": 1.2,
     }
+    whole = [{**row, "e2e_ms": row["ttft_ms"] + 500.0} for row in rows(times)]
+    assert without(whole, list(times), "e2e_ms")["all"]["value"] == 1.5
+
+
+@pytest.mark.parametrize(("whole", "shown"), [({"value": 1.25}, "1.25"), ({}, "–")])
+def test_ratios_of_whole_requests_stand_beside_those_of_the_first_token(
+    whole: dict, shown: str
+) -> None:
+    first = {"value": 2.0, "low": 1.5, "high": 2.5}
+    load = {"name": "load", "without": {"all": first}, "without_e2e": {"all": whole}}
+    load |= {"tried": [], "share": {}, "arms": {}}
+    tables = ABLATION.tables({"loads": [load], "notes": [], "rounds": 1})
+    (table,) = (one for one in tables if one.title.startswith("Without one"))
+    ((_, _, ratio, _, _, ratio_of_whole, *_),) = table.cells()
+    assert (ratio, ratio_of_whole) == ("2.00", shown)
 
 
 def test_a_gain_that_may_be_none_has_no_shares() -> None:
