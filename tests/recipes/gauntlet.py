@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import forking
 import shapes
+from forking import Forked, Importer
 
 from sgl_kvtier.arguments import positive
 from sgl_kvtier.errors import BenchError
@@ -165,20 +165,6 @@ def environment(recipe: Recipe, folder: Path) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": "1",
     }
-
-
-class Forked(Server):
-    """A server whose processes are forked from one that has imported SGLang already, which takes a
-    minute on a busy machine. `python -m sglang.launch_server` does the same from there on.
-    """
-
-    def start(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        place = ["--host", "127.0.0.1", "--port", str(self.port)]
-        told = [*self._launch.arguments, *place]
-        env = {**os.environ, **self._launch.env}
-        self._process = forking.Popen(env, str(self.log_path), told)  # type: ignore[assignment]
-        self._started_s = time.monotonic()
 
 
 class Asked:
@@ -523,7 +509,7 @@ def main(given: list[str] | None = None) -> int:
                 if args.json:
                     keep(args.json, document(merged(args.json, rows)))
     finally:
-        forking.stop()
+        Importer.stop_all()
         if not args.keep:
             shutil.rmtree(scratch, ignore_errors=True)
     if args.fuzz:

@@ -10,8 +10,9 @@ from typing import Any
 import gauntlet
 import pytest
 import speed
+from forking import Forked
 
-from sgl_kvtier.lab.outside.server import Launch, Server
+from sgl_kvtier.lab.outside.server import Launch
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -42,7 +43,7 @@ ANCHORS = [
 @pytest.mark.parametrize(("name", "kind"), ANCHORS)
 def test_windows_and_states_are_restored_with_what_the_front_computed(tmp_path, name, kind):
     recipe, dropped = recipe_of(name)
-    row = gauntlet.run(recipe, dropped, tmp_path / "server")
+    row = gauntlet.run(recipe, dropped, tmp_path / "server", fork=True)
     assert row["restores"] and row["equal"], str(row)
     assert row["computed_tokens"] > 0 and row["loaded_tokens"] > 0, "from both ends"
     assert row["looks_ahead"] and row["reason"] == "", str(row)
@@ -103,7 +104,7 @@ def test_a_next_turn_finds_the_answer_before_it(tmp_path, monkeypatch, flag, res
     launch = Launch(
         tuple(gauntlet.arguments(recipe, dropped, folder)), gauntlet.environment(recipe, folder)
     )
-    with Server(recipe.name, launch, folder) as server:
+    with Forked(recipe.name, launch, folder) as server:
         server.wait_until_healthy(gauntlet.START_S)
         asked = gauntlet.Asked(server)
         prompt = [16 + n % 200 for n in range(1000)]

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forking import Forked
+
 from sgl_kvtier.lab.outside.lab_model import write_model
 from sgl_kvtier.lab.outside.server import Launch, Server
 
@@ -240,7 +242,10 @@ def serving(
     """A server that answers, stopped at the end whatever happens."""
     extra = ["--hicache-storage-backend-extra-config", f"@{config}"] if config else []
     launch = Launch((*arguments, *extra), {**STRICT, **env})
-    with Server(folder.name, launch, folder) as server:
+    # Modules read variables of SGLang, and what `changed` names, while they are imported.
+    late = all(name.startswith("KVTIER_") for name in env)
+    start = Forked if late else Server
+    with start(folder.name, launch, folder) as server:
         server.wait_until_healthy(420)
         yield Served(server)
 

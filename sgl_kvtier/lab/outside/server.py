@@ -96,21 +96,24 @@ class Server:
             print(refused, file=sys.stderr)
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            # A session of its own: the terminal's Ctrl-C does not reach it, and its group can be
-            # found again.
-            with self.log_path.open("ab") as log:
-                self._process = subprocess.Popen(
-                    self.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **self._launch.env},
-                    start_new_session=True,
-                )
+            self._process = self._spawn()
         except OSError as error:
             raise BenchError(f"{self.name}: cannot start a server: {error}") from error
         self._started_s = time.monotonic()
         _RUNNING[id(self)] = self
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        # A session of its own: the terminal's Ctrl-C does not reach it, and its group can be found
+        # again.
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._launch.env},
+                start_new_session=True,
+            )
 
     def wait_until_healthy(self, timeout_s: float = 300.0) -> float:
         """Blocks until /health says 200 and returns the seconds since the start.
