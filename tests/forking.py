@@ -18,10 +18,9 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from sgl_kvtier.lab.outside.server import HOST, Server
-
 
 _KINDS = ("PYTHONPATH", "SGLANG_PLATFORM", "SGLANG_EXTERNAL_MODEL_PACKAGE", "TORCHDYNAMO_DISABLE")
 """Variables that decide what is imported."""
@@ -32,7 +31,7 @@ class Importer:
     modules read of others while they are imported is the first server's.
     """
 
-    _running: dict[tuple[tuple[str, str], ...], Importer] = {}
+    _running: ClassVar[dict[tuple[tuple[str, str], ...], Importer]] = {}
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(

@@ -153,7 +153,7 @@ class Parts:
         self.tell_ahead(lambda ahead: ahead.reset())
 
     def _on_all_ranks(self, is_so: bool) -> bool:
-        """Whether this is so on every rank; with pipeline stages, on every rank of the first one."""
+        """Whether this is so on every rank, or with pipeline stages on every one of the first."""
         if self.agreement.alone:
             return is_so
         return bool(tree_ranks.least(self.context.tree, [is_so])[0])
