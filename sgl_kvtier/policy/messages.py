@@ -272,7 +272,9 @@ class StepView:
     in memory nor loaded by the engine. Called fresh prefill in this package.
     """
     decoding: int = 0
-    """Number of decoding requests. They produce no token during a step with prefill."""
+    """Number of decoding requests, with data-parallel attention those of all replicas. They produce
+    no token, or a late one, during a step with prefill.
+    """
     free_pages: dict[Tier, int] = field(default_factory=dict)
     """Pages that can be allocated, evictable pages included, by tier: of the device, and of host
     memory if the executor stages loads there. Loads into a tier that is not listed have no limit.

@@ -7,9 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from patience import until
 from restore_lab import CHECKED, CHUNK, GBPS, LONG
 from serving import Answer, Served, changed, flags, prompts
 from shared import Shared
+
+from sgl_kvtier.policy.decision_log import Reader
+from sgl_kvtier.policy.messages import StepView
 
 pytestmark = pytest.mark.server
 
@@ -20,7 +24,12 @@ def server(servers: Shared) -> Served:
     launch = flags("tiny-qwen3", tp_size=2, attn_dp_size=2, **pools)
     sections = {
         "throttle": {"read_gbps": GBPS},
-        "policy": {"restore": "both", "min_restore_tokens": 64, "proof": "all"},
+        "policy": {
+            "restore": "both",
+            "min_restore_tokens": 64,
+            "proof": "all",
+            "decision_log": "{folder}/decisions.jsonl",
+        },
     }
     return servers.get(launch, sections, {**CHECKED, **changed(PLAIN_COPIES=Path("yes"))})
 
@@ -55,3 +64,19 @@ def test_each_rank_restores_its_own_and_the_others_pages_beside_the_other(server
     assert min(by_rank(server, "proof_pages_total", result="equal")) > 0
     assert by_rank(server, "proof_pages_total", result="differs") == [0.0, 0.0]
     assert by_rank(server, "proof_attaches_total", result="differs") == [0.0, 0.0]
+
+
+def test_a_rank_counts_the_requests_that_the_other_one_decodes(server: Served) -> None:
+    long, stored = prompts(2, tokens=LONG, seed=11)
+    server.ask(stored, routed_dp_rank=1)
+    server.flush()
+    with ThreadPoolExecutor(1) as pool:
+        decoding = pool.submit(server.ask, long, 400, routed_dp_rank=0)
+        until(lambda: server.metric("sglang:num_running_reqs") > 0)
+        again = server.ask(stored, routed_dp_rank=1)
+        assert not decoding.done() and again.storage > 0
+    time.sleep(1.2)  # the log is written by a thread of its own
+    log = server.server.folder / "decisions-dp1.jsonl"
+    records = map(Reader().decode, log.read_text().splitlines()[1:])
+    counted = {one.decoding for one in records if isinstance(one, StepView) and one.slot}
+    assert 1 in counted, "while it restores"

@@ -12,7 +12,7 @@ from ticks import bare_tree, idle_tick
 from sgl_kvtier.runtime.proof.decoding import PAUSE_S, SLOWER, SURE, WINDOW, DecodeGuard, p99
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler.hooks import _forward_stream
-from sgl_kvtier.runtime.sglang.step import is_longest
+from sgl_kvtier.runtime.sglang.step import decoding_elsewhere, is_longest
 from sgl_kvtier.runtime.step.chunk_clock import Chunk, ChunkClock
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.runtime.step.polls import LANDED
@@ -293,6 +293,31 @@ def test_a_chunk_whose_forward_still_runs_ends_without_a_time(clock, noted, monk
 def test_only_the_longest_rank_of_a_step_tells_how_long_its_tokens_take(tokens_by_rank, longest):
     batch = SimpleNamespace(extend_num_tokens=64, global_num_tokens=tokens_by_rank)
     assert is_longest(batch) is longest
+
+
+@pytest.mark.parametrize(
+    ("mode", "counts", "prefills", "elsewhere"),
+    [
+        ("decode", None, False, 0),
+        ("decode", [3], False, 0),
+        ("decode", [3, 0, 5, 300], False, 305),
+        ("idle", [0, 4], False, 4),
+        ("extend", [5, 512], True, 5),
+        ("extend", [512, 512], True, 0),
+        ("decode", [3, 512, 7], True, 7),
+    ],
+)
+def test_requests_that_other_replicas_decode_are_counted(mode, counts, prefills, elsewhere):
+    modes = {f"is_{name}": lambda name=name: name == mode for name in ("decode", "idle")}
+    batch = SimpleNamespace(
+        global_num_tokens=counts,
+        forward_mode=SimpleNamespace(**modes),
+        batch_size=lambda: 3,
+        extend_num_tokens=512,
+        is_extend_in_batch=prefills,
+    )
+    assert decoding_elsewhere(batch) == elsewhere
+    assert decoding_elsewhere(None) == 0
 
 
 def test_a_forward_that_computed_less_than_its_tokens_teaches_nothing(clock, noted):

@@ -200,6 +200,7 @@ def test_a_pass_that_runs_nothing_beside_waiting_requests_naps(monkeypatch):
     monkeypatch.setattr(hooks.time, "sleep", slept.append)
     parts = SimpleNamespace(
         turns=SimpleNamespace(passed=lambda ran: None),
+        views=SimpleNamespace(passed=lambda batch: None),
         engine=SimpleNamespace(loads=[]),
         context=SimpleNamespace(room=SimpleNamespace(is_short=False)),
     )

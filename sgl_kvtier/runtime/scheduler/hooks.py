@@ -118,6 +118,7 @@ def after_pass(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> 
     if parts is None:
         return
     parts.turns.passed(result.batch_to_run is not None)
+    parts.views.passed(result.batch_to_run)
     room = parts.context.room
     short, room.is_short = room.is_short, False
     if result.batch_to_run is not None:

@@ -5,6 +5,7 @@ be allocated.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from sgl_kvtier.policy.messages import StepView
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
@@ -27,6 +28,11 @@ class Views:
         self._context = engine.context
         self._chunk_tokens = chunk_tokens
         self._host_tokens = host_tokens
+        self._elsewhere = 0
+
+    def passed(self, batch: Any) -> None:
+        """SGLang has chosen this batch for the step, or None."""
+        self._elsewhere = step.decoding_elsewhere(batch)
 
     def left(self, rid: str, tokens: int) -> None:
         """Notes that SGLang loads the first `tokens` tokens of a waiting request."""
@@ -80,7 +86,7 @@ class Views:
             fresh_tokens=sum(fresh),
             fresh=fresh if any(fresh) else (),
             wanted_tokens=sum(self._wanted(req) for req in waiting),
-            decoding=step.decoding_count(scheduler),
+            decoding=step.decoding_count(scheduler) + self._elsewhere,
             free_pages=self.free_pages(step.decoding(scheduler), chunked),
             empty_pages=self._empty_pages() if self._context.looking_ahead else {},
             owed_pages=0

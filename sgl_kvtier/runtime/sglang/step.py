@@ -66,6 +66,26 @@ def decoding_count(scheduler: Scheduler) -> int:
     return len(scheduler.running_batch.reqs)
 
 
+_SHORTEST_PREFILL = 256
+"""Tokens. In a step in which a replica prefills, one with fewer is taken for one that decodes."""
+
+
+def decoding_elsewhere(batch: Any) -> int:
+    """How many requests the other replicas of data-parallel attention decode in the step of this
+    batch. 0 where SGLang does not pass their numbers of tokens on: where experts get tokens by
+    all-to-all, and without a batch, when none has one.
+    """
+    counts = list(getattr(batch, "global_num_tokens", None) or ())
+    if len(counts) < 2:
+        return 0
+    mode = batch.forward_mode
+    own = batch.batch_size() if mode.is_decode() else batch.extend_num_tokens
+    counts.remove(0 if mode.is_idle() else own)
+    if batch.is_extend_in_batch:
+        counts = [count for count in counts if count < _SHORTEST_PREFILL]
+    return int(sum(counts))
+
+
 def computes(scheduler: Scheduler) -> bool:
     """Whether a batch is running, or one is certain to follow."""
     return bool(
