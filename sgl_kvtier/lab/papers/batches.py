@@ -37,7 +37,7 @@ from sgl_kvtier.types import Link, Span, Tier
 
 CHUNKS = (512, 8192)
 DRAWN, BY_LENGTH = "drawn", "by length"
-OURS = "kvtier"
+OURS, UNBOUNDED = "kvtier", "kvtier, gaps unbounded"
 SEEDS = range(1, 9)
 
 _STALL_MS = PolicyConfig().max_stall_ms
@@ -46,10 +46,11 @@ RULES: dict[str, tuple[Callable[[], Rules], float]] = {
     # other; with kvtier's 0.3 s compute would wait for loads that it has claimed too early.
     "cake": (partial(Cake, load_horizon_s=0.02), 0.0),
     "cacheflow": (partial(CacheFlow, load_horizon_s=0.02), 0.0),
+    UNBOUNDED: (ByArrival, 0.0),
     OURS: (ByArrival, _STALL_MS),
 }
 """Each computes requests in the order in which they come. With it `policy.max_stall_ms`, 0 for no
-bound: ours alone bounds the gaps of those that decode.
+bound: the papers' rules do not bound the gaps of those that decode.
 """
 
 _DEVICE, _PAGE = "h100-llama8b", 64
