@@ -252,8 +252,9 @@ class RestoreEngine:
         end = time.monotonic() + _RESET_S
         while any(OPEN in load.poll.local for load in self.loads) and time.monotonic() < end:
             self.mover.wait_news(0.01)
+        ended = not any(OPEN in load.poll.local for load in self.loads)
         # States are not reduced here: a page that was open when ranks last agreed counts as lost.
-        if self.loads and on_all_ranks(not any(OPEN in load.poll.local for load in self.loads)):
+        if self.loads and on_all_ranks(ended) and ended:
             over = [bytes(state or _CANCELLED for state in load.poll.seen) for load in self.loads]
             self.settle(over, [0.0] * len(over))
         self.context.slots.free()
