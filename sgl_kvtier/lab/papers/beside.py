@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from statistics import fmean
+from dataclasses import replace
+from statistics import fmean, quantiles
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
@@ -26,8 +27,14 @@ MACHINE = Machine(device_bytes=40 << 30, host_bytes=60 << 30, storage_gbps=51.2)
 """Device memory of an H100 beside Llama 3.1 8B, and an SSD of 6.4 GB/s."""
 PER_SECOND = (0.0, 2.0, 6.0)
 """Chats that begin in a second: with 400 tokens each about eight and 24 of them run at a time."""
-RULES = {"loads alone": named(NeverRestores), "kvtier": "", "TTFT alone": named(Eager)}
-"""`policy.rules` by the names of rows."""
+_OURS = PolicyConfig(prefetch="off", eviction="lru", restore="auto")
+POLICIES = {
+    "loads alone": replace(_OURS, rules=named(NeverRestores)),
+    "kvtier": _OURS,
+    "kvtier, `max_stall_ms` 25": replace(_OURS, max_stall_ms=25.0),
+    "TTFT alone": replace(_OURS, rules=named(Eager)),
+}
+"""By the names of rows."""
 
 _SESSIONS, _RETURNS_PER_S = 60, 0.36
 _PROMPT_TOKENS, _SUFFIX_TOKENS = (30_000, 51_000), 300
@@ -73,21 +80,27 @@ def _key(*what: int) -> PageKey:
 
 
 def measure(
-    chats_per_s: float, rules: str, seeds: Sequence[int] = _SEEDS, sessions: int = _SESSIONS
+    chats_per_s: float,
+    config: PolicyConfig,
+    seeds: Sequence[int] = _SEEDS,
+    sessions: int = _SESSIONS,
 ) -> dict[str, Any]:
-    """One row over these draws: seconds, and how much of the returning prompts is computed."""
-    config = PolicyConfig(prefetch="off", eviction="lru", restore="auto", rules=rules)
+    """One row over these draws: seconds, how much of the returning prompts is computed, and the 99th
+    percentile of gaps between output tokens, in milliseconds.
+    """
     done: list[RequestResult] = []
+    gaps_s: list[float] = []
     for seed in seeds:
-        done += run_policy(
-            "kvtier", MACHINE, requests(chats_per_s, seed, sessions), config
-        ).requests
+        run = run_policy("kvtier", MACHINE, requests(chats_per_s, seed, sessions), config)
+        done += run.requests
+        gaps_s += run.gaps_s
     returned = [one for one in done if one.rid.startswith("return")]
     chats = [one for one in done if one.rid.startswith("chat")]
     return {
         "ttft_s": fmean(one.ttft_s for one in returned),
         "whole_s": fmean(map(_whole_s, returned)),
         "chats_s": fmean(map(_whole_s, chats)) if chats else None,
+        "gap_ms": 1000 * quantiles(gaps_s, n=100)[-1],
         "computed": 100
         * sum(one.computed_tokens for one in returned)
         / sum(one.prompt_tokens for one in returned),
@@ -100,13 +113,14 @@ def _whole_s(done: RequestResult) -> float:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Rows of `measure` with their `chats_per_s` and `rules`, one a line."""
+    """Rows of `measure` with their `chats_per_s` and `policy`, one a line."""
     columns = [
         Column("chats_per_s", "chats a second", decimals=0),
-        Column("rules", "what a restoration counts"),
+        Column("policy", "policy"),
         Column("ttft_s", "TTFT, returning", "s", 2),
         Column("whole_s", "whole request, returning", "s", 2),
         Column("chats_s", "whole request, chats", "s", 2),
+        Column("gap_ms", "gap p99", "ms", 0),
         Column("computed", "computed", "% of tokens", 0),
     ]
     return Table("", columns, rows)

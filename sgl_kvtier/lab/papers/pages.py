@@ -157,11 +157,11 @@ def scene_markdown(name: str) -> str:
 def beside_markdown() -> str:
     """The table of what restoring takes from requests that run."""
     rows = []
-    with progress("beside", len(beside.PER_SECOND) * len(beside.RULES), "rows") as bar:
+    with progress("beside", len(beside.PER_SECOND) * len(beside.POLICIES), "rows") as bar:
         for chats_per_s in beside.PER_SECOND:
-            for name, rules in beside.RULES.items():
-                row = beside.measure(chats_per_s, rules)
-                rows.append({"chats_per_s": chats_per_s, "rules": name, **row})
+            for name, config in beside.POLICIES.items():
+                row = beside.measure(chats_per_s, config)
+                rows.append({"chats_per_s": chats_per_s, "policy": name, **row})
                 bar.advance()
     return to_markdown(beside.table(rows))
 

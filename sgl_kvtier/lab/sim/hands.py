@@ -150,6 +150,8 @@ class Live:
     load_link: Link | None = None
     """Over which it was loaded last."""
     out_tokens: int = 0
+    token_s: float = 0.0
+    """When its last output token came."""
 
     @property
     def rid(self) -> str:

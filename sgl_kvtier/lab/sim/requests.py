@@ -108,6 +108,8 @@ class SimResult:
     compute_busy_s: float
     steps: int
     events: int
+    gaps_s: list[float] = field(default_factory=list)
+    """Times between two output tokens of a request, of all requests as they came."""
 
     def ttfts(self) -> list[float]:
         """Seconds to the first token, in the order of arrival."""

@@ -74,6 +74,7 @@ def simulate(
         compute_busy_s=engine.compute_busy_s,
         steps=engine.steps,
         events=env.events,
+        gaps_s=engine.gaps_s,
     )
 
 

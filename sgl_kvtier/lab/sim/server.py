@@ -153,6 +153,7 @@ class Server:
         self.results: list[RequestResult] = []
         self.steps = 0
         self.compute_busy_s = 0.0
+        self.gaps_s: list[float] = []
         hands.listen(self.wake)
 
     # --- what comes in ----------------------------------------------------------------------------
@@ -556,6 +557,9 @@ class Server:
         self._token(live)
 
     def _token(self, live: Live) -> None:
+        if live.out_tokens:
+            self.gaps_s.append(self._env.now - live.token_s)
+        live.token_s = self._env.now
         live.out_tokens += 1
         if live.out_tokens < live.spec.output_tokens:
             return
