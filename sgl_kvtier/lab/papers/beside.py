@@ -85,8 +85,8 @@ def measure(
     seeds: Sequence[int] = _SEEDS,
     sessions: int = _SESSIONS,
 ) -> dict[str, Any]:
-    """One row over these draws: seconds, how much of the returning prompts is computed, and the 99th
-    percentile of gaps between output tokens, in milliseconds.
+    """One row over these draws: seconds, how much of the returning prompts is computed, and the
+    99th percentile of gaps between output tokens, in milliseconds.
     """
     done: list[RequestResult] = []
     gaps_s: list[float] = []
