@@ -312,6 +312,21 @@ def test_a_host_page_that_was_freed_is_not_there_for_a_move_that_fails_later():
     assert [page.in_flight if page else None for page in there] == [(), (Tier.HOST,)]
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 10])
+def test_the_paths_that_are_needed_last_are_the_first_to_go(tokens):
+    """Each has one token, and the tree would evict the one first that is needed soonest."""
+    held, evicted, nodes = list[int](), list[int](), list(range(10))
+    host: Any = SimpleNamespace(pin=lambda node: held.append(node) or node, unpin=held.remove)
+
+    def evict(wanted: int) -> int:
+        free = [node for node in nodes if node not in held and node not in evicted][:wanted]
+        evicted.extend(free)
+        return len(free)
+
+    assert evict_others(host, tokens, nodes, evict, least=True) == tokens
+    assert held == [] and evicted == nodes[::-1][:tokens]
+
+
 def test_paths_are_not_held_back_any_more_when_an_eviction_fails():
     pinned = list[Any]()
     host: Any = SimpleNamespace(pin=lambda node: pinned.append(node) or node, unpin=pinned.remove)

@@ -16,8 +16,9 @@ MOST_PINS = 256
 def evict_others(
     host: HostTier, tokens: int, nodes: Iterable[int], evict: Callable[[int], int], *, least: bool
 ) -> int:
-    """Evicts `tokens` while the paths to `nodes` are locked; returns how many were freed. With
-    `least`, if that is too little, it evicts the rest without locks. Scheduler's thread.
+    """Evicts `tokens` while the paths to `nodes` are locked, the one needed soonest first; returns
+    how many were freed. With `least`, if that is too little, it unlocks paths from the last one on,
+    an eighth of them at a time. Scheduler's thread.
     """
     pins = []
     for node in islice(nodes, MOST_PINS):
@@ -27,7 +28,11 @@ def evict_others(
             continue  # it was evicted meanwhile
     try:
         freed = int(evict(tokens))
+        while least and pins and freed < tokens:
+            for _ in range(max(1, len(pins) // 8)):
+                host.unpin(pins.pop())
+            freed += int(evict(tokens - freed))
     finally:
         for pin in pins:
             host.unpin(pin)
-    return freed if freed >= tokens or not least or not pins else freed + int(evict(tokens - freed))
+    return freed
