@@ -22,16 +22,22 @@ from typing import Any, ClassVar
 
 from sgl_kvtier.lab.outside.server import HOST, Server
 
+CHANGES = ("SPOIL", "RAN", "MISTAKE", "PLAIN_COPIES", "ADAPTERS", "GONE", "DRAFTS")
+"""Variables of `runtime/changed_site` that change modules. Only while a server runs it reads what
+they say.
+"""
 _KINDS = ("PYTHONPATH", "SGLANG_PLATFORM", "SGLANG_EXTERNAL_MODEL_PACKAGE", "TORCHDYNAMO_DISABLE")
 """Variables that decide what is imported."""
+_MOST_IDLE = 1
+"""Processes without a server that are kept: each has about a gigabyte of memory."""
 
 
 class Importer:
-    """A process that has imported SGLang, for servers whose variables of `_KINDS` are the same. What
-    modules read of others while they are imported is the first server's.
+    """A process that has imported SGLang, for servers whose modules are the same. What these read of
+    other variables while they are imported is the first server's.
     """
 
-    _running: ClassVar[dict[tuple[tuple[str, str], ...], Importer]] = {}
+    _running: ClassVar[dict[tuple[str, ...], Importer]] = {}
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -42,12 +48,18 @@ class Importer:
             text=True,
             start_new_session=True,
         )
+        self.servers = 0
+        """How many run."""
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Importer:
         """The one for a server with these variables, which is started if there is none."""
-        key = tuple((name, env.get(name, "")) for name in _KINDS)
+        changes = (name for name in CHANGES if name in env)
+        key = (*(env.get(name, "") for name in _KINDS), *changes)
         if key not in cls._running:
+            idle = [known for known, one in cls._running.items() if not one.servers]
+            for known in idle[: max(0, len(idle) + 1 - _MOST_IDLE)]:
+                cls._running.pop(known)._stop()
             cls._running[key] = cls(env)
         return cls._running[key]
 
@@ -56,8 +68,11 @@ class Importer:
         """Ends them. Servers that run go on."""
         while cls._running:
             _, one = cls._running.popitem()
-            one._process.kill()
-            one._process.communicate()
+            one._stop()
+
+    def _stop(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
     def ask(self, **command: Any) -> Any:
         """The answer to a command. Raises OSError when the process has ended."""
@@ -79,12 +94,14 @@ class ForkedPopen:
     def __init__(self, env: dict[str, str], log: str, arguments: list[str]) -> None:
         self._importer = Importer.of(env)
         self.pid: int = self._importer.ask(env=env, log=log, arguments=arguments)
+        self._importer.servers += 1
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """The status it ended with; None while it runs."""
         if self.returncode is None:
             self.returncode = self._importer.ask(poll=self.pid)
+            self._importer.servers -= self.returncode is not None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:

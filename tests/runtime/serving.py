@@ -9,14 +9,14 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forking import Forked
+from forking import CHANGES, Forked
 
 from sgl_kvtier.lab.outside.lab_model import write_model
 from sgl_kvtier.lab.outside.server import Launch, Server
@@ -27,6 +27,7 @@ STRICT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "OMP_NUM_THREADS": "1",
 }
+_CHANGED = str(Path(__file__).parent / "changed_site")
 Record = Callable[[str, object], None]
 """pytest's `record_property`: notes something in the report of the tests (`--junitxml`)."""
 ADMIN = {"Authorization": "Bearer test-admin"}
@@ -242,17 +243,22 @@ def serving(
     """A server that answers, stopped at the end whatever happens."""
     extra = ["--hicache-storage-backend-extra-config", f"@{config}"] if config else []
     launch = Launch((*arguments, *extra), {**STRICT, **env})
-    # Modules read variables of SGLang, and what `changed` names, while they are imported.
-    late = all(name.startswith("KVTIER_") for name in env)
-    start = Forked if late else Server
+    start = Forked if _is_forked(env) else Server
     with start(folder.name, launch, folder) as server:
         server.wait_until_healthy(420)
         yield Served(server)
 
 
+def _is_forked(env: Mapping[str, str]) -> bool:
+    """Whether only a running server reads these variables, or they are those of `changed`."""
+    late = ("PYTHONPATH", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", *CHANGES)
+    known = all(name in late or name.startswith("KVTIER_") for name in env)
+    return known and env.get("PYTHONPATH", _CHANGED).startswith(_CHANGED)
+
+
 def changed(**told: Path) -> dict[str, str]:
     """Variables of a server that `changed_site` changes, as `told` says there."""
-    paths = [str(Path(__file__).parent / "changed_site"), os.environ.get("PYTHONPATH", "")]
+    paths = [_CHANGED, os.environ.get("PYTHONPATH", "")]
     variables = {name: str(value) for name, value in told.items()}
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
 
