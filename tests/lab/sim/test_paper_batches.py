@@ -25,7 +25,7 @@ def test_the_link_loads_the_mix_in_the_time_of_computing_it(chunk: int) -> None:
 def test_ours_alone_bounds_the_gaps_of_requests_that_decode() -> None:
     bench, prefixes = Bench(512), [4096, 8192, 16384, 32768]
     gaps = {rule: bench.batch(rule, prefixes)["gap_s"] for rule in RULES}
-    assert gaps[OURS] < 0.5 * min(gaps["cake"], gaps["cacheflow"])
+    assert gaps[OURS] < 0.5 * min(gap for rule, gap in gaps.items() if rule != OURS)
 
 
 def test_the_table_has_both_chunk_sizes_and_every_rule_in_the_same_queue_order(
@@ -40,7 +40,7 @@ def test_the_table_has_both_chunk_sizes_and_every_rule_in_the_same_queue_order(
         for order in (DRAWN, BY_LENGTH)
         for rule in RULES
     ]
-    assert len(batches.table(found, 2).rows) == 12
+    assert len(batches.table(found, 2).rows) == 2 * 2 * len(RULES)
 
 
 def test_a_queue_by_length_is_what_kvtiers_own_order_makes_of_it(
