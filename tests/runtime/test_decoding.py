@@ -305,10 +305,14 @@ def test_only_the_longest_rank_of_a_step_tells_how_long_its_tokens_take(tokens_b
         ("extend", [5, 512], True, 5),
         ("extend", [512, 512], True, 0),
         ("decode", [3, 512, 7], True, 7),
+        ("extend", [5, 530], True, 5),
+        ("prebuilt", [0, 4], False, 4),
     ],
 )
 def test_requests_that_other_replicas_decode_are_counted(mode, counts, prefills, elsewhere):
-    modes = {f"is_{name}": lambda name=name: name == mode for name in ("decode", "idle")}
+    modes = {
+        f"is_{name}": lambda name=name: name == mode for name in ("decode", "idle", "prebuilt")
+    }
     batch = SimpleNamespace(
         global_num_tokens=counts,
         forward_mode=SimpleNamespace(**modes),

@@ -79,8 +79,9 @@ def decoding_elsewhere(batch: Any) -> int:
     if len(counts) < 2:
         return 0
     mode = batch.forward_mode
-    own = batch.batch_size() if mode.is_decode() else batch.extend_num_tokens
-    counts.remove(0 if mode.is_idle() else own)
+    own = batch.batch_size() if mode.is_decode() else batch.extend_num_tokens or 0
+    own = 0 if mode.is_idle() or mode.is_prebuilt() else own
+    counts.remove(own if own in counts else max(counts))  # some prefills count as more tokens
     if batch.is_extend_in_batch:
         counts = [count for count in counts if count < _SHORTEST_PREFILL]
     return int(sum(counts))
