@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,10 +41,12 @@ class Importer:
     _running: ClassVar[dict[tuple[str, ...], Importer]] = {}
 
     def __init__(self, env: Mapping[str, str]) -> None:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_stop`)
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._said,
             env=dict(env),
             text=True,
             start_new_session=True,
@@ -73,6 +76,7 @@ class Importer:
     def _stop(self) -> None:
         self._process.kill()
         self._process.communicate()
+        self._said.close()
 
     def ask(self, **command: Any) -> Any:
         """The answer to a command. Raises OSError when the process has ended."""
@@ -81,7 +85,9 @@ class Importer:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise OSError("the process that imports SGLang has ended")
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace")[-2000:]
+            raise OSError(f"the process that imports SGLang has ended: {said}")
         return json.loads(answer)
 
 
