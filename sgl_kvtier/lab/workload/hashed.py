@@ -109,7 +109,7 @@ class ClaudeCodeReader(Reader):
                 if "requests" in request:  # of a session begun by this one
                     at_s = max(0.0, (seconds_of(request, "t") or 0.0) - zero_s)
                     agents.append((_name_of(request, "agent_id"), at_s, request))
-                elif request.get("type") == "subagent":  # the format's own word
+                elif "agent_id" in request:
                     self.left_out["sub-agents without recorded requests"] += 1
                 else:
                     context.take(request)

@@ -42,7 +42,7 @@ def asked(t: float, *ids: int, **fields: Any) -> dict[str, Any]:
 
 
 def agent(t: float, *requests: dict[str, Any]) -> dict[str, Any]:
-    return {"t": t, "type": "subagent", "agent_id": "a1", "requests": list(requests)}
+    return {"t": t, "agent_id": "a1", "requests": list(requests)}
 
 
 def chat(number: int, parent: int, at_s: float, tokens: int, *ids: int) -> dict[str, Any]:

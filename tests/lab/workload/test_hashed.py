@@ -89,6 +89,13 @@ def test_a_sub_agent_is_a_session_of_its_own_behind_its_owner_with_shared_ids() 
     assert len({b.scope for b in blocks if b}) == 1
 
 
+def test_a_sub_agent_whose_requests_were_not_recorded_is_left_out_and_counted() -> None:
+    reader = ClaudeCodeReader(Setting(Path("cc.jsonl"), ORIGIN))
+    (owner,) = reader.sessions(1, claude_record(request(0, 1, 3), {"t": 3.0, "agent_id": "a"}))
+    assert prompts(owner) == [[1, 2, 3]]
+    assert reader.left_out == {"sub-agents without recorded requests": 1}
+
+
 def test_think_time_is_the_gap_and_the_server_time_the_latency() -> None:
     session = claude(
         claude_record(request(0, 1, 1, t=0.0), request(1, t=9.0, api_time=4.0, think_time=7.0))
