@@ -29,8 +29,6 @@ they say.
 """
 _KINDS = ("PYTHONPATH", "SGLANG_PLATFORM", "SGLANG_EXTERNAL_MODEL_PACKAGE", "TORCHDYNAMO_DISABLE")
 """Variables that decide what is imported."""
-_MOST_IDLE = 1
-"""Processes without a server that are kept: each has about a gigabyte of memory."""
 
 
 class Importer:
@@ -56,12 +54,13 @@ class Importer:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Importer:
-        """The one for a server with these variables, which is started if there is none."""
+        """The one for a server with these variables. Where there is none it is started, and those
+        without a server end: each has about a gigabyte of memory.
+        """
         changes = (name for name in CHANGES if name in env)
         key = (*(env.get(name, "") for name in _KINDS), *changes)
         if key not in cls._running:
-            idle = [known for known, one in cls._running.items() if not one.servers]
-            for known in idle[: max(0, len(idle) + 1 - _MOST_IDLE)]:
+            for known in [known for known, one in cls._running.items() if not one.servers]:
                 cls._running.pop(known)._stop()
             cls._running[key] = cls(env)
         return cls._running[key]
