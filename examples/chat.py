@@ -12,7 +12,6 @@ and the conversation so far: its KV cache comes from the store.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
+
+from sgl_kvtier.launch import free_port
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "README.md"
 QUESTIONS = (
@@ -33,9 +34,7 @@ QUESTIONS = (
 @contextmanager
 def served(model: str, store: Path) -> Iterator[str]:
     """The address of a server with the kvtier tier, stopped at the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     kvtier = Path(sys.executable).with_name("kvtier")
     command = [str(kvtier), "serve", model, "--store", str(store), "--port", str(port)]
     with (store.parent / f"server-{port}.log").open("w") as log:
