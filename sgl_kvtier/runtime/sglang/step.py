@@ -72,8 +72,8 @@ _SHORTEST_PREFILL = 256
 
 def decoding_elsewhere(batch: Any) -> int:
     """How many requests the other replicas of data-parallel attention decode in the step of this
-    batch. 0 where SGLang does not pass their numbers of tokens on: where experts get tokens by
-    all-to-all, and without a batch, when none has one.
+    batch. 0 without a batch, when no replica has one, and where SGLang keeps their numbers of
+    tokens to itself (its `require_mlp_tp_gather`).
     """
     counts = list(getattr(batch, "global_num_tokens", None) or ())
     if len(counts) < 2:
