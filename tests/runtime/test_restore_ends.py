@@ -570,7 +570,7 @@ def test_a_load_of_an_aborted_request_is_ended_before_the_pools_are_emptied(paus
     parts.engine, parts.context, parts.agreement = (
         engine,
         engine.context,
-        SimpleNamespace(alone=True),
+        Agreement(engine.context.tree, 1, first=True),
     )  # type: ignore[assignment]
     parts.tick = SimpleNamespace(ahead=None)  # type: ignore[assignment]
     scheduler = SimpleNamespace(tree_cache=SimpleNamespace(kvtier=parts), _engine_paused=paused)

@@ -154,9 +154,8 @@ class Parts:
 
     def _on_all_ranks(self, is_so: bool) -> bool:
         """Whether this is so on every rank, or with pipeline stages on every one of the first."""
-        if self.agreement.alone:
-            return is_so
-        return bool(tree_ranks.least(self.context.tree, [is_so])[0])
+        _, (agreed,) = self.agreement.reduce([], bytes([is_so]))
+        return bool(agreed)
 
     def end_copies(self) -> bool:
         """Blocks until lookahead's copies to the device have ended; whether there were any. On all
