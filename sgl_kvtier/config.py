@@ -213,10 +213,11 @@ class PolicyConfig:
         high=600,
     )
     max_stall_ms: float = setting(
-        100.0,
-        "most milliseconds that restoring is predicted to add between two tokens of running "
-        "requests, but no less than four times a chunk's fixed cost; 0 = no bound. Measured gaps "
-        "are longer, by up to about a third in p99 (docs/results/restore.md)",
+        15.0,
+        "most milliseconds that a restoration's chunk is predicted to take in a step in which "
+        "requests decode (--enable-mixed-chunk); where chunks have steps of their own, six times "
+        "as many; in both cases no fewer than two and a half times a chunk's fixed cost. 0 = no "
+        "bound. Measured gaps between tokens are longer (docs/results/restore.md)",
         low=0,
         high=100_000,
     )

@@ -293,6 +293,10 @@ class StepView:
     """How many of the `fresh_tokens` each request has, in the order of `waiting`. Fresh tokens
     beyond this sum run before all waiting requests; if this is empty, that is all of them.
     """
+    mixes: bool = False
+    """Whether requests that decode would produce a token in a step with prefill."""
+    mixed: bool = False
+    """Whether they did in the last step, and it had prefill."""
 
 
 # --- the plan: what to do next --------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Ways(Protocol):
 
     @property
     def compute_stalls_s(self) -> float:
-        """Seconds for which computing all of it stops each decoding request, added up over them."""
+        """Seconds that decoding requests lose while all of it is computed, added up over them."""
 
     @property
     def both_stalls_s(self) -> float:

@@ -29,7 +29,9 @@ ENGINE = EngineShape(page_tokens=16, page_bytes=1000, chunk_tokens=512)
 
 def test_lookahead_sees_the_whole_view_after_loads_have_taken_their_pages() -> None:
     free, empty = {Tier.DEVICE: 9}, {Tier.DEVICE: 5}
-    view = StepView(1.0, ("a", "b"), "c", False, 512, 300, 2, free, empty, 3, 400, (200, 100))
+    view = StepView(
+        1.0, ("a", "b"), "c", False, 512, 300, 2, free, empty, 3, 400, (200, 100), True, True
+    )
     assert all(getattr(view, field.name) for field in fields(view) if field.name != "slot_open")
     load = Load("a", Span(0, 4), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0)
     left = make_planner(AHEAD, ENGINE)._left(view, StepPlan(loads=(load,)))

@@ -16,6 +16,7 @@ from sgl_kvtier.runtime.sglang.step import decoding_elsewhere, is_longest
 from sgl_kvtier.runtime.step.chunk_clock import Chunk, ChunkClock
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.runtime.step.polls import LANDED
+from sgl_kvtier.types import Span
 
 GAP_S = 0.010
 
@@ -257,6 +258,8 @@ def prefill(number: int = 0) -> Any:
         prefix_lens=[0],
         extend_lens=[64],
         forward_iter=number,
+        forward_mode=SimpleNamespace(is_extend=lambda: True),
+        decoding_reqs=None,
     )
 
 
@@ -339,3 +342,17 @@ def test_forwards_are_timed_on_the_stream_they_run_on(overlap, stages, stream):
     tree = SimpleNamespace(pp_size=stages)
     scheduler = SimpleNamespace(enable_overlap=overlap, tree_cache=tree, **streams)
     assert _forward_stream(scheduler) == stream
+
+
+def test_requests_that_decode_in_a_mixed_step_are_no_chunks_and_share_no_tokens(clock, noted):
+    batch = prefill()
+    batch.decoding_reqs = [SimpleNamespace(rid="d"), SimpleNamespace(rid="e")]
+    batch.reqs = [SimpleNamespace(rid="q"), *batch.reqs, *batch.decoding_reqs]
+    batch.prefix_lens, batch.extend_lens = [0, 192, 700, 800], [32, 64, 1, 1]
+    clock.launched(clock.launch(batch), batch)
+    started, ended = noted[:2], noted[2:]
+    for chunks in (started, ended):
+        assert [(chunk.rid, chunk.tokens, chunk.shared_tokens) for chunk in chunks] == [
+            ("q", Span(0, 32), 64),
+            ("r", Span(192, 256), 32),
+        ]

@@ -310,7 +310,7 @@ def in_row(front: int, splice: Span) -> tuple[KVTierPrefillAdder, Any, list[Any]
         r.spliced = {Tier.STORAGE: len(span)}
         return torch.arange(len(span) * PAGE)
 
-    r = SimpleNamespace(front=front, closed=False, owner={}, spliced={})
+    r = SimpleNamespace(front=front, pages=60, closed=False, owner={}, spliced={})
     engine = SimpleNamespace(
         restoration_of=lambda req: r,
         computes={"r": Compute("r", splice, None)},
@@ -361,6 +361,28 @@ def test_pages_that_were_spliced_in_a_pass_without_a_chunk_are_not_spliced_again
     done, req, spliced, _ = in_row(6, Span(2, 6))
     done.add_chunked_req(req)
     assert spliced == [] and done.can_run_list == [req]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pages", "limit"),
+    [
+        pytest.param(250, 60, 240, id="it ends where a page ends"),
+        pytest.param(250, 2, None, id="nothing more can be attached"),
+        pytest.param(1000, 60, None, id="the whole rest fits"),
+    ],
+)
+def test_a_chunk_beside_requests_that_decode_ends_where_a_loaded_page_can_follow(
+    monkeypatch, tokens, pages, limit
+):
+    """SGLang takes the tokens of requests that decode off those of a chunk."""
+    limits = limits_of(monkeypatch)
+    adder, req, _, _ = in_row(2, Span(2, 2))
+    adder.rem_chunk_tokens = tokens
+    engine = adder.tree_cache.kvtier.engine
+    engine.restoration_of(req).pages = pages
+    engine.counters.park = lambda r: None
+    adder.add_chunked_req(req)
+    assert limits == [limit]
 
 
 ADMISSION = SimpleNamespace(is_chunked=False)

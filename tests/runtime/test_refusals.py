@@ -54,7 +54,6 @@ BY_FLAGS = [
     ("multi-layer EAGLE", "--enable-multi-layer-eagle", "--model-path MLA --speculative-algorithm EAGLE --enable-multi-layer-eagle"),
     ("several branches", "--speculative-eagle-topk 1", f"--model-path MLA --speculative-algorithm EAGLE {TREE}"),
     ("deterministic inference", "--prefill-attention-backend triton", "--device cuda --enable-deterministic-inference --attention-backend triton --prefill-attention-backend flashinfer"),
-    ("mixed chunks", "--enable-mixed-chunk", "--enable-mixed-chunk"),
     ("experts whose weights move", "--dwdp-size", "--dwdp-size 2 --tp 2"),
     ("experts whose weights move", "--elastic-ep-join-mode", "--elastic-ep-backend mooncake --elastic-ep-join-mode scale --elastic-ep-join-rank-offset 1 --nnodes 2 --node-rank 1 --max-ep-size 2 --tp 2"),
     ("apart", "--disaggregation-mode", "--disaggregation-mode prefill"),
@@ -249,14 +248,38 @@ def test_one_nvidia_gpu_restores_and_looks_ahead_by_default(launch):
 def test_all_reasons_are_said_at_once(launch):
     line = str(
         restore_setup.own_way(
-            launch("--page-size 1 --enable-mixed-chunk"), context(disable_radix_cache=True), BOTH
+            launch("--page-size 1 --disaggregation-mode prefill"),
+            context(disable_radix_cache=True),
+            BOTH,
         )
     )
-    assert all(what in line for what in ("radix cache is off", "--page-size 64", "mixed chunks"))
+    assert all(what in line for what in ("radix cache is off", "--page-size 64", "are apart"))
 
 
 @pytest.mark.parametrize(
-    "flags", ["--enable-mixed-chunk", f"--model-path MLA --speculative-algorithm EAGLE {TREE}"]
+    ("flags", "anchored", "apart"),
+    [
+        ("", True, None),
+        ("--enable-mixed-chunk", False, None),
+        ("--enable-mixed-chunk --tp 2", False, None),
+        ("--enable-mixed-chunk", True, "windows or states"),
+        ("--enable-mixed-chunk --pp-size 2", False, "pipeline stages"),
+        ("--enable-mixed-chunk --tp 2 --attn-dp-size 2", False, "data-parallel attention"),
+        (f"--enable-mixed-chunk --model-path MLA --speculative-algorithm EAGLE {CHAIN}", False,
+         "speculative decoding"),
+    ],
+)  # fmt: skip
+def test_chunks_are_mixed_with_decoding_only_where_somebody_has_run_it(
+    launch, drafts, flags, anchored, apart
+):
+    args = launch(flags)
+    assert restore_setup.own_way(args, context(), BOTH) is None
+    assert refusals.not_mixed(args, anchored) == apart
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--disaggregation-mode prefill", f"--model-path MLA --speculative-algorithm EAGLE {TREE}"],
 )
 def test_a_server_that_was_to_look_ahead_says_that_it_does_not(launch, drafts, flags):
     args = launch(flags)

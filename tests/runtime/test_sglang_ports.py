@@ -168,7 +168,10 @@ def test_requests_that_need_outputs_of_their_prompts_tokens_are_left_to_sglang()
 
 def batch(*reqs: Any, extend: bool = False, full: bool = False) -> Any:
     return SimpleNamespace(
-        reqs=list(reqs), batch_is_full=full, forward_mode=SimpleNamespace(is_extend=lambda: extend)
+        reqs=list(reqs),
+        batch_is_full=full,
+        forward_mode=SimpleNamespace(is_extend=lambda: extend),
+        decoding_reqs=None,
     )
 
 
@@ -178,6 +181,7 @@ def scheduler_of(**known: Any) -> Any:
         "running_batch": batch(),
         "last_batch": None,
         "chunked_req": None,
+        "is_mixed_chunk": True,
     }
     return SimpleNamespace(**{**fields, **known})
 
@@ -192,6 +196,8 @@ def test_the_slot_is_open_when_nobody_has_it_the_batch_takes_more_and_a_row_is_f
     assert not is_open(free=0)
     assert not is_open(running_batch=batch(full=True))
     assert not is_open(chunked_req=request_of())
+    # After a mixed step the running batch is empty, and takes the place of the last one.
+    assert is_open(running_batch=batch(full=True), last_batch=batch(request_of(), extend=True))
 
 
 def test_a_prompt_that_was_in_the_last_batch_decodes_from_now_on_but_not_one_between_chunks():
@@ -202,6 +208,31 @@ def test_a_prompt_that_was_in_the_last_batch_decodes_from_now_on_but_not_one_bet
     assert step.decoding_count(scheduler) == 1
     assert step.computes(scheduler) and not step.computes(scheduler_of())
     assert step.in_slot(scheduler) is chunked
+
+
+def test_requests_that_decoded_in_the_last_batch_beside_a_chunk_decode():
+    tail, chunked = request_of("t"), request_of("c")
+    last = batch(chunked, tail, extend=True)
+    last.decoding_reqs = [tail]
+    scheduler = scheduler_of(running_batch=batch(), last_batch=last, chunked_req=chunked)
+    assert step.mixed(scheduler) and step.decoding_count(scheduler) == 1
+    assert step.decoding(scheduler) == [tail]
+    scheduler.running_batch = last  # the replicas of data-parallel attention compute together
+    assert step.decoding_count(scheduler) == 2
+    plain = scheduler_of(running_batch=batch(tail), last_batch=batch(tail))
+    assert not step.mixed(plain) and not step.mixed(scheduler_of())
+
+
+def test_a_request_with_logprobs_or_beams_is_not_mixed_nor_any_other_beside_it():
+    def mixes(*running: Any, **known: Any) -> bool:
+        return step.mixes(scheduler_of(running_batch=batch(*running), **known))
+
+    plain, logprobs, beams = request_of("a"), request_of("b"), request_of("c")
+    for req in (plain, logprobs, beams):
+        req.return_logprob, req.beam_group = req is logprobs, "g" if req is beams else None
+    assert mixes() and mixes(plain) and not mixes(plain, is_mixed_chunk=False)
+    assert not mixes(plain, logprobs) and not mixes(beams)
+    assert not mixes(plain, last_batch=batch(logprobs, extend=True)), "it decodes from now on"
 
 
 def test_all_requests_are_those_that_wait_run_are_between_chunks_or_in_another_stages_batch():

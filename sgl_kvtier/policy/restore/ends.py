@@ -10,7 +10,14 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from sgl_kvtier.policy.messages import Cancel, Compute, Load, Mode, StepView
-from sgl_kvtier.policy.restore.forecast import Forecast, Outlook, Queueing, Ways, chunk_tokens
+from sgl_kvtier.policy.restore.forecast import (
+    Forecast,
+    Outlook,
+    Queueing,
+    Ways,
+    chunk_tokens,
+    slowed_by,
+)
 from sgl_kvtier.policy.restore.meeting import Meeting, Split
 from sgl_kvtier.policy.restore.restorations import LINK_OF, Restoration, Restorations, in_run_order
 from sgl_kvtier.policy.rules import Rules
@@ -24,8 +31,6 @@ that compute reaches first are cancelled.
 """
 _LONGEST_STUCK_S: Final = 2.0
 """A waiting request whose loads have found no free memory for this many seconds is computed."""
-_FIXED_SHARE: Final = 0.25
-"""The fixed cost of a chunk cut by `policy.max_stall_ms` is at most this share of its time."""
 _WORTH_ASKING: Final = 2
 """Loads are cancelled only if that gives compute this many chunks of minimum size."""
 _LOAD_S: Final = 0.02
@@ -102,16 +107,15 @@ class Chunks:
 
     def within_stall_bound(self, compute: Compute, view: StepView) -> Compute:
         """Keeps the gap that restorations' chunks are predicted to cause between two output tokens
-        of running requests below `policy.max_stall_ms`. It cuts the chunk, or defers it by one step
-        if earlier chunks have used up the time.
+        of running requests below `policy.max_stall_ms` (`Restorations.longest_chunk_s`). It cuts the chunk, or defers it by one step if earlier chunks have used
+        up the time.
         """
         state, page = self._state, self._state.engine.page_tokens
         item, start = state.items[compute.rid], compute.splice.stop * page
         end = item.pointer.units * page
-        bound = state.config.max_stall_ms > 0 and view.decoding > 0
-        if not bound or compute.tokens == 0 or start >= end:
+        most_s = state.longest_chunk_s(view)
+        if not most_s or compute.tokens == 0 or start >= end:
             return compute
-        most_s = max(state.config.max_stall_ms / 1000, state.cost.cost.fixed_s / _FIXED_SHARE)
         wanted = min(item.prompt_tokens - start, view.prefill_tokens, state.engine.chunk_tokens)
         tokens = wanted if compute.tokens is None else compute.tokens
         pieces = 1
@@ -145,7 +149,7 @@ class Chunks:
         state = self._state
         if item.mode is Mode.LOAD and state.config.restore != "load":
             forecast = self._outlook.forecast(view, self._outlook.compute_at_s(view, item))
-            ways = Ways(forecast, item, known=True, decoding=view.decoding)
+            ways = Ways(forecast, item, known=True, decoding=slowed_by(view))
             both_s = state.rules.cost_s(ways.both_s, ways.both_stalls_s)
             if both_s <= ways.load_s * (1 - state.rules.split_margin):
                 item.mode = Mode.BOTH

@@ -25,6 +25,10 @@ from sgl_kvtier.types import Link, Span, Tier
 
 _MOST_CHARGED: Final = 8
 """Delays are counted for at most this many waiting requests, and as many decoding ones."""
+_SLOWED: Final = 0.5
+"""Requests that decode in steps with a chunk lose this share of its seconds: such a step takes
+about twice as long as one without (`policy.max_stall_ms`).
+"""
 
 
 class Forecast:
@@ -135,7 +139,7 @@ class Forecast:
 class Ways:
     """The predictions about one prefix that rules decide on (`rules.Ways`). `learns`: the engine,
     by loading it, would measure what is not `known`. `crowded`: device memory is short. `own_s`:
-    fixed overhead of a restoration. `decoding`: number of decoding requests.
+    fixed overhead of a restoration. `decoding`: number of decoding requests (`slowed_by`).
     """
 
     def __init__(
@@ -146,7 +150,7 @@ class Ways:
         learns: bool = False,
         crowded: bool = False,
         own_s: float = 0.0,
-        decoding: int = 0,
+        decoding: float = 0.0,
     ) -> None:
         self._forecast = forecast
         self._item = item
@@ -154,7 +158,7 @@ class Ways:
         self._learns = learns
         self._crowded = crowded
         self._own_s = own_s
-        self._decoding = min(decoding, _MOST_CHARGED)
+        self._decoding = decoding
 
     @property
     def known(self) -> bool:
@@ -225,6 +229,11 @@ class Queueing:
         return self._compute_s
 
 
+def slowed_by(view: StepView) -> float:
+    """The number of decoding requests, as far as a second of compute takes a second from them."""
+    return min(view.decoding, _MOST_CHARGED) * (_SLOWED if view.mixes else 1.0)
+
+
 def choose_mode(rules: Rules, ways: Ways, config: PolicyConfig) -> tuple[Mode, str]:
     """The mode and the reason for it: as configured, or decided by the rules."""
     if config.restore in ("both", "load", "compute"):
@@ -289,7 +298,8 @@ class Outlook:
         backlog_s = state.links.backlogs(view.now)
         for link, seconds in (left_s or {}).items():
             backlog_s[link] = backlog_s.get(link, 0.0) + seconds
-        return Forecast(state.engine, state.cost.cost, state.bandwidth, compute_at_s, backlog_s)
+        cost = state.cost_beside(view)
+        return Forecast(state.engine, cost, state.bandwidth, compute_at_s, backlog_s)
 
     def forecast_in_queue(self, view: StepView, rid: str) -> Forecast:
         """Predictions for a waiting request that is not being restored yet. Compute and links reach
@@ -363,7 +373,7 @@ class Outlook:
             engine.page_tokens,
             engine.page_bytes,
             engine.chunk_tokens,
-            state.cost.cost,
+            state.cost_beside(view),
             state.bandwidth,
             state.links.backlogs(view.now),
         )

@@ -6,7 +6,14 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RestoreStart, StepView
-from sgl_kvtier.policy.restore.forecast import Forecast, Outlook, Ways, choose_mode, why_declined
+from sgl_kvtier.policy.restore.forecast import (
+    Forecast,
+    Outlook,
+    Ways,
+    choose_mode,
+    slowed_by,
+    why_declined,
+)
 from sgl_kvtier.policy.restore.restorations import (
     LINK_OF,
     Restoration,
@@ -65,7 +72,7 @@ class Offers:
             forecast = self._outlook.forecast_in_queue(view, offer.rid)
             self._copy_first(item, forecast)
             own_s = self._state.overhead.seconds
-            ways = Ways(forecast, item, self._knows(offer), own_s=own_s, decoding=view.decoding)
+            ways = Ways(forecast, item, self._knows(offer), own_s=own_s, decoding=slowed_by(view))
             item.mode, reason = choose_mode(self._state.rules, ways, self._state.config)
             if reason == "computing is faster":
                 self._computed += 1
@@ -93,7 +100,7 @@ class Offers:
         crowded = self._crowded(offer, view, forecast.both(item).seconds)
         own_s = self._state.overhead.seconds
         ways = Ways(
-            forecast, item, self._knows(offer), learns, crowded, own_s, decoding=view.decoding
+            forecast, item, self._knows(offer), learns, crowded, own_s, decoding=slowed_by(view)
         )
         why = why_declined(self._state.rules, ways, self._state.config)
         return why if reads or why != "loading is faster" else "computing is faster"

@@ -39,6 +39,13 @@ LINK_OF: Final[Mapping[Tier, Link]] = {
 }
 """The link over which a restoration loads a page, by the page's tier."""
 
+_ALONE: Final = 6
+"""A chunk that is not mixed with decoding may take so many times `policy.max_stall_ms`: a decode
+step follows it, in which nothing is restored.
+"""
+_FIXED_SHARE: Final = 0.4
+"""The fixed cost of a chunk cut by this bound is at most this share of its time."""
+
 Source: TypeAlias = tuple[Span, Tier]
 
 
@@ -251,8 +258,10 @@ class Restorations:
             observer(fact)
 
     def next_step(self, view: StepView) -> None:
-        """A new step is decided. If the last one had no chunk, running requests decoded in it."""
-        if not self._chunked:
+        """A new step is decided. If the last one had no chunk, or a mixed one, running requests
+        decoded in it.
+        """
+        if not self._chunked or view.mixed:
             self.stalled_s = 0.0
         self._chunked = False
         for item in self.items.values():
@@ -276,6 +285,23 @@ class Restorations:
         self.links.clear()
         self._running.clear()
         self.busy_until = 0.0
+
+    def longest_chunk_s(self, view: StepView) -> float:
+        """The most seconds that a restoration's chunk may take, for the sake of requests that
+        decode; 0: as long as it likes.
+        """
+        stall_s = self.config.max_stall_ms / 1000
+        if not stall_s or not view.decoding:
+            return 0.0
+        return max(stall_s * (1 if view.mixes else _ALONE), self.cost.cost.fixed_s / _FIXED_SHARE)
+
+    def cost_beside(self, view: StepView) -> PrefillCost:
+        """The cost of compute in chunks of that length. Their fixed cost is spread over tokens."""
+        cost, longest_s = self.cost.cost, self.longest_chunk_s(view)
+        if not longest_s:
+            return cost
+        longer = longest_s / (longest_s - cost.fixed_s)
+        return PrefillCost(0.0, cost.per_token_s * longer, cost.per_token_position_s * longer)
 
     @property
     def costs_known(self) -> bool:

@@ -53,6 +53,8 @@ def run_tick(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> N
     parts = parts_of(scheduler.tree_cache)
     refuse_kv_hints(scheduler, parts)
     if parts is not None:
+        if parts.keeps_chunks_apart:
+            step.never_mix(scheduler)
         parts.tick.run(scheduler)
 
 

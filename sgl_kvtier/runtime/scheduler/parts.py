@@ -64,6 +64,8 @@ class Parts:
         ahead = look_ahead(context) if look_ahead is not None else None
         self.tick = RestoreTick(engine, planner, agreement, self.turns, self.views, ahead)
         self.notes = RestoreNotes(policy, engine, planner, agreement, log)
+        self.keeps_chunks_apart = False
+        """Whether no step may have both a chunk and requests that decode."""
         self.planned: Callable[[str], Mapping[str, str]] = lambda _: {}
         """What each part of the planner knows of a request, as text."""
 

@@ -62,6 +62,10 @@ class KVTierPrefillAdder(PrefillAdder):
             if tokens <= 0:
                 return self._park(r, req)
             self.chunked_req_limit = min(self.chunked_req_limit or tokens, tokens)
+        elif self._fits_in_part(req) and r.front < r.pages:
+            # SGLang would end the chunk inside a page, at which no loaded page could be attached.
+            tokens = self._whole_pages(self.rem_chunk_tokens or 0)
+            self.chunked_req_limit = min(self.chunked_req_limit or tokens, tokens) or None
         added = len(self.can_run_list)
         left = self._add_what_fits(req)
         if len(self.can_run_list) == added:
@@ -142,6 +146,11 @@ class KVTierPrefillAdder(PrefillAdder):
         if free < needed and engine.give_room(needed - free):
             free = room.free_up(needed)
         return tokens - max(0, needed - free)
+
+    def _fits_in_part(self, req: Req) -> bool:
+        """Whether the tokens of the pass are too few for the rest of the prompt."""
+        most = self.rem_chunk_tokens
+        return most is not None and requests.prompt_tokens(req) - req.prefix_len > most
 
     def _whole_pages(self, tokens: int) -> int:
         """As many of a chunk's tokens as fit now, in whole pages. SGLang would cut it anywhere, or

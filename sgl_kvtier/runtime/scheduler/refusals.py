@@ -138,7 +138,6 @@ OF_ARGUMENTS = (
         "--prefill-attention-backend triton, or omit --enable-deterministic-inference",
         _prefill_is_tiled,
     ),
-    Refusal("mixed chunks", "omit --enable-mixed-chunk", lambda args: args.enable_mixed_chunk),
     Refusal(
         "experts whose weights move between ranks, or whose ranks join later",
         "omit --dwdp-size and --elastic-ep-join-mode",
@@ -160,6 +159,15 @@ OF_ARGUMENTS = (
     Refusal("context parallelism of decoding", "--dcp-size 1", lambda args: args.dcp_size > 1),
 )
 """Checked with the resolved arguments."""
+
+NOT_MIXED: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("speculative decoding", lambda args: args.speculative_algorithm is not None),
+    ("data-parallel attention", lambda args: args.attn_dp_size > 1),
+    ("pipeline stages", lambda args: args.pp_size > 1),
+)
+"""With what `--enable-mixed-chunk` was never run with restored pages: chunks are not mixed with
+decoding there. Checked with the resolved arguments.
+"""
 
 UNPROVEN = (
     Refusal(
@@ -205,6 +213,18 @@ def unsupported(args: Any, ctx: Any) -> str | None:
     return _told(
         [*_holding(OF_MODEL, ctx), *_holding(of_states, args), *_holding(OF_ARGUMENTS, args)]
     )
+
+
+def not_mixed(args: Any, anchored: bool) -> str | None:
+    """Why no step of this server has both a chunk and requests that decode, although the flag asks
+    for it; None if they are mixed, or nothing asks for it. `anchored`: the model has windows or
+    states.
+    """
+    if not args.enable_mixed_chunk:
+        return None
+    if anchored:
+        return "windows or states"
+    return next((what for what, holds in NOT_MIXED if holds(args)), None)
 
 
 def anchors_of(ctx: Any) -> str | None:

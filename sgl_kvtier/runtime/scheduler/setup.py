@@ -40,6 +40,7 @@ from sgl_kvtier.runtime.scheduler.refusals import (
     anchors_of,
     lacking,
     looks_ahead_by_default,
+    not_mixed,
     unproven,
     unsupported,
 )
@@ -157,6 +158,9 @@ def build(tree: Tree, server_args: Any) -> Parts | str:
     context = StepContext(tree, agreement.alone)
     context.agreed_page_bytes = int(agreement.first_says([context.page_bytes])[0])
     at_once = works_at_once(controller.device)
+    apart = not_mixed(args, context.anchors is not None)
+    if config.lab.layer_parts and args.enable_mixed_chunk:
+        apart = "lab.layer_parts"
     shape = EngineShape(
         page_tokens=context.page,
         page_bytes=context.agreed_page_bytes,
@@ -188,6 +192,8 @@ def build(tree: Tree, server_args: Any) -> Parts | str:
     replica = get_parallel().dp_rank or 0
     path = _path(controller, cost_profile.NAME)
     here = conditions(args, config, shape)
+    if args.enable_mixed_chunk and apart is None:
+        here["mixed"] = True  # decoding's time is in that of chunks
     known = cost_profile.fitting(cost_profile.read(path), here) if path is not None else None
     # Ranks that plan with different costs would diverge: all start with the first rank's.
     profile = cost_profile.taken(agreement.first_says(cost_profile.as_numbers(known)))
@@ -211,6 +217,13 @@ def build(tree: Tree, server_args: Any) -> Parts | str:
         look_ahead=look,
     )
     parts.planned = planner.known
+    if apart is not None:
+        parts.keeps_chunks_apart = True
+        logger.warning(
+            "kvtier: chunks are not mixed with decoding, for nobody has run --enable-mixed-chunk "
+            "with restored prefixes and %s",
+            apart,
+        )
     parts.notes.is_unproven = policy.restore == "off" and policy.proof != "off" and not at_once
     parts.engine.proof = proof
     if checks is not None:

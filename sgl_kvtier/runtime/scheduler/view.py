@@ -77,16 +77,19 @@ class Views:
         waiting = step.waiting(scheduler)[:_WAITING]
         holder = chunked.rid if chunked is not None and engine.restoration(chunked.rid) else None
         fresh = tuple(self._fresh(req) for req in waiting)
+        decoding, mixes = step.decoding_count(scheduler), step.mixes(scheduler)
         return StepView(
             now=now,
             waiting=tuple(req.rid for req in waiting),
             slot=holder,
             slot_open=step.slot_is_open(scheduler, self._context.tree.req_to_token_pool),
-            prefill_tokens=self._chunk_tokens,
+            prefill_tokens=max(0, self._chunk_tokens - (decoding if mixes else 0)),
             fresh_tokens=sum(fresh),
             fresh=fresh if any(fresh) else (),
             wanted_tokens=sum(self._wanted(req) for req in waiting),
-            decoding=step.decoding_count(scheduler) + self._elsewhere,
+            decoding=decoding + self._elsewhere,
+            mixes=mixes,
+            mixed=step.mixed(scheduler),
             free_pages=self.free_pages(step.decoding(scheduler), chunked),
             empty_pages=self._empty_pages() if self._context.looking_ahead else {},
             owed_pages=0

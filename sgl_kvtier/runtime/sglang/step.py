@@ -30,11 +30,10 @@ def in_slot(scheduler: Scheduler) -> Req | None:
 
 def slot_is_open(scheduler: Scheduler, rows: Any) -> bool:
     """Whether a request may take the slot in this step. `rows` is SGLang's pool of request rows."""
-    return (
-        scheduler.chunked_req is None
-        and not scheduler.running_batch.batch_is_full
-        and rows.available_size() > 0
-    )
+    running, last = scheduler.running_batch, scheduler.last_batch
+    if not running.reqs and last is not None and last.forward_mode.is_extend():
+        running = last  # which is the running one in this step, as after a mixed one
+    return scheduler.chunked_req is None and not running.batch_is_full and rows.available_size() > 0
 
 
 def admits(adder: Any) -> bool:
@@ -63,7 +62,33 @@ def decoding(scheduler: Scheduler) -> list[Req]:
 
 def decoding_count(scheduler: Scheduler) -> int:
     """How many requests decode already."""
-    return len(scheduler.running_batch.reqs)
+    last = scheduler.last_batch
+    mixed = () if last is None or last is scheduler.running_batch else decoded_in(last)
+    return len(scheduler.running_batch.reqs) + len(mixed)
+
+
+def decoded_in(batch: Any) -> Sequence[Req]:
+    """Requests that decode in a batch with prefill (--enable-mixed-chunk): its last ones, of one
+    token each.
+    """
+    return batch.decoding_reqs or () if batch.forward_mode.is_extend() else ()
+
+
+def mixed(scheduler: Scheduler) -> bool:
+    """Whether requests decoded in the last batch although it has prefill."""
+    return scheduler.last_batch is not None and bool(decoded_in(scheduler.last_batch))
+
+
+def mixes(scheduler: Scheduler) -> bool:
+    """Whether requests that decode would do so in a step with a chunk."""
+    return bool(scheduler.is_mixed_chunk) and not any(
+        req.return_logprob or req.beam_group is not None for req in decoding(scheduler)
+    )
+
+
+def never_mix(scheduler: Scheduler) -> None:
+    """From now on no step has both a chunk and requests that decode."""
+    scheduler.is_mixed_chunk = False
 
 
 _SHORTEST_PREFILL = 256

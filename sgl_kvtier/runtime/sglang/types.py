@@ -221,6 +221,7 @@ class Scheduler(Protocol):
     tree_cache: Any
     waiting_queue: list[Req]
     running_batch: Any
+    is_mixed_chunk: bool
     last_batch: Any
     chunked_req: Req | None
     weight_updater: Any

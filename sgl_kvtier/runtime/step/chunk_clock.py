@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted
+from sgl_kvtier.runtime.sglang import step
 from sgl_kvtier.types import Span
 
 
@@ -61,11 +62,14 @@ class ChunkClock:
 
     def launch(self, batch: Any, stream: Any = None) -> _Timed:
         """Called before the launch; `stream` is an accelerator's forward stream, None on a CPU."""
-        tokens = int(batch.extend_num_tokens)
+        # Tokens that requests decode in this step count neither as chunks nor as shared: on a busy
+        # server no other chunks could be learned from. Their time goes into a chunk's fixed cost.
+        count = len(batch.reqs) - len(step.decoded_in(batch))
+        tokens = sum(map(int, batch.extend_lens[:count]))
         chunks = [
             (req.rid, Span(prefix, prefix + length), tokens - length)
             for req, prefix, length in zip(
-                batch.reqs, batch.prefix_lens, batch.extend_lens, strict=False
+                batch.reqs[:count], batch.prefix_lens, batch.extend_lens, strict=False
             )
         ]
         timed = _Timed(chunks)

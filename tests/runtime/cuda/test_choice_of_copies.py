@@ -192,13 +192,14 @@ def test_a_server_whose_pages_cannot_be_read_back_begins_no_proof(monkeypatch):
             raise StartUnreadable("pages upside down")
 
     Unreadable(monkeypatch, set())
-    here = SimpleNamespace(page=PAGE, page_bytes=1, host=SimpleNamespace(tokens=PAGE))
+    host = SimpleNamespace(tokens=PAGE)
+    here = SimpleNamespace(page=PAGE, page_bytes=1, host=host, anchors=None)
     monkeypatch.setattr(setup, "StepContext", lambda tree, alone: here)
     monkeypatch.setattr(
         "sglang.srt.arg_groups.model_override_base.resolving_view", lambda args: args
     )
     args = SimpleNamespace(
-        device="cuda", tp_size=1, pp_size=1, chunked_prefill_size=64,
+        device="cuda", tp_size=1, pp_size=1, chunked_prefill_size=64, enable_mixed_chunk=False,
         hicache_storage_backend_extra_config='{"store": {"path": "unused"}, "policy": {"restore": "both"}}',
     )  # fmt: skip
     controller = SimpleNamespace(device="cuda", transfer_layer_id_max=2)
