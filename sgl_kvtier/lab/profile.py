@@ -82,6 +82,19 @@ class Profile:
         """One step of requests with these contexts, in tokens."""
         return self.decode.at(len(contexts), sum(contexts) / len(contexts))
 
+    def mixed_seconds(self, spans: Sequence[tuple[int, int]], requests: int, context: int) -> float:
+        """One step of prefill, as (tokens, prefix), and of requests that decode with a `context` of
+        so many tokens in all. Decoding tokens count as tokens of the prefill, and what their
+        contexts add is that of a decode step.
+        """
+        if not requests:
+            return self.prefill_seconds(spans)
+        mean = context / requests
+        if not spans:
+            return self.decode.at(requests, mean)
+        contexts_s = self.decode.at(requests, mean) - self.decode.at(requests, 0)
+        return self.prefill_seconds([*spans, (requests, 0)]) + max(contexts_s, 0.0)
+
 
 def names() -> list[str]:
     """The profiles there are."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from prometheus_client import Gauge
@@ -50,6 +50,7 @@ from sgl_kvtier.runtime.cuda import staging
 from sgl_kvtier.runtime.cuda.page_shape import host_pool_of
 from sgl_kvtier.runtime.proof import pages, record
 from sgl_kvtier.runtime.restore.copy_device import CARDS
+from sgl_kvtier.runtime.sglang import step
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +132,18 @@ class Device:
             kind, seconds = "decode", self._profile.decode_seconds(lengths)
             size: dict[str, Any] = {"tokens": len(lengths), "context": sum(lengths)}
         else:
-            spans = _spans(forward_batch)
+            spans, lengths = _spans(forward_batch), list[int]()
+            if decoding := () if self.batch is None else step.decoded_in(self.batch):
+                lengths = [prefix + 1 for _, prefix in spans[-len(decoding) :]]
+                spans = spans[: -len(decoding)]
             tokens = self._extend(signer, req_to_token, forward_batch, requests, spans)
-            kind, seconds = "prefill", self._profile.prefill_seconds(spans)
+            if lengths:
+                rows = _LastRows.of(forward_batch, len(lengths))
+                own = requests[len(spans) :]
+                more = self._decode(signer, req_to_token, rows, own, lengths)
+                tokens = torch.cat([tokens, more])
+            kind = "prefill"
+            seconds = self._profile.mixed_seconds(spans, len(lengths), sum(lengths))
             run = layers.taken(forward_batch)
             size = {"tokens": sum(n for n, _ in spans), "context": sum(p for _, p in spans)}
         if run is None:
@@ -233,7 +243,7 @@ class Device:
         spans: list[tuple[int, int]],
     ) -> torch.Tensor:
         batch, at = [], 0
-        own = fb.out_cache_loc.to(torch.int64)
+        own = fb.out_cache_loc[: sum(tokens for tokens, _ in spans)].to(torch.int64)
         for number, (tokens, prefix) in enumerate(spans):
             req = requests[number] if number < len(requests) else None
             batch.append(
@@ -394,6 +404,19 @@ def logits_of(tokens: torch.Tensor, vocabulary: int) -> LogitsProcessorOutput:
     logits = torch.zeros((tokens.numel(), vocabulary))
     logits[torch.arange(tokens.numel()), tokens] = 64.0
     return LogitsProcessorOutput(next_token_logits=logits)
+
+
+class _LastRows(NamedTuple):
+    """Those requests of a mixed batch that decode: its last ones, of one token each."""
+
+    req_pool_indices: torch.Tensor
+    out_cache_loc: torch.Tensor
+    input_ids: torch.Tensor
+
+    @classmethod
+    def of(cls, forward_batch: Any, count: int) -> _LastRows:
+        """The last `count` requests."""
+        return cls(*(getattr(forward_batch, name)[-count:] for name in cls._fields))
 
 
 def _spans(forward_batch: Any) -> list[tuple[int, int]]:

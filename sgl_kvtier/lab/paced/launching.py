@@ -20,6 +20,7 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab import profile
 from sgl_kvtier.lab.outside.lab_model import models_dir, write_json, write_model, write_once
 from sgl_kvtier.lab.outside.model_shapes import VOCABULARY
+from sgl_kvtier.launch import MIXED
 from sgl_kvtier.types import PACED
 
 PAGE_TOKENS = 64
@@ -222,7 +223,7 @@ class Paced:
             "--load-format": "dummy",
             "--random-seed": 0,
         }
-        return tuple(str(word) for pair in sizes.items() for word in pair)
+        return (*(str(word) for pair in sizes.items() for word in pair), MIXED)
 
     def settings(self) -> dict[str, Any]:
         """SGLang's time-outs, for any backend's file behind

@@ -92,8 +92,7 @@ class MeasuredCost:
     """Seconds of a step by a profile of measured operators, as a paced device takes them. Launches
     and the scheduler's own time are in none of them.
 
-    In a step with both, decoding tokens count as tokens of the prefill, and their contexts as in a
-    decode step. Background tokens and passes by layers are of papers, which have other costs.
+    Background tokens and passes by layers are of papers, which have other costs.
     """
 
     profile: Profile
@@ -102,14 +101,7 @@ class MeasuredCost:
         """How long the step takes with the machine to itself."""
         assert not batch.background and not batch.passes, "no profile has times of these"
         spans = [(len(span), span.start) for span in batch.prefills]
-        if not batch.decodes:
-            return self.profile.prefill_seconds(spans)
-        context = batch.kv_tokens / batch.decodes
-        decode = self.profile.decode
-        if not spans:
-            return decode.at(batch.decodes, context)
-        contexts_s = decode.at(batch.decodes, context) - decode.at(batch.decodes, 0)
-        return self.profile.prefill_seconds([*spans, (batch.decodes, 0)]) + max(contexts_s, 0.0)
+        return self.profile.mixed_seconds(spans, batch.decodes, batch.kv_tokens)
 
 
 # --- machines and models --------------------------------------------------------------------------

@@ -306,7 +306,9 @@ class Server:
             fresh_tokens=sum(live.fresh_tokens for live in plain),
             wanted_tokens=sum(live.left_tokens for live in plain),
             fresh=tuple(fresh) if before is None else (),
-            decoding=0 if self._spec.mixed else len(self._running),
+            decoding=len(self._running),
+            mixes=self._spec.mixed,
+            mixed=self._spec.mixed,
             free_pages=self._free_pages(),
         )
 
