@@ -9,6 +9,7 @@ shift $(( $# > 1 ? 2 : 1 ))
 exec python -m sglang.launch_server \
   --model-path "$model" \
   --page-size 64 \
+  --enable-mixed-chunk \
   --enable-hierarchical-cache \
   --hicache-storage-backend kvtier \
   --hicache-storage-backend-extra-config "@$config" \

@@ -68,13 +68,31 @@ def storage_flags(backend: str, settings: str) -> list[str]:
     ]
 
 
+MIXED = "--enable-mixed-chunk"
+"""Requests that decode get a token in steps that also compute a prompt. Without it they stand still
+meanwhile, in SGLang until the whole prompt is computed.
+"""
+_NEVER_MIXED = (
+    "--speculative-algorithm",
+    "--enable-hisparse",
+    "--enable-encoder-swa-bounded-replay",
+    "--enable-megamoe-for-layernorm-sp",
+    "--dsa-prefill-backend",
+    "--attn-cp-size",
+    "--dcp-size",
+)
+"""With these flags SGLang refuses `MIXED`, for some models or values; with the first one a restoring
+server does not mix.
+"""
+
+
 def tier_flags(settings: str) -> list[str]:
     """The flags that kvtier adds to SGLang's launch line on a GPU. README, the manual, the
     examples, `kvtier serve` and `kvtier doctor` all have these flags in this order. I/O backend,
     host layout and host pool size are left at SGLang's defaults: it fits the pool to the host's
     memory only if no --hicache-ratio is given.
     """
-    flags = ["--page-size", str(GPU_PAGE), "--enable-hierarchical-cache"]
+    flags = ["--page-size", str(GPU_PAGE), MIXED, "--enable-hierarchical-cache"]
     return [*flags, *storage_flags("kvtier", settings)]
 
 
@@ -93,6 +111,8 @@ def serve_flags(model: str, device: str, settings: str, extra: Sequence[str] = (
         ]
     else:
         tier = tier_flags(settings)
+        if any(word.partition("=")[0] in _NEVER_MIXED for word in extra):
+            tier.remove(MIXED)
     return ["--model-path", model, *tier, "--enable-metrics", "--enable-cache-report", *extra]
 
 

@@ -2,8 +2,8 @@
 mechanisms one after the other, and the whole with one of them left out.
 
 SGLang's best flags are tried first, a round each: how long it waits for what it reads from storage,
-then the order of its queue, then when it writes, then what it evicts. The fastest one by the mean time to first token of
-all turns is compared.
+then steps with both prefill and decoding, then the order of its queue, then when it writes, then what it evicts. The
+fastest one by the mean time to first token of all turns is compared.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from sgl_kvtier.lab.experiment.measures import arm_figures, complete_rows, sampl
 from sgl_kvtier.lab.experiment.rounds import Outcome, RoundLog, Rounds, same_place
 from sgl_kvtier.lab.pages.ablation import BEST, CHAIN, PATCHED, SAME, WITHOUT, shares, without
 from sgl_kvtier.lab.pages.stats import summary
+from sgl_kvtier.launch import MIXED
 from sgl_kvtier.page_hash import compile_page_hash
 
 _READS, _ORDER, _WRITES, _EVICTS = (
@@ -34,19 +35,26 @@ _READS, _ORDER, _WRITES, _EVICTS = (
     "--hicache-write-policy",
     "--radix-eviction-policy",
 )
-_TRIED: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (_READS, ("timeout", "best_effort", "wait_complete")),
-    (_ORDER, ("lpm", "hrrn")),
-    (_WRITES, ("write_back",)),
-    (_EVICTS, ("slru", "tlru")),
+_TRIED: tuple[dict[str, tuple[str, ...]], ...] = (
+    {value: (_READS, value) for value in ("timeout", "best_effort", "wait_complete")},
+    {"mixed-chunk": (MIXED,)},
+    {value: (_ORDER, value) for value in ("lpm", "hrrn")},
+    {"write_back": (_WRITES, "write_back")},
+    {
+        "slru": (_EVICTS, "slru"),
+        "tlru": (
+            *(_EVICTS, "tlru"),
+            *(
+                "--radix-eviction-policy-config",
+                '{"threshold": 8192, "next_prompt_estimate": 1024}',
+            ),
+        ),
+    },
 )
-"""SGLang's flags and the values that are tried; the first flag's first value is the default. Its
+"""Arguments of SGLang that are tried, each group beside the best of those before it; the very first
+are its default. A threshold of `tlru` is a chunk, the estimate what a turn adds at most. SGLang's
 `shortest-prefill-first` ends with "Prefill out of memory" under long prompts (0.5.23).
 """
-_WITH = {
-    "tlru": ("--radix-eviction-policy-config", '{"threshold": 8192, "next_prompt_estimate": 1024}')
-}
-"""What a value needs beside it: a chunk, and what a turn adds at most."""
 _STORED = "hicache-file"
 _RULES = "sgl_kvtier.lab.rules:"
 _AHEAD: Mapping[str, Any] = {"prefetch": "on", "eviction": "next-use"}
@@ -77,7 +85,8 @@ def variants(best: Sequence[str] = (), patched: str = "") -> dict[str, Variant]:
         "store": Variant("kvtier-off", "kvtier's store alone", arguments=tuple(best)),
         "reads": Variant(
             OURS,
-            "and stored prefixes are read in the order of the queue",
+            "and stored prefixes are read in the order of the queue, and chunks are mixed with "
+            "decoding",
             {**WITHOUT_LOOKAHEAD, "queue": "arrival", "rules": f"{_RULES}NeverRestores"},
             arguments=_part(best, _ORDER),
         ),
@@ -96,6 +105,7 @@ def variants(best: Sequence[str] = (), patched: str = "") -> dict[str, Variant]:
             OURS, "kvtier without restoration", {"restore": "off", **_AHEAD}
         ),
         WITHOUT["queue"]: Variant(OURS, "kvtier in the order of arrival", {"queue": "arrival"}),
+        WITHOUT["mixed"]: Variant(OURS, "kvtier with chunks and decoding apart", mixes=False),
         IN_ORDER: Variant(
             OURS, "kvtier in SGLang's best order of the queue", arguments=_part(best, _ORDER)
         ),
@@ -165,8 +175,8 @@ def choose_best(cell: Cell, log: RoundLog) -> None:
     if not {BEST, PATCHED, "store", "reads", IN_ORDER} & asked_for:
         return
     best: tuple[str, ...] = ()
-    for flag, values in _TRIED:
-        asked = {f"sglang-{v}": (*best, flag, v, *_WITH.get(v, ())) for v in values}
+    for group in _TRIED:
+        asked = {f"sglang-{name}": (*best, *words) for name, words in group.items()}
         outcome = Outcome()
         plan = replace(
             cell.plan,

@@ -17,7 +17,7 @@ from sgl_kvtier.lab.outside import peers
 from sgl_kvtier.lab.outside.model_shapes import names_attention
 from sgl_kvtier.lab.outside.server import Launch
 from sgl_kvtier.lab.paced.launching import LAYERS, LOG, MOONCAKE_WAITS, Paced, is_paced, parse
-from sgl_kvtier.launch import HOST, cache_flags, device_flags, storage_flags
+from sgl_kvtier.launch import HOST, MIXED, cache_flags, device_flags, storage_flags
 
 BASELINE = "recompute"
 OURS = "kvtier"
@@ -97,6 +97,8 @@ class Variant:
     device_tokens: int | None = None
     arguments: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    mixes: bool = True
+    """Whether chunks are mixed with decoding, where the arm of `ARMS` has it so."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,10 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
     variant = setup.variants.get(arm)
     more: tuple[str, ...] = ()
     own: Mapping[str, str] = {}
+    mixes = setup.device != "cpu"
     if variant is not None:
         arm, setup = variant.kind, _varied(setup, variant)
-        more, own = variant.arguments, variant.env
+        more, own, mixes = variant.arguments, variant.env, mixes and variant.mixes
     row = ARMS[arm]
     flags = [*base_flags(setup)]
     env = {**server_env(setup), **own}
@@ -194,6 +197,8 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
         settings = folder / "storage.json"
         settings.write_text(json.dumps(_storage_settings(row, setup, storage), indent=1) + "\n")
         flags += storage_flags(row.storage, f"@{settings}")
+        if row.storage == "kvtier" and arm != NOT_RESTORED and mixes:
+            flags.append(MIXED)
         if setup.stock_reads is not None and row.storage != "kvtier":
             flags += ("--hicache-storage-prefetch-policy", setup.stock_reads)
         if row.storage == "file":

@@ -33,8 +33,9 @@ WITHOUT: Mapping[str, str] = {
     "restore": "kvtier-without-restore",
     "lookahead": "kvtier-without-lookahead",
     "queue": "kvtier-without-queue",
+    "mixed": "kvtier-without-mixed-chunk",
 }
-"""The arm that has all mechanisms but one."""
+"""The arm that has all mechanisms but one; the last one is without SGLang's --enable-mixed-chunk."""
 SAME: Mapping[str, str] = {WITHOUT["lookahead"]: CHAIN["restore"]}
 """Arms with the settings of another one, measured once."""
 

@@ -41,8 +41,8 @@ def test_sglangs_flags_are_tried_first_and_the_best_ones_are_compared(
     monkeypatch.setattr(rounds, "prepare", noted)
     done = kvtier(tmp_path, *LOAD, "--arms", "sglang-best,kvtier", "--html", str(tmp_path / "p"))
     assert done.status == 0, done.err
-    assert started[:8] == [
-        *("sglang-timeout", "sglang-best_effort", "sglang-wait_complete"),
+    assert started[:9] == [
+        *("sglang-timeout", "sglang-best_effort", "sglang-wait_complete", "sglang-mixed-chunk"),
         *("sglang-lpm", "sglang-hrrn", "sglang-write_back", "sglang-slru", "sglang-tlru"),
     ]
     (load,) = done.result["loads"]
@@ -173,6 +173,7 @@ def test_every_arm_is_a_server_whose_settings_are_accepted(
         "kvtier": ("auto", "", "shortest", "auto", "auto", None),
         "kvtier-without-restore": ("off", "", "shortest", "on", "next-use", None),
         "kvtier-without-queue": ("auto", "", "arrival", "auto", "auto", None),
+        "kvtier-without-mixed-chunk": ("auto", "", "shortest", "auto", "auto", None),
         "kvtier-sglang-order": ("auto", "", "shortest", "auto", "auto", "lpm"),
     }  # fmt: skip
 

@@ -20,6 +20,7 @@ from sgl_kvtier.lab.experiment.arms import (
     STORAGE_ARMS,
     Arm,
     Setup,
+    Variant,
     prepare,
     storage_folder,
 )
@@ -30,7 +31,7 @@ from sgl_kvtier.lab.experiment.scenarios import restore
 from sgl_kvtier.lab.outside import peers
 from sgl_kvtier.lab.paced.launching import MOONCAKE_WAITS
 from sgl_kvtier.lab.stress.server import command as fuzz
-from sgl_kvtier.launch import serve_flags
+from sgl_kvtier.launch import MIXED, serve_flags
 
 CPU = Setup(
     model_path="/m",
@@ -72,7 +73,7 @@ def test_all_arms_have_the_same_model_pools_and_chunks(tmp_path: Path) -> None:
                 {
                     name: value
                     for name, value in options.items()
-                    if name not in CACHE_FLAGS and name not in ARMS[arm].arguments
+                    if name not in {*CACHE_FLAGS, MIXED, *ARMS[arm].arguments}
                 }
             )
         assert all(options == common[0] for options in common)
@@ -169,6 +170,23 @@ def test_added_arguments_come_last_so_that_they_win(tmp_path: Path) -> None:
     launch = prepare("recompute", replace(CPU, extra=("--pp-size", "2")), tmp_path)
     assert launch.arguments[-2:] == ("--pp-size", "2")
     assert serve_flags("m", "cpu", "@k.json", ["--page-size", "32"])[-2:] == ["--page-size", "32"]
+
+
+def test_a_server_for_an_accelerator_mixes_chunks_with_decoding_as_a_users_does(
+    tmp_path: Path,
+) -> None:
+    apart = Variant(OURS, "with chunks and decoding apart", mixes=False)
+    gpu = replace(GPU, device="paced:h100-llama8b", variants={"apart": apart})
+    found = {
+        (setup.device, arm)
+        for setup in (replace(CPU, variants=gpu.variants), gpu)
+        for arm in ("hicache-file", "kvtier-off", "kvtier-restore", "kvtier", "apart")
+        if MIXED in prepare(arm, setup, tmp_path / setup.device / arm).arguments
+    }
+    assert found == {(gpu.device, "kvtier-restore"), (gpu.device, "kvtier")}
+    assert MIXED in serve_flags("m", "cuda", "@k.json") and MIXED not in serve_flags("m", "cpu", "")
+    refused = ["--dsa-prefill-backend=flashmla_sparse_q8"]
+    assert MIXED not in serve_flags("m", "cuda", "@k.json", refused)
 
 
 def test_an_unknown_arm_is_refused_with_those_there_are(tmp_path: Path) -> None:
