@@ -83,7 +83,7 @@ class Bench:
         self._model = ModelShape(
             profile.name, profile.layers, 1, 1, 1, 0.0, 0.0, profile.kv_bytes_per_token
         )
-        self._spec = ServerSpec(_PAGE, chunk_tokens, write_down=False, consulted=True)
+        self._spec = ServerSpec(_PAGE, chunk_tokens, mixed=True, write_down=False, consulted=True)
         computing_s = sum(
             self._cost.seconds(Batch((Span(start, min(start + chunk_tokens, length + _PAGE)),)))
             for length in _LENGTHS

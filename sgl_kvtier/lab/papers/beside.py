@@ -23,18 +23,23 @@ from sgl_kvtier.lab.sim.policies import named
 from sgl_kvtier.lab.sim.requests import RequestResult, SimRequest
 from sgl_kvtier.types import PageKey
 
-MACHINE = Machine(device_bytes=40 << 30, host_bytes=60 << 30, storage_gbps=51.2)
-"""Device memory of an H100 beside Llama 3.1 8B, and an SSD of 6.4 GB/s."""
+MACHINE = Machine(device_bytes=40 << 30, host_bytes=60 << 30, storage_gbps=51.2, mixed=True)
+"""Device memory of an H100 beside Llama 3.1 8B, an SSD of 6.4 GB/s, and `--enable-mixed-chunk`."""
+_APART = replace(MACHINE, mixed=False)
 PER_SECOND = (0.0, 2.0, 6.0)
 """Chats that begin in a second: with 400 tokens each about eight and 24 of them run at a time."""
 _OURS = PolicyConfig(prefetch="off", eviction="lru", restore="auto")
+_LOADS, _EAGER = (replace(_OURS, rules=named(rules)) for rules in (NeverRestores, Eager))
 POLICIES = {
-    "loads alone": replace(_OURS, rules=named(NeverRestores)),
-    "kvtier": _OURS,
-    "kvtier, `max_stall_ms` 25": replace(_OURS, max_stall_ms=25.0),
-    "TTFT alone": replace(_OURS, rules=named(Eager)),
+    "loads alone, not mixed": (_LOADS, _APART),
+    "loads alone": (_LOADS, MACHINE),
+    "kvtier, not mixed": (_OURS, _APART),
+    "kvtier": (_OURS, MACHINE),
+    "TTFT alone": (_EAGER, MACHINE),
 }
-"""By the names of rows."""
+"""By the names of rows: settings, and the machine. *Not mixed*: chunks and decoding have steps of
+their own.
+"""
 
 _SESSIONS, _RETURNS_PER_S = 60, 0.36
 _PROMPT_TOKENS, _SUFFIX_TOKENS = (30_000, 51_000), 300
@@ -82,6 +87,7 @@ def _key(*what: int) -> PageKey:
 def measure(
     chats_per_s: float,
     config: PolicyConfig,
+    machine: Machine = MACHINE,
     seeds: Sequence[int] = _SEEDS,
     sessions: int = _SESSIONS,
 ) -> dict[str, Any]:
@@ -91,7 +97,7 @@ def measure(
     done: list[RequestResult] = []
     gaps_s: list[float] = []
     for seed in seeds:
-        run = run_policy("kvtier", MACHINE, requests(chats_per_s, seed, sessions), config)
+        run = run_policy("kvtier", machine, requests(chats_per_s, seed, sessions), config)
         done += run.requests
         gaps_s += run.gaps_s
     returned = [one for one in done if one.rid.startswith("return")]

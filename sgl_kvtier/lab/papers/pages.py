@@ -159,8 +159,8 @@ def beside_markdown() -> str:
     rows = []
     with progress("beside", len(beside.PER_SECOND) * len(beside.POLICIES), "rows") as bar:
         for chats_per_s in beside.PER_SECOND:
-            for name, config in beside.POLICIES.items():
-                row = beside.measure(chats_per_s, config)
+            for name, of_row in beside.POLICIES.items():
+                row = beside.measure(chats_per_s, *of_row)
                 rows.append({"chats_per_s": chats_per_s, "policy": name, **row})
                 bar.advance()
     return to_markdown(beside.table(rows))
