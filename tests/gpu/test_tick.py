@@ -139,7 +139,8 @@ class Scene:
             Views(self.engine, 256, host.size),
         )
         self.scheduler = SimpleNamespace(
-            chunked_req=None, waiting_queue=[], last_batch=None, running_batch=SimpleNamespace(reqs=[], batch_is_full=False)
+            chunked_req=None, waiting_queue=[], last_batch=None, is_mixed_chunk=False,
+            running_batch=SimpleNamespace(reqs=[], batch_is_full=False),
         )  # fmt: skip
 
     def run(self, plan: StepPlan) -> None:

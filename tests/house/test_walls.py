@@ -120,7 +120,8 @@ BEHIND_PORTS = {
     "positional_embed_overrides", "return_hidden_states", "return_logprob", "sampling_params",
     "token_indices_to_pool",
     # step
-    "batch_is_full", "chunked_req", "last_batch", "running_batch", "waiting_queue",
+    "batch_is_full", "chunked_req", "decoding_reqs", "is_mixed_chunk", "last_batch",
+    "running_batch", "waiting_queue",
     # ranks
     "pp_group", "tp_group", "tp_world_size", "_all_reduce", "_all_reduce_attn_groups", "_pp_sync",
     # offer

@@ -232,7 +232,11 @@ PAGE = 16
 def scheduler(*waiting: Any) -> Any:
     batch = SimpleNamespace(reqs=[], batch_is_full=False)
     return SimpleNamespace(
-        chunked_req=None, waiting_queue=list(waiting), running_batch=batch, last_batch=None
+        chunked_req=None,
+        waiting_queue=list(waiting),
+        running_batch=batch,
+        last_batch=None,
+        is_mixed_chunk=False,
     )
 
 
