@@ -156,7 +156,8 @@ def test_the_published_rows_of_the_proof_follow_from_their_raw_result() -> None:
     [
         ("returning, SSD of 1.5 GB/s", "emulated-h100-returning-ssd-1.5"),
         ("counted, rates", "emulated-h100-counted-rates"),
-        ("counted, SSD of 3 GB/s", "emulated-h100-counted-ssd-3"),
+        ("mixed, SSD of 3 GB/s", "emulated-h100-mixed-ssd-3"),
+        ("mixed, 0.6 a second", "emulated-h100-mixed-060"),
         ("counted, Llama 3.3 70B", "emulated-h100-counted-70b"),
         ("counted, short sessions", "emulated-h100-counted-short"),
         ("returning, 256 sessions", "emulated-h100-counted-256"),
