@@ -155,9 +155,10 @@ def test_the_published_rows_of_the_proof_follow_from_their_raw_result() -> None:
     ("grid", "raw"),
     [
         ("returning, SSD of 1.5 GB/s", "emulated-h100-returning-ssd-1.5"),
-        ("counted, rates", "emulated-h100-counted-rates"),
         ("mixed, SSD of 3 GB/s", "emulated-h100-mixed-ssd-3"),
         ("mixed, 0.6 a second", "emulated-h100-mixed-060"),
+        ("mixed, 1.14 a second", "emulated-h100-mixed-114"),
+        ("mixed, 0.36 a second", "emulated-h100-mixed-036"),
         ("counted, Llama 3.3 70B", "emulated-h100-counted-70b"),
         ("counted, short sessions", "emulated-h100-counted-short"),
         ("returning, 256 sessions", "emulated-h100-counted-256"),
