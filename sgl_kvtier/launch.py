@@ -81,8 +81,8 @@ _NEVER_MIXED = (
     "--attn-cp-size",
     "--dcp-size",
 )
-"""With these flags SGLang refuses `MIXED`, for some models or values; with the first one a restoring
-server does not mix.
+"""With these flags SGLang refuses `MIXED`, for some models or values; with the first one a server
+that restores does not mix.
 """
 
 

@@ -107,8 +107,8 @@ class Chunks:
 
     def within_stall_bound(self, compute: Compute, view: StepView) -> Compute:
         """Keeps the gap that restorations' chunks are predicted to cause between two output tokens
-        of running requests below `policy.max_stall_ms` (`Restorations.longest_chunk_s`). It cuts the chunk, or defers it by one step if earlier chunks have used
-        up the time.
+        of running requests below the bound (`Restorations.longest_chunk_s`). It cuts the chunk, or
+        defers it by one step if earlier chunks have used up the time.
         """
         state, page = self._state, self._state.engine.page_tokens
         item, start = state.items[compute.rid], compute.splice.stop * page
