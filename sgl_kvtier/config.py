@@ -217,7 +217,7 @@ class PolicyConfig:
         "most milliseconds that a restoration's chunk is predicted to take in a step in which "
         "requests decode (--enable-mixed-chunk); where chunks have steps of their own, six times "
         "as many; in both cases no fewer than two and a half times a chunk's fixed cost. 0 = no "
-        "bound. Measured gaps between tokens are longer (docs/results/restore.md)",
+        "bound. Measured gaps between tokens are longer (docs/results/emulated-h100.md)",
         low=0,
         high=100_000,
     )

@@ -19,13 +19,19 @@ CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 """SGLang compares what its ranks decide, and ends the server when they differ."""
 
 
+BOTH_ENDS = {
+    "restore": "both",
+    "min_restore_tokens": 64,
+    "decision_log": "{folder}/decisions.jsonl",
+}
+"""Of the policy section: a shared server that restores and logs what it decides."""
+SLOW_DISK = {"read_gbps": GBPS}
+"""Of the throttle section."""
+
+
 def restoring(servers: Shared) -> Served:
     """The shared server that restores and logs what it decides."""
-    log = "{folder}/decisions.jsonl"
-    sections = {
-        "throttle": {"read_gbps": GBPS},
-        "policy": {"restore": "both", "min_restore_tokens": 64, "decision_log": log},
-    }
+    sections = {"throttle": SLOW_DISK, "policy": BOTH_ENDS}
     return servers.get(flags(chunked_prefill_size=CHUNK, page_size=16), sections)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from patience import until
-from restore_lab import CHECKED, CHUNK, GBPS, LONG
+from restore_lab import BOTH_ENDS, CHECKED, CHUNK, LONG, SLOW_DISK
 from serving import Answer, Served, changed, flags, prompts
 from shared import Shared
 
@@ -22,15 +22,7 @@ pytestmark = pytest.mark.server
 def server(servers: Shared) -> Served:
     pools = {"chunked_prefill_size": 2 * CHUNK, "page_size": 16, "max_total_tokens": 8192}
     launch = flags("tiny-qwen3", tp_size=2, attn_dp_size=2, **pools)
-    sections = {
-        "throttle": {"read_gbps": GBPS},
-        "policy": {
-            "restore": "both",
-            "min_restore_tokens": 64,
-            "proof": "all",
-            "decision_log": "{folder}/decisions.jsonl",
-        },
-    }
+    sections = {"throttle": SLOW_DISK, "policy": {**BOTH_ENDS, "proof": "all"}}
     return servers.get(launch, sections, {**CHECKED, **changed(PLAIN_COPIES=Path("yes"))})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from patience import until
-from restore_lab import CHECKED, CHUNK, GBPS, LONG, settled, since
+from restore_lab import BOTH_ENDS, CHECKED, CHUNK, LONG, SLOW_DISK, settled, since
 from serving import Served, config_file, flags, prompts, serving
 from shared import Shared
 
@@ -17,14 +17,6 @@ from sgl_kvtier.policy.messages import StepView
 
 pytestmark = pytest.mark.server
 DECODED = 500
-SECTIONS = {
-    "throttle": {"read_gbps": GBPS},
-    "policy": {
-        "restore": "both",
-        "min_restore_tokens": 64,
-        "decision_log": "{folder}/decisions.jsonl",
-    },
-}
 
 
 def tokens_of(server: Served, ids: Sequence[int], count: int = 6) -> list[int]:
@@ -41,7 +33,8 @@ def test_requests_decode_in_the_steps_that_restore_and_answers_are_equal(
 ) -> None:
     pools = {"chunked_prefill_size": CHUNK, "page_size": 16, "max_total_tokens": 8192}
     launch = flags("tiny-llama", tp_size=ranks, enable_mixed_chunk=True, **pools)
-    server = servers.get(launch, SECTIONS, CHECKED)
+    sections = {"throttle": SLOW_DISK, "policy": BOTH_ENDS}
+    server = servers.get(launch, sections, CHECKED)
     short, *stored = prompts(4, tokens=LONG, seed=5)
     short = short[:40]
     alone = [tokens_of(server, ids) for ids in stored], tokens_of(server, short, DECODED)
@@ -64,7 +57,7 @@ def test_requests_decode_in_the_steps_that_restore_and_answers_are_equal(
 
 def test_with_pipeline_stages_a_server_restores_and_keeps_chunks_apart(tmp_path: Path) -> None:
     launch = flags("tiny-llama", enable_mixed_chunk=True, pp_size=2, chunked_prefill_size=CHUNK)
-    config = config_file(tmp_path, **{**SECTIONS, "policy": {"restore": "both"}})
+    config = config_file(tmp_path, throttle=SLOW_DISK, policy={"restore": "both"})
     with serving(tmp_path, launch, config) as server:
         (stored,) = prompts(1, tokens=LONG, seed=6)
         first = tokens_of(server, stored)

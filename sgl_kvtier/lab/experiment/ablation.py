@@ -43,11 +43,10 @@ _TRIED: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "slru": (_EVICTS, "slru"),
         "tlru": (
-            *(_EVICTS, "tlru"),
-            *(
-                "--radix-eviction-policy-config",
-                '{"threshold": 8192, "next_prompt_estimate": 1024}',
-            ),
+            _EVICTS,
+            "tlru",
+            "--radix-eviction-policy-config",
+            '{"threshold": 8192, "next_prompt_estimate": 1024}',
         ),
     },
 )
